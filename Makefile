@@ -1,0 +1,52 @@
+# Needs make and Python (3.11; any from 3.10 works). Everything else goes into .venv.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Two test processes on two cores: torch's own threads would only get in their way.
+WORKERS ?= auto
+export OMP_NUM_THREADS ?= 1
+
+MATRIX_PYTHONS ?= python3.10 python3.12
+MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench test-matrix clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+$(STAMP): pyproject.toml constraints.txt vram_guard/__init__.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP) ## make .venv and install the package with all its tools
+
+demo: $(STAMP) ## train a small super-resolution model under a budget that its batch does not fit
+	OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) $(BIN)/python examples/lightning_superres/train.py --out demo-out
+
+test: $(STAMP) ## run the test suite
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(STAMP) ## ruff, ruff format, mypy strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff put the format right
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode
+	$(BIN)/python benchmarks/bench_trace.py
+
+test-matrix: ## run the test suite on other Pythons and other releases of torch
+	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
+
+clean: ## remove what these targets made
+	rm -rf $(VENV) .matrix build dist demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

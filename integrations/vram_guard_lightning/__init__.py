@@ -1,0 +1,20 @@
+"""vram_guard for Lightning: ``Trainer(callbacks=[VramGuard()])``, in both of Lightning's namespaces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vram_guard_lightning.callback import VramGuard
+
+__all__ = ["VramGuard"]
+
+
+def __getattr__(name: str) -> object:
+    """Import Lightning only when the callback is asked for (PEP 562)."""
+    if name != "VramGuard":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vram_guard_lightning.callback import VramGuard
+
+    globals()[name] = VramGuard
+    return VramGuard

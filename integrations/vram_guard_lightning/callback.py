@@ -1,0 +1,284 @@
+"""VramGuard: the callback."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from vram_guard.errors import DoesNotFitError
+from vram_guard_lightning import growth, namespaces
+from vram_guard_lightning.apply import Applied, apply
+from vram_guard_lightning.decide import Decision, decide
+from vram_guard_lightning.settings import Mode, Settings
+
+# ruff: noqa: ARG002 - Lightning decides what its hooks are given
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as CallbackBase
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.budget import Budget
+    from vram_guard.plan import Plan
+    from vram_guard_lightning.ranks import Failure, Outcome
+else:
+    CallbackBase = namespaces.callback_base()
+
+#: Where a checkpoint keeps what has to survive it. (A callback's ``state_dict`` would do, but Lightning then
+#: refuses a Trainer that was given the callback twice, which a plugin may well do.)
+CHECKPOINT_KEY = "vram_guard"
+
+
+class VramGuard(CallbackBase):
+    """Says what a training step will take on the GPU before anything is built, and makes it fit.
+
+    It steps in once the model is complete and before it is moved, wrapped or given an optimizer, runs the
+    user's own training step symbolically on the CPU, and prints the prediction. Then, by ``mode``:
+
+    - ``"fit"``: where the step does not fit, the least change that makes it fit is applied: mixed
+      precision, and smaller micro-batches of the same loaded batch. Loaders, schedules, steps, intervals and
+      the effective batch stay as they are. Where nothing that is allowed makes it fit, or the training
+      cannot be predicted, a warning says so and the training is left unchanged.
+    - ``"report"``: nothing is changed and nothing raised; the training is bit-identical to one without the
+      guard.
+    - ``"strict"``: nothing is changed; a step that does not fit as written, or cannot be predicted, raises.
+
+    With ``fast_dev_run`` the plan is applied as in the real run, but the batch is not grown and nothing is
+    logged.
+
+    Args:
+        budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
+        gpu: a whole card by name ("RTX 4090"). With neither, what is free on the Trainer's device.
+        margin: the share of the budget to leave free, in [0, 1); None: the default.
+        allow: what may be changed: "precision", "accumulate".
+        mode: see above.
+        grow: where the step fits, enlarge the loader's batch up to ``target_utilization`` and scale the
+            learning rates by ``lr_rule``.
+        target_utilization: the share of the memory that growth may fill, in (0, 1].
+        lr_rule: "linear", "sqrt" or "none".
+        loss_weight: what the loss is over the samples of a batch. "mean": their mean, as torch's losses are;
+            "sum": their sum; or a function ``batch -> count`` where it is the mean over something else,
+            such as labels that are not ignored.
+
+    Attributes:
+        plan: the plan, on every rank; None before, and where there is none.
+
+    Raises:
+        InvalidInputError: a setting makes no sense.
+    """
+
+    def __init__(
+        self,
+        budget: Budget | str | int | None = None,
+        gpu: str | None = None,
+        margin: float | None = None,
+        allow: Iterable[str] = ("precision", "accumulate"),
+        mode: Mode = "fit",
+        grow: bool = False,
+        target_utilization: float = 0.8,
+        lr_rule: str = "linear",
+        loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean",
+    ) -> None:
+        super().__init__()
+        self.settings = Settings(budget, gpu, margin, allow, mode, grow, target_utilization, lr_rule, loss_weight)
+        self.plan: Plan | None = None
+        self._applied = Applied()
+        self._logged = False
+        self._armed = False
+        """Between setup and teardown: a callback that stands twice in a Trainer is called twice."""
+        self._restored_factor = 1.0
+        """What the checkpoint that was loaded had its learning rates multiplied by."""
+
+    # --- Lightning's hooks ----------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Arrange to be called when the model is complete and its strategy is not yet set up."""
+        if stage != "fit" or self is not _first_guard(trainer) or self._armed:
+            return
+        self.plan, self._restored_factor, self._armed = None, 1.0, True
+        strategy = trainer.strategy
+        lightnings_own = strategy.setup
+        self._applied = Applied()
+        self._applied.on_undo(self._disarm)
+
+        def guarded_setup(trainer: Trainer) -> None:
+            self._before_strategy_setup(trainer, pl_module)
+            lightnings_own(trainer)
+
+        strategy.setup = guarded_setup  # type: ignore[method-assign]
+        self._applied.on_undo(lambda: vars(strategy).pop("setup", None))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Scale learning rates, if the batch grew: after a checkpoint's were restored, and only once."""
+        if self is not _first_guard(trainer):
+            return
+        if self.settings.mode == "fit":
+            self._scale_learning_rates(trainer)
+        self._log(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the factor that the saved learning rates contain."""
+        if self.plan is not None and self._factor(trainer) != 1.0:
+            state = {"learning_rate_factor": self._factor(trainer), "batch_size": self.plan.batch_size}
+            checkpoint[CHECKPOINT_KEY] = state
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Remember what the learning rates that are about to be restored were multiplied by."""
+        state = checkpoint.get(CHECKPOINT_KEY)
+        if state and checkpoint.get("optimizer_states"):
+            self._restored_factor = float(state["learning_rate_factor"])
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The Trainer is given back as it came."""
+        self._applied.undo()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same after an error, where Lightning calls no teardown hook."""
+        self._applied.undo()
+
+    # --- the guard's own way --------------------------------------------------------------------------------
+
+    def _before_strategy_setup(self, trainer: Trainer, module: LightningModule) -> None:
+        outcome = decide(trainer, module, self.settings)
+        if outcome.value is None:
+            self._no_decision(trainer, outcome)
+            return
+        decision = outcome.value
+        self.plan = decision.plan
+        hands_off = _hands_off(trainer) if self.settings.mode == "fit" else ""
+        acts = self.settings.mode == "fit" and not hands_off
+        if hands_off:
+            decision = decision.with_notes(hands_off)
+        if acts and decision.plan.fits and decision.plan.changed:
+            applied = apply(trainer, decision, self.settings.loss_weight)
+            self._applied.on_undo(applied.undo)
+            decision = decision.with_notes(*applied.notes, *_about_learning_rates(trainer, decision))
+        _print_report(trainer, decision, applied=acts and decision.plan.fits)
+        self._verdict(trainer, decision)
+
+    def _verdict(self, trainer: Trainer, decision: Decision) -> None:
+        """Raise or warn, where the training does not fit."""
+        plan = decision.plan
+        as_written_fits = plan.fits and not _shrinks(plan)
+        if self.settings.mode == "strict" and not as_written_fits:
+            raise DoesNotFitError(f"the training does not fit as written.\n{plan.explain()}")
+        if self.settings.mode == "fit" and not plan.fits:
+            _warn(
+                trainer,
+                f"nothing that is allowed makes this training fit; it is left unchanged.\n{plan.explain()}",
+            )
+
+    def _no_decision(self, trainer: Trainer, outcome: Outcome[Decision]) -> None:
+        """No prediction: raise in strict mode, or where the user's own code failed; else warn."""
+        failure: Failure = outcome.failure  # type: ignore[assignment]
+        if self.settings.mode == "strict" or (self.settings.mode == "fit" and not failure.unsupported):
+            outcome.unwrap()
+        trace = "" if failure.unsupported or outcome.error is None else _traceback(outcome.error)
+        _warn(trainer, f"no prediction for this training, which is left unchanged: {failure.message}{trace}")
+
+    def _scale_learning_rates(self, trainer: Trainer) -> None:
+        """From what restored rates contain to what this run's are to be; a second call does nothing."""
+        factor = self._factor(trainer)
+        if factor != self._restored_factor:
+            for left_out in growth.scale_learning_rates(trainer, factor / self._restored_factor):
+                _warn(trainer, f"learning rate not scaled: {left_out}")
+        self._restored_factor = factor
+
+    def _factor(self, trainer: Trainer) -> float:
+        """What the learning rates of this run are to be multiplied by, the guard's own plan being applied."""
+        applied = self.plan is not None and self.settings.mode == "fit" and not _hands_off(trainer)
+        if not applied or self.plan is None or _lr_finder(trainer):
+            return 1.0
+        return self.plan.learning_rate_factor
+
+    def _disarm(self) -> None:
+        self._armed = self._logged = False
+
+    def _log(self, trainer: Trainer) -> None:
+        """The prediction, once, through the Trainer's own loggers."""
+        if self.plan is None or self._logged or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._logged = True
+        for logger in trainer.loggers:
+            logger.log_metrics(_metrics(self.plan), step=trainer.global_step)
+
+
+def _first_guard(trainer: Trainer) -> VramGuard | None:
+    """Of several guards in one Trainer, the first one works and the others rest."""
+    guards = [callback for callback in trainer.callbacks if isinstance(callback, VramGuard)]  # type: ignore[attr-defined]
+    return guards[0] if guards else None
+
+
+def _hands_off(trainer: Trainer) -> str:
+    """Why another callback's work forbids changing anything ("" where none does)."""
+    if _has(trainer, "callbacks.BatchSizeFinder"):
+        return "nothing is changed: BatchSizeFinder tries batch sizes out, and the two would mislead each other"
+    return ""
+
+
+def _lr_finder(trainer: Trainer) -> bool:
+    return _has(trainer, "callbacks.LearningRateFinder")
+
+
+def _has(trainer: Trainer, callback: str) -> bool:
+    """Whether a callback of this class (its path below the namespace) is in the Trainer."""
+    return any(namespaces.is_a(found, callback) for found in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _about_learning_rates(trainer: Trainer, decision: Decision) -> list[str]:
+    if decision.plan.learning_rate_factor != 1.0 and _lr_finder(trainer):
+        return ["learning rates are not scaled: LearningRateFinder finds them for the larger batch"]
+    return []
+
+
+def _shrinks(plan: Plan) -> bool:
+    return plan.precision != plan.precision_before or plan.micro_batch_size < plan.batch_size_before
+
+
+def _metrics(plan: Plan) -> dict[str, float]:
+    return {
+        "vram_guard/predicted_peak_reserved_bytes": float(plan.estimate.peak_reserved),
+        "vram_guard/predicted_peak_reserved_bytes_as_written": float(plan.before.peak_reserved),
+        "vram_guard/usable_bytes": float(plan.budget.usable),
+        "vram_guard/batch_size": float(plan.batch_size),
+        "vram_guard/micro_batch_size": float(plan.micro_batch_size),
+        "vram_guard/fits": float(plan.fits),
+    }
+
+
+def _print_report(trainer: Trainer, decision: Decision, *, applied: bool) -> None:
+    """On rank zero, once."""
+    if not trainer.is_global_zero:
+        return
+    from vram_guard.report.text import show
+
+    if not show(decision.plan):
+        return
+    lines = [f"  - {note}" for note in decision.notes]
+    if decision.plan.changed:
+        lines.insert(0, f"vram_guard: this plan is {'applied' if applied else 'not applied'}.")
+    elif lines:
+        lines.insert(0, "vram_guard: notes")
+    if lines:
+        _write("\n".join(lines) + "\n")
+
+
+def _write(text: str) -> None:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):  # nobody reads any more; the training goes on
+        return
+
+
+def _warn(trainer: Trainer, message: str) -> None:
+    """On rank zero, once."""
+    if trainer.is_global_zero:
+        warnings.warn(f"vram_guard: {message}", stacklevel=2)
+
+
+def _traceback(error: BaseException) -> str:
+    return "\n" + "".join(traceback.format_exception(error))

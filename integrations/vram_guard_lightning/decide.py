@@ -1,0 +1,181 @@
+"""From a Trainer to a decision: what is predicted, what would be changed, and what may not be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from vram_guard.apply.microbatch import CannotSplitError, Splitter
+from vram_guard_lightning import growth, namespaces, private_api, ranks
+from vram_guard_lightning.capture import Captured, capture
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.budget import Budget
+    from vram_guard.plan import Plan
+    from vram_guard_lightning.settings import Settings
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks hold in common."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+    """What a reader of the prediction should know, and what was refused for which reason."""
+    splitter: Splitter | None
+    """How loaded batches are cut; None where they stay whole."""
+
+    def with_notes(self, *notes: str) -> Decision:
+        """The same with more to say."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def decide(trainer: Trainer, module: LightningModule, settings: Settings) -> ranks.Outcome[Decision]:
+    """One decision, the same on every rank: planned for the rank with the least memory, taken by rank 0."""
+    budgets = ranks.attempt(trainer, lambda: budget_of(trainer, settings))
+    if budgets.failure is not None:
+        return ranks.Outcome(None, budgets.failure, budgets.error)
+    least = min(ranks.gather(trainer, budgets.unwrap()), key=lambda budget: budget.usable)
+    outcome = ranks.attempt(trainer, lambda: _decide_here(trainer, module, settings, least))
+    if outcome.value is None:
+        return outcome
+    return ranks.Outcome(ranks.from_rank_zero(trainer, outcome.value), None)
+
+
+def budget_of(trainer: Trainer, settings: Settings) -> Budget:
+    """What this rank's device may give.
+
+    Raises:
+        NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.
+    """
+    from vram_guard.budget import Budget
+
+    device = trainer.strategy.root_device
+    at_hand = settings.budget is None and settings.gpu is None and device.type == "cuda"
+    return Budget.resolve(settings.budget, settings.gpu, settings.margin, device=device if at_hand else None)
+
+
+def _decide_here(trainer: Trainer, module: LightningModule, settings: Settings, budget: Budget) -> Decision:
+    captured = capture(trainer, module)
+    refused = _refused(trainer, module, captured, settings)
+    allow = frozenset(settings.allow) - refused.keys()
+    plan = _plan(captured, settings, budget, allow, grow=settings.grow and "grow" not in refused)
+    if "precision" in allow and (reason := _no_scaler(trainer, captured, plan)):
+        refused["precision"] = reason
+        plan = _plan(captured, settings, budget, allow - {"precision"}, grow=False)
+    asked = {name for name in refused if name in settings.allow or (name == "grow" and settings.grow)}
+    notes = list(captured.notes)
+    notes += [f"{_WORDS[name]} not possible here: {refused[name]}" for name in sorted(asked)]
+    splitter = None
+    if plan.splits > 1:
+        example = captured.sample.make(captured.sample.batch_size)
+        splitter = Splitter(plan.batch_size, plan.micro_batch_size, example)
+        notes += _about_splitting(module, example, settings)
+    return Decision(replace(plan, timeline=None, timeline_before=None), tuple(notes), splitter)
+
+
+#: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
+IGNORED = -100
+
+_WORDS = {
+    "accumulate": "smaller micro-batches are",
+    "precision": "mixed precision is",
+    "grow": "a larger batch is",
+}
+
+
+def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:
+    from vram_guard.plan import plan
+
+    with captured.lent():
+        return plan(
+            captured.step,
+            captured.sample.batch_size,
+            budget,
+            allow=allow,
+            grow=grow,
+            target_utilization=settings.target_utilization,
+            lr_rule=settings.lr_rule,
+            dataset_size=captured.epoch_samples,
+        )
+
+
+# --- what may not be changed --------------------------------------------------------------------------------
+
+
+def _refused(trainer: Trainer, module: LightningModule, captured: Captured, settings: Settings) -> dict[str, str]:
+    """Technique -> why it cannot be applied to this training."""
+    reasons = {
+        "accumulate": _why_not_split(trainer, module, captured),
+        "precision": _why_not_mixed(trainer),
+        "grow": growth.why_not(trainer, captured.sample.growable) if settings.grow else "",
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _why_not_split(trainer: Trainer, module: LightningModule, captured: Captured) -> str:
+    if not module.automatic_optimization:
+        return "manual optimization does its own backward and steps; accumulate inside training_step instead"
+    if missing := private_api.missing(namespaces.of(trainer), private_api.MICRO_BATCHES):
+        return f"this release of Lightning is not known: {missing[0]}"
+    size = captured.sample.batch_size
+    try:
+        Splitter(size, max(1, size // 2), captured.sample.make(size))
+    except CannotSplitError as error:
+        return str(error)
+    return ""
+
+
+def _why_not_mixed(trainer: Trainer) -> str:
+    plugin = trainer.precision_plugin
+    namespace = namespaces.of(trainer)
+    own = (namespaces.part(namespace, "plugins.precision.Precision"),)
+    if trainer.precision == "32-true" and type(plugin) not in own:
+        return f"the precision plugin {type(plugin).__name__} was set by the user and stays"
+    return ""
+
+
+def _no_scaler(trainer: Trainer, captured: Captured, plan: Plan) -> str:
+    """Why the optimizer does not go together with float16's gradient scaling ("" where it does)."""
+    if plan.precision != "16-mixed" or plan.precision_before == "16-mixed":
+        return ""
+    if "LBFGS" in captured.optimizer_traits:
+        return "LBFGS does not work with the gradient scaling that 16-mixed needs"
+    if "fused" in captured.optimizer_traits and trainer.gradient_clip_val:
+        return "a fused optimizer unscales gradients itself, so that they cannot be clipped under 16-mixed"
+    return ""
+
+
+# --- what a split changes beside memory ---------------------------------------------------------------------
+
+
+def _about_splitting(module: LightningModule, example: Any, settings: Settings) -> list[str]:
+    notes = []
+    if settings.loss_weight == "mean":
+        notes.append(
+            "micro-batches are weighed by their samples, which is exact for a loss that is a mean over the "
+            "samples of the batch; say loss_weight='sum' or a function of the batch for other losses"
+        )
+        if _has_ignored_labels(example):
+            notes.append(
+                f"the batch holds labels of {IGNORED}: a loss that ignores them is a mean over the others; "
+                "for the exact result pass loss_weight=lambda batch: (batch['labels'] != -100).sum() or alike"
+            )
+    if any(_drops_out(part) for part in module.modules()):
+        notes.append("dropout draws other random numbers for micro-batches; the result is as random as before")
+    return notes
+
+
+def _drops_out(part: torch.nn.Module) -> bool:
+    return "Dropout" in type(part).__name__ and part.training and bool(getattr(part, "p", 0))
+
+
+def _has_ignored_labels(example: Any) -> bool:
+    leaves = pytree.tree_leaves(dict(example) if hasattr(example, "keys") else example)
+    labels = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64]
+    return any(bool((leaf == IGNORED).any()) for leaf in labels)

@@ -1,0 +1,88 @@
+"""While a trace runs the user's LightningModule, its Trainer must notice nothing.
+
+``training_step`` logs, asks the Trainer for the number of steps, writes pictures to the logger, reads its
+optimizer. During a trace all that is answered here, and nothing of it reaches the real Trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class TrainerView:
+    """A Trainer as the user's code sees it during a trace: some answers replaced, nothing written through."""
+
+    def __init__(self, original: Any, **answers: Any) -> None:
+        vars(self)["_original"] = original
+        vars(self).update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_original"], name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the original, so that ``isinstance`` holds."""
+        return type(vars(self)["_original"])
+
+
+@contextlib.contextmanager
+def lent_to_a_trace(trainer: Trainer, module: LightningModule, view: TrainerView) -> Iterator[None]:
+    """Inside the block, ``module.trainer`` is ``view`` and logging is silent; then everything is as before.
+
+    The trace itself gives back the module's own attributes; here it is what the Trainer holds.
+    """
+    strategy = trainer.strategy
+    optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
+    kept = [(part, dict(vars(part))) for part in module.modules()]
+    try:
+        for part in module.modules():
+            if "_trainer" in vars(part):
+                vars(part).update(_trainer=view, log=_silent, log_dict=_silent, print=_silent)
+        vars(module).update(all_gather=_gathered(trainer.world_size), _current_fx_name="training_step")
+        with contextlib.ExitStack() as stack:
+            if getattr(module, "_compiler_ctx", None) is not None and hasattr(torch.compiler, "set_stance"):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+    finally:
+        for part, attributes in kept:
+            vars(part).clear()
+            vars(part).update(attributes)
+        strategy.optimizers = optimizers
+        strategy.lr_scheduler_configs = schedulers
+
+
+def move_to_pretend_device(module: nn.Module) -> None:
+    """What ``module.to("cuda")`` does beyond parameters and buffers: its ``device``, and metrics' states."""
+    for part in module.modules():
+        if _is_metric(part):
+            part.to("cuda")
+        elif "_device" in vars(part):
+            vars(part)["_device"] = torch.device("cuda", 0)
+
+
+def _is_metric(part: nn.Module) -> bool:
+    return any(base.__module__.startswith("torchmetrics") and base.__name__ == "Metric" for base in type(part).__mro__)
+
+
+def _silent(*_args: Any, **_kwargs: Any) -> None:
+    """Stands in for ``self.log``, ``self.log_dict`` and ``self.print``."""
+
+
+def _gathered(ranks: int) -> Any:
+    """Stands in for ``self.all_gather``: every rank's tensor, as large as this one's."""
+
+    def all_gather(data: Any, *_args: Any, **_kwargs: Any) -> Any:
+        if ranks == 1:
+            return data
+        return pytree.tree_map_only(torch.Tensor, lambda leaf: torch.stack([leaf] * ranks), data)
+
+    return all_gather

@@ -1,0 +1,55 @@
+"""The settings of VramGuard, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vram_guard.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+
+Mode = Literal["fit", "report", "strict"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See :class:`vram_guard_lightning.VramGuard`, whose arguments these are."""
+
+    budget: Budget | str | int | None
+    gpu: str | None
+    margin: float | None
+    allow: Iterable[str]
+    """A frozenset after the check."""
+    mode: Mode
+    grow: bool
+    target_utilization: float
+    lr_rule: str
+    loss_weight: Literal["mean", "sum"] | Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        from vram_guard.budget import Budget
+        from vram_guard.budget.budget import checked_margin
+        from vram_guard.plan.learning_rate import learning_rate_factor
+        from vram_guard.plan.techniques import checked_techniques
+
+        object.__setattr__(self, "allow", checked_techniques(self.allow))
+        if self.margin is not None:
+            checked_margin(self.margin)
+        if self.budget is not None or self.gpu is not None:
+            Budget.resolve(self.budget, self.gpu, self.margin)
+        learning_rate_factor(self.lr_rule, 1, 1)
+        target: object = self.target_utilization
+        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
+            raise InvalidInputError(f"target_utilization must be above 0 and at most 1, such as 0.8, not {target!r}")
+        if self.mode not in MODES:
+            raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if not callable(self.loss_weight) and self.loss_weight not in ("mean", "sum"):
+            raise InvalidInputError(
+                f"loss_weight must be 'mean', 'sum' or a function of the batch, not {self.loss_weight!r}"
+            )
+        if not isinstance(self.grow, bool):
+            raise InvalidInputError(f"grow must be True or False, not {self.grow!r}")

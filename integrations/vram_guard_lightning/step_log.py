@@ -1,0 +1,84 @@
+"""Makes ``self.log`` in ``training_step`` mean the same with micro-batches as without.
+
+``training_step`` runs once per micro-batch, so ``self.log`` does too. Passed on as they come, the value of
+a step would be its last micro-batch's, sums would still be sums but means would weigh micro-batches and not
+samples, and under DDP a rank with one micro-batch more would wait for the others for ever
+(``sync_dist=True``). So the calls are gathered, and each is passed on once, combined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Call(NamedTuple):
+    value: Any
+    weight: float
+    arguments: dict[str, Any]
+
+
+class StepLog:
+    """Gathers the calls of ``self.log`` during the micro-batches of one batch."""
+
+    def __init__(self, results: Any) -> None:
+        """``results``: Lightning's result collection of the training loop."""
+        self._results = results
+        self._calls: dict[tuple[str, str, int], list[_Call]] = {}
+        self._seen: dict[tuple[str, str], int] = {}
+        self._samples = 0
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Inside the block, logged values are kept; when it ends without an error, they are passed on."""
+        self._results.log = self._keep
+        try:
+            yield
+        finally:
+            del self._results.log
+        for (fx, name, _), calls in self._calls.items():
+            self._results.log(fx, name, _combined(calls), **_combined_arguments(calls))
+
+    def next_micro_batch(self, samples: int) -> None:
+        """What is logged from here on belongs to a micro-batch of so many samples."""
+        self._samples = samples
+        self._seen.clear()
+
+    def _keep(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
+        """Stands in for Lightning's ``log``; lets the graph go, which would hold activations."""
+        occurrence = self._seen.get((fx, name), 0)
+        self._seen[fx, name] = occurrence + 1
+        if isinstance(value, torch.Tensor) and not arguments.get("enable_graph"):
+            value = value.detach().clone()
+        weight = arguments.get("batch_size") or self._samples
+        self._calls.setdefault((fx, name, occurrence), []).append(_Call(value, float(weight), arguments))
+
+
+def _combined(calls: list[_Call]) -> Any:
+    """The step's value: reduced over its micro-batches as Lightning reduces it over batches."""
+    if len(calls) == 1 or not all(isinstance(call.value, torch.Tensor) for call in calls):
+        return calls[-1].value  # a Metric gathers its own state, and is logged once
+    values = torch.stack([call.value for call in calls])
+    reduction = calls[-1].arguments.get("reduce_fx", "mean")
+    kind = reduction.lower() if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    if kind == "sum":
+        return values.sum(0)
+    if kind == "max":
+        return values.amax(0)
+    if kind == "min":
+        return values.amin(0)
+    if not values.is_floating_point():
+        values = values.to(torch.get_default_dtype())
+    weights = torch.tensor([call.weight for call in calls], dtype=values.dtype, device=values.device)
+    return torch.tensordot(weights / weights.sum(), values, dims=1)
+
+
+def _combined_arguments(calls: list[_Call]) -> dict[str, Any]:
+    """The arguments of the one call that is passed on: batch sizes that the user gave are summed."""
+    arguments = dict(calls[-1].arguments)
+    if arguments.get("batch_size") is not None:
+        arguments["batch_size"] = sum(call.arguments["batch_size"] for call in calls)
+    return arguments

@@ -1,0 +1,67 @@
+"""Two real processes under DDP (gloo, CPU); run by test_lightning_ddp.py, once per rank by Lightning itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import lightning_cases as cases
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from vram_guard_lightning import VramGuard, decide
+
+warnings.simplefilter("ignore")
+
+
+def budget(case: str, rank: int) -> Any:
+    """What this rank is told it may use."""
+    tight = int(os.environ.get("TIGHT", "0"))
+    if case == "least":
+        return tight if rank == 1 else "64GiB"
+    return "64GiB" if case == "fits" else tight
+
+
+def broken_plan(*_: Any, **__: Any) -> Any:
+    raise ValueError("this rank cannot think")
+
+
+def main(case: str, out: Path) -> None:
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if case == "one fails" and rank == 1:
+        decide._plan = broken_plan
+    guard = VramGuard(budget=budget(case, rank), margin=0, allow=("accumulate",)) if case != "plain" else None
+    module = cases.make_module("lightning.pytorch", scheduler="one_cycle", width=512, hidden=2048, optimizer="sgd")
+    data = cases.loader(dataset=cases.Vectors(4096 * 2 + 333, 512), batch_size=2048)
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60))
+    trainer = cases.make_trainer(
+        "lightning.pytorch", out, [guard] if guard else [], devices=2, strategy=strategy, max_epochs=2
+    )
+    pl.seed_everything(7)
+    result: dict[str, Any] = {}
+    try:
+        trainer.fit(module, data)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the test wants to know
+        result["error"] = f"{type(error).__name__}: {error}"
+    vector = cases.weights(module).double()
+    result |= {
+        "rates": module.rates,
+        "loaded": module.loaded,
+        "largest": max(module.seen, default=0),
+        "norm": vector.norm().item(),
+        "plan": None if guard is None or guard.plan is None else [guard.plan.micro_batch_size, guard.plan.splits],
+        "usable": None if guard is None or guard.plan is None else guard.plan.budget.usable,
+        "peak": None if guard is None or guard.plan is None else guard.plan.before.peak_reserved,
+    }
+    torch.save(vector, out / f"weights-{rank}.pt")
+    (out / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

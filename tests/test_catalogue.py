@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import fields
+from importlib.resources import files
+
+import pytest
+
+from vram_guard.budget.catalogue import (
+    GPU,
+    catalogue,
+    context_bytes,
+    context_reports,
+    find_gpu,
+    match_gpu,
+)
+from vram_guard.errors import InvalidInputError
+
+DATA = json.loads(files("vram_guard.budget").joinpath("catalogue.json").read_text(encoding="utf-8"))
+
+#: FP32 lanes of one multiprocessor (CUDA C++ programming guide, arithmetic instructions table).
+LANES = {(6, 0): 64, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 9): 128}
+
+each_gpu = pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.name)
+
+
+def test_the_cards_people_train_on_are_there():
+    assert len(catalogue()) >= 45
+    assert {gpu.architecture for gpu in catalogue()} == {
+        "Pascal",
+        "Volta",
+        "Turing",
+        "Ampere",
+        "Ada",
+        "Hopper",
+        "Blackwell",
+    }
+
+
+def test_names_and_aliases_are_unique():
+    names = [name.lower() for gpu in catalogue() for name in (gpu.name, *gpu.aliases)]
+    assert len(names) == len(set(names))
+
+
+@each_gpu
+def test_every_figure_has_a_source(gpu: GPU):
+    identity = {"name", "aliases", "architecture", "nominal_gb", "sources"}
+    figures = {field.name for field in fields(gpu)} - identity - {"pcie_generation", "pcie_lanes"}
+    known = {figure for figure in figures if getattr(gpu, figure) is not None}
+    if gpu.pcie_bandwidth is not None:
+        known.add("pcie")
+    assert {figure for figure, _ in gpu.sources} == known
+    for figure in known:
+        assert len(gpu.source_of(figure)) > 10
+
+
+def test_every_document_is_used_and_says_how_far_it_was_checked():
+    used = {document for gpu in catalogue() for _, document in gpu.sources}
+    assert used == set(DATA["documents"])
+    assert {document["checked"] for document in DATA["documents"].values()} <= {
+        "read",
+        "cross-checked",
+        "derived",
+        "unread",
+    }
+
+
+@each_gpu
+def test_memory_is_the_nominal_size_less_a_few_percent(gpu: GPU):
+    # GDDR cards with ECC on give 1/16 to it; nothing reports more than it has.
+    assert 1 - 1 / 16 - 0.01 < gpu.memory_bytes / (gpu.nominal_gb * 2**30) <= 1
+    if gpu.cuda_memory_bytes is not None:
+        assert 0.95 * gpu.memory_bytes < gpu.cuda_memory_bytes < gpu.memory_bytes
+    assert gpu.driver_reserved + gpu.context_bytes < 0.1 * gpu.memory_bytes
+
+
+@each_gpu
+def test_the_fp32_figure_implies_a_possible_clock(gpu: GPU):
+    lanes = LANES.get(gpu.compute_capability, 128) * gpu.multiprocessors
+    assert 1.0e9 < gpu.fp32_flops / (2 * lanes) < 2.9e9
+
+
+@each_gpu
+def test_tensor_figures_are_dense_and_match_the_capability(gpu: GPU):
+    assert gpu.supports_bf16 == (gpu.compute_capability >= (8, 0)) == (gpu.bf16_flops is not None)
+    assert gpu.supports_fp16_tensor == (gpu.fp16_flops is not None)
+    assert (gpu.tf32_flops is not None) == gpu.supports_bf16
+    if gpu.fp16_flops is not None:
+        # 2 (GeForce) to 30 (B200) times FP32: a sparse figure would be double its architecture's most.
+        most = {"Volta": 8.1, "Turing": 8.1, "Ampere": 16.1, "Ada": 4.1, "Hopper": 16, "Blackwell": 30.1}
+        assert 1.9 <= gpu.fp16_flops / gpu.fp32_flops <= most[gpu.architecture]
+    if gpu.bf16_flops is not None and gpu.tf32_flops is not None:
+        assert gpu.bf16_flops == gpu.fp16_flops
+        assert gpu.tf32_flops == pytest.approx(gpu.bf16_flops / 2, rel=0.03)
+
+
+@each_gpu
+def test_bandwidths_are_possible(gpu: GPU):
+    assert 150e9 < gpu.memory_bandwidth <= 8000e9
+    if gpu.pcie_bandwidth is not None:
+        assert 15e9 < gpu.pcie_bandwidth < 64e9
+
+
+def test_architecture_and_capability_go_together():
+    majors = {gpu.architecture: set() for gpu in catalogue()}
+    for gpu in catalogue():
+        majors[gpu.architecture].add(gpu.compute_capability)
+    assert majors == {
+        "Pascal": {(6, 0), (6, 1)},
+        "Volta": {(7, 0)},
+        "Turing": {(7, 5)},
+        "Ampere": {(8, 0), (8, 6)},
+        "Ada": {(8, 9)},
+        "Hopper": {(9, 0)},
+        "Blackwell": {(10, 0), (12, 0)},
+    }
+
+
+@each_gpu
+def test_every_name_and_alias_finds_its_card(gpu: GPU):
+    for name in (gpu.name, *gpu.aliases, f"NVIDIA {gpu.name.upper()}", gpu.name.replace(" ", "-").lower()):
+        assert find_gpu(name) == gpu
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX 4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("GeForce RTX 4090 24GB", "RTX 4090"),
+        ("RTX 4090 24 GiB", "RTX 4090"),
+        ("GTX1080Ti", "GTX 1080 Ti"),
+        ("RTX 3060", "RTX 3060 12GB"),
+        ("RTX 3080", "RTX 3080 10GB"),
+        ("4070 ti super", "RTX 4070 Ti SUPER"),
+        ("A100 40", "A100 PCIe 40GB"),
+        ("A100 80GB", "A100 PCIe 80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM4 80GB"),
+        ("Tesla V100-SXM2-16GB", "Tesla V100 SXM2 16GB"),
+        ("V100 16", "Tesla V100 PCIe 16GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA GH200 480GB", "GH200 96GB"),
+        ("RTX PRO 6000", "RTX PRO 6000 Blackwell"),
+    ],
+)
+def test_names_are_found_as_people_and_drivers_write_them(written, name):
+    assert find_gpu(written).name == name
+
+
+def test_among_boards_of_one_memory_size_the_slowest_is_meant():
+    assert find_gpu("A100 80GB").memory_bandwidth < find_gpu("A100 SXM4 80GB").memory_bandwidth
+
+
+@pytest.mark.parametrize("open_name", ["A100", "H100", "V100", "RTX 4060 Ti", "RTX 6000", "RTX"])
+def test_a_name_that_leaves_the_memory_open_is_refused_with_the_choices(open_name):
+    with pytest.raises(InvalidInputError, match="could be several cards") as refused:
+        find_gpu(open_name)
+    named = str(refused.value).split('"')[1::2]
+    assert len(named) >= 2
+    assert find_gpu(named[0]) != find_gpu(named[1])
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(InvalidInputError, match=r"'RTX 4090'.*budget=\"24GiB\""):
+        find_gpu("RTX 4900")
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    ["", "NVIDIA", "Radeon 7900", "RTX 4090 Laptop GPU", "RTX 4090 16GB", "x" * 100_000, "\x00", "4090" * 50],
+)
+def test_other_cards_are_unknown(unknown):
+    with pytest.raises(InvalidInputError, match="not in the catalogue") as refused:
+        find_gpu(unknown)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("other", [4090, None, 1.5, b"RTX 4090"])
+def test_a_name_is_text(other):
+    with pytest.raises(InvalidInputError, match="by its name"):
+        find_gpu(other)
+
+
+def test_a_card_at_hand_is_told_apart_by_its_memory():
+    assert match_gpu("NVIDIA GeForce RTX 3080", 12288 * 2**20) == find_gpu("RTX 3080 12GB")
+    assert match_gpu("NVIDIA GeForce RTX 4060 Ti", 16380 * 2**20) == find_gpu("RTX 4060 Ti 16GB")
+    assert match_gpu("NVIDIA GeForce RTX 3060", 8192 * 2**20) is None, "the 8 GB variant is not listed"
+    assert match_gpu("NVIDIA GeForce RTX 4090 Laptop GPU", 16376 * 2**20) is None
+    assert match_gpu("NVIDIA H200 NVL", 143771 * 2**20) is None
+
+
+def test_the_context_estimate_covers_every_report_and_little_more():
+    reports = context_reports()
+    assert len(reports) >= 10
+    over = [context_bytes(count) - held for count, held in reports]
+    assert min(over) == pytest.approx(0, abs=1), "the highest report lies on the line"
+    assert max(over) < 200 * 2**20
+    assert context_bytes(None) == max(held for _, held in reports)
+    assert context_bytes(10) < context_bytes(200)
+
+
+def test_what_the_driver_keeps_is_published_or_the_most_of_no_larger_cards():
+    assert find_gpu("RTX 3060").driver_reserved == 12288 * 2**20 - 12622168064
+    unpublished = find_gpu("RTX 4080")
+    assert unpublished.cuda_memory_bytes is None
+    smaller = [gpu for gpu in catalogue() if gpu.cuda_memory_bytes and gpu.nominal_gb <= 16]
+    assert unpublished.driver_reserved == max(gpu.driver_reserved for gpu in smaller)
+
+
+def test_a_gpu_is_a_plain_value():
+    gpu = find_gpu("RTX 4090")
+    assert pickle.loads(pickle.dumps(gpu)) == gpu
+    assert hash(gpu) == hash(find_gpu("rtx 4090"))
+
+
+def test_the_guides_cards_are_known():
+    for name in (
+        "RTX 3090",
+        "RTX 4090",
+        "A100 40GB",
+        "V100 16GB",
+        "RTX 4080",
+        "RTX 4070",
+        "GTX 1080",
+        "RTX 5090",
+    ):
+        assert find_gpu(name)

@@ -1,0 +1,464 @@
+"""What CUDA does differently from a naive trace, rule by rule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vram_guard.simulate import autocast
+from vram_guard.simulate.attention import choose_backend
+from vram_guard.simulate.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
+from vram_guard.simulate.run import run_step
+from vram_guard.step import TrainingStep
+from vram_guard.timeline import Block, Timeline
+
+AMPERE = (8, 0)
+
+
+def traced(model, batch, loss=None, *, capability=AMPERE, batch_size=4, **settings) -> Timeline:
+    settings.setdefault("optimizer", lambda p: torch.optim.SGD(p, lr=0.1))
+    loss = loss or (lambda m, b: m(b).float().sum())
+    return run_step(TrainingStep(model, batch, loss, **settings), batch_size, capability)
+
+
+def made_by(timeline: Timeline, operator: str) -> list[Block]:
+    return [block for block in timeline.blocks if operator in block.operator]
+
+
+def in_phase(timeline: Timeline, name: str, step: int) -> list[Block]:
+    starts = [phase.start for phase in timeline.phases] + [len(timeline.events)]
+    found = []
+    for index, phase in enumerate(timeline.phases):
+        if (phase.name, phase.step) == (name, step):
+            events = timeline.events[starts[index] : starts[index + 1]]
+            found += [timeline.blocks[event] for event in events if event >= 0]
+    return found
+
+
+def bytes_of(blocks) -> list[int]:
+    return [block.size.base for block in blocks]
+
+
+# --- operators ---------------------------------------------------------------------------------------------------
+
+
+def test_dropout_keeps_a_mask_of_one_byte_an_element() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
+    timeline = traced(model, lambda b: torch.randn(b, 32))
+    assert bytes_of(made_by(timeline, "native_dropout.default"))[:2] == [4 * 32 * 4, 4 * 32]
+
+
+def test_dropout_does_nothing_in_evaluation_mode() -> None:
+    timeline = traced(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)).eval(), lambda b: torch.randn(b, 32))
+    assert not made_by(timeline, "dropout")
+
+
+def test_batch_norm_goes_to_cudnn_and_keeps_two_statistics() -> None:
+    timeline = traced(nn.BatchNorm2d(8), lambda b: torch.randn(b, 8, 6, 6))
+    assert bytes_of(made_by(timeline, "cudnn_batch_norm.default"))[:3] == [4 * 8 * 36 * 4, 8 * 4, 8 * 4]
+    assert bytes_of(made_by(timeline, "cudnn_batch_norm_backward"))[:3] == [4 * 8 * 36 * 4, 8 * 4, 8 * 4]
+
+
+def test_batch_norm_with_one_sample_raises_as_torch_does() -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        traced(nn.BatchNorm1d(8), lambda b: torch.randn(b, 8), batch_size=1)
+
+
+def test_channels_last_carries_through_convolutions() -> None:
+    model = nn.Conv2d(16, 16, 3, padding=1).to(memory_format=torch.channels_last)
+    timeline = traced(model, lambda b: torch.randn(b, 16, 8, 8).contiguous(memory_format=torch.channels_last))
+    # Nothing is copied for layout's sake: one output forward; backward the weight's and the bias's gradient.
+    assert len(made_by(timeline, "aten.convolution.default")) == 2  # one in each step
+    mixed = traced(nn.Conv2d(16, 16, 3, padding=1), model_input_channels_last)
+    copies = bytes_of(made_by(mixed, "aten.convolution.default"))
+    assert copies[1] == 16 * 16 * 9 * 4  # the contiguous weight is copied to channels last for the call
+
+
+def model_input_channels_last(b: int) -> torch.Tensor:
+    return torch.randn(b, 16, 8, 8).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnns_are_one_cudnn_call_over_flat_weights(kind: type[nn.RNNBase]) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = kind(8, 16, num_layers=2, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    timeline = traced(Tagger, lambda b: torch.randn(b, 5, 8))
+    weights = sum(p.numel() for p in kind(8, 16, num_layers=2).parameters()) * 4
+    assert bytes_of(b for b in in_phase(timeline, "setup", 0) if b.category == "parameters") == [weights]
+    assert made_by(timeline, "_cudnn_rnn.default")
+    assert not made_by(timeline, "aten.sigmoid")
+    gradients = [b.size.base for b in in_phase(timeline, "backward", 2) if b.category == "gradients"]
+    assert gradients == [weights]
+
+
+def test_embedding_gradient_sorts_its_indices_only_above_3072() -> None:
+    timeline = traced(nn.Embedding(50, 8), lambda b: torch.zeros(b, 100, dtype=torch.long))
+    gated = [block for block in timeline.blocks if block.gate is not None]
+    assert gated and all(block.bytes_at(1) == 0 for block in gated)
+    large = traced(nn.Embedding(50, 8), lambda b: torch.zeros(b, 1000, dtype=torch.long))
+    assert [b.bytes_at(1) for b in large.blocks if b.gate is not None][0] == 2 * 4000 * 8
+
+
+@pytest.mark.parametrize(("capability", "size"), [((8, 6), CUBLAS_WORKSPACE), ((9, 0), CUBLAS_WORKSPACE_HOPPER)])
+def test_cublas_takes_a_workspace_in_each_thread(capability: tuple[int, int], size: int) -> None:
+    timeline = traced(nn.Linear(8, 8), lambda b: torch.randn(b, 8), capability=capability)
+    assert bytes_of(b for b in timeline.blocks if b.category == "workspace") == [size, size]
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def _qkv(dtype: torch.dtype, head: int = 64, length: int = 16, heads: int = 4):
+    return [torch.empty(2, heads, length, head, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "mask", "head", "causal", "expected"),
+    [
+        (torch.float16, (8, 0), False, 64, False, "flash"),
+        (torch.bfloat16, (8, 6), False, 64, True, "flash"),
+        (torch.float16, (7, 5), False, 64, False, "efficient"),  # flash needs 8.0
+        (torch.bfloat16, (7, 5), False, 64, False, "math"),  # neither takes bfloat16 before 8.0
+        (torch.float32, (8, 0), False, 64, True, "efficient"),
+        (torch.float16, (8, 0), True, 64, False, "efficient"),  # flash takes no mask
+        (torch.float16, (8, 0), True, 64, True, "math"),  # a mask and is_causal together
+        (torch.float32, (8, 0), False, 6, False, "math"),  # 6 is not aligned to 4 elements
+        (torch.float32, (7, 0), False, 6, False, "efficient"),  # before 8.0 float32 has no alignment
+        (torch.float16, (8, 0), False, 320, False, "efficient"),  # over 256: not flash
+        (torch.float64, (8, 0), False, 64, False, "math"),
+    ],
+)
+def test_the_attention_backend_is_the_one_cuda_picks(dtype, capability, mask, head, causal, expected) -> None:
+    query, key, value = _qkv(dtype, head)
+    attn_mask = torch.empty(2, 1, 16, 16, dtype=dtype, device="meta") if mask else None
+    chosen = choose_backend(
+        *(query, key, value, attn_mask),
+        dropout=0.0,
+        is_causal=causal,
+        enable_gqa=False,
+        capability=capability,
+    )
+    assert chosen == expected
+
+
+def test_the_users_choice_of_backend_is_honoured() -> None:
+    query, key, value = _qkv(torch.float16)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        chosen = choose_backend(
+            *(query, key, value, None), dropout=0.0, is_causal=False, enable_gqa=False, capability=AMPERE
+        )
+    assert chosen == "math"
+
+
+class Attention(nn.Module):
+    def __init__(self, mask: torch.Tensor | None = None, **settings) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192, bias=False)
+        self.register_buffer("mask", mask)
+        self.settings = settings
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, self.mask, **self.settings)
+
+
+def test_flash_attention_saves_no_square_matrix() -> None:
+    timeline = traced(Attention(is_causal=True), lambda b: torch.randn(b, 200, 64), precision="bf16-mixed")
+    forward = bytes_of(made_by(timeline, "_scaled_dot_product_flash_attention.default"))
+    assert forward[:2] == [4 * 200 * 64 * 2, 4 * 4 * 200 * 4]  # output in bf16, log-sum-exp in float32
+    backward = bytes_of(made_by(timeline, "_scaled_dot_product_flash_attention_backward"))
+    rounded = 256  # 200 rounded up to 128s; heads of 16 to 32
+    assert backward[3:5] == [4 * 4 * rounded * 4, 4 * 4 * rounded * 32 * 4]
+
+
+def test_attention_with_a_mask_takes_the_memory_efficient_kernel() -> None:
+    mask = torch.zeros(200, 200, dtype=torch.bool)
+    timeline = traced(Attention(mask), lambda b: torch.randn(b, 200, 64))
+    assert bytes_of(made_by(timeline, "_scaled_dot_product_efficient_attention.default"))[1] == 4 * 4 * 224 * 4
+    assert not [b for b in timeline.blocks if b.size.base == 4 * 4 * 200 * 200 * 4]
+
+
+def test_the_math_backend_does_make_the_square_matrix() -> None:
+    timeline = traced(Attention(is_causal=True), lambda b: torch.randn(b, 200, 64).double(), model_dtype_double)
+    assert [b for b in timeline.blocks if b.size.base == 4 * 4 * 200 * 200 * 8]
+
+
+def model_dtype_double(model, batch):
+    return model.double()(batch).sum()
+
+
+# --- autocast --------------------------------------------------------------------------------------------------------
+
+
+class Observed(nn.Module):
+    """Calls one function on two float32 tensors and notes the dtype that comes out."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.function = function
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x):
+        out = self.function(x, self.weight)
+        SEEN.append(out.dtype)
+        return out
+
+
+SEEN: list[torch.dtype] = []
+
+HALF, FULL = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, w: x @ w, HALF),
+        (lambda x, w: F.linear(x, w), HALF),
+        (lambda x, w: torch.einsum("ij,jk->ik", x, w), HALF),
+        (lambda x, w: torch.addmm(x, x, w), HALF),
+        (lambda x, w: x + w, FULL),
+        (lambda x, w: F.relu(x.half() * w.half()), HALF),
+        (lambda x, w: torch.softmax(x.half() @ w, -1), FULL),
+        (lambda x, w: torch.log_softmax(x @ w, -1), FULL),
+        (lambda x, w: F.layer_norm((x @ w), (4,)), FULL),
+        (lambda x, w: (x @ w).pow(2), FULL),
+        (lambda x, w: (x @ w).exp(), FULL),
+        (lambda x, w: (x @ w).sum(), FULL),
+        (lambda x, w: (x @ w).norm(), FULL),
+        (lambda x, w: F.mse_loss(x @ w, x), FULL),
+        (lambda x, w: F.cross_entropy(x @ w, torch.zeros(4, dtype=torch.long, device=x.device)), FULL),
+        (lambda x, w: torch.addcmul(x, x.half(), w.half()), FULL),
+        (lambda x, w: F.interpolate((x @ w).view(1, 1, 4, 4), scale_factor=2), FULL),
+    ],
+)
+def test_autocast_follows_cudas_lists(function, expected: torch.dtype) -> None:
+    SEEN.clear()
+    traced(Observed(function), lambda b: torch.randn(b, 4), precision="16-mixed")
+    assert SEEN[0] == expected
+
+
+def test_autocast_disabled_inside_is_float32() -> None:
+    def plain(x, w):
+        with torch.autocast("cuda", enabled=False):
+            return x @ w
+
+    SEEN.clear()
+    traced(Observed(plain), lambda b: torch.randn(b, 4), precision="bf16-mixed")
+    assert SEEN[0] == torch.float32
+
+
+def test_casts_of_weights_are_cached_until_autocast_ends() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(128, 128))
+
+        def forward(self, x):
+            return (x @ self.weight) @ self.weight
+
+    timeline = traced(Twice, lambda b: torch.randn(b, 128), precision="bf16-mixed")
+    casts = [b for b in in_phase(timeline, "forward", 2) if b.size.base == 128 * 128 * 2]
+    assert len(casts) == 1
+
+
+def test_every_name_in_the_tables_is_an_operator_of_this_torch() -> None:
+    names = [
+        *autocast.LOWER_PRECISION,
+        *autocast.FLOAT32,
+        *autocast.FLOAT32_BY_DTYPE,
+        *autocast.PROMOTE,
+        *autocast.FLOAT32_BY_OVERLOAD,
+    ]
+    missing = [name for name in names if autocast.operator(name) is None]
+    assert not missing
+    assert len(names) == len(set(names))
+
+
+def test_softmax_of_float16_makes_float32_in_one_kernel() -> None:
+    class Probabilities(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.softmax(self.inner(x), -1)
+
+    half = traced(Probabilities, lambda b: torch.randn(b, 64), precision="16-mixed")
+    assert bytes_of(made_by(half, "aten._softmax.default"))[0] == 4 * 64 * 4
+    copies = [b for b in in_phase(half, "forward", 1) if "_to_copy" in b.operator and b.size.base == 4 * 64 * 4]
+    assert not copies
+    brain = traced(Probabilities, lambda b: torch.randn(b, 64), precision="bf16-mixed")
+    copies = [b for b in in_phase(brain, "forward", 1) if "_to_copy" in b.operator and b.size.base == 4 * 64 * 4]
+    assert len(copies) == 1
+
+
+# --- optimizers, clipping, scaler --------------------------------------------------------------------------------------
+
+
+def _optimizer_phase(make, **settings) -> int:
+    """Bytes held beyond weights, gradients and state at the worst moment of the second optimizer step."""
+    timeline = traced(nn.Linear(512, 512, bias=False), lambda b: torch.randn(b, 512), optimizer=make, **settings)
+    first = next(i for i, p in enumerate(timeline.phases) if (p.name, p.step) == ("optimizer", 2))
+    live = peak = 0
+    for event in timeline.events[timeline.phases[first].start :]:
+        block = timeline.blocks[event if event >= 0 else ~event]
+        if block.category == "temporaries":
+            live += block.size.base if event >= 0 else -block.size.base
+            peak = max(peak, live)
+    return peak
+
+
+PARAMETERS = 512 * 512 * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [
+        (lambda p: torch.optim.AdamW(p), 1),
+        (lambda p: torch.optim.Adam(p, foreach=True), 1),
+        (lambda p: torch.optim.AdamW(p, fused=True), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0),
+        (lambda p: torch.optim.RMSprop(p), 1),
+    ],
+)
+def test_foreach_optimizers_hold_copies_of_the_parameters(make, times: int) -> None:
+    assert _optimizer_phase(make) == times * PARAMETERS
+
+
+def test_adam_state_is_two_moments_and_its_step_stays_on_the_host() -> None:
+    timeline = traced(
+        nn.Linear(512, 512, bias=False), lambda b: torch.randn(b, 512), optimizer=lambda p: torch.optim.Adam(p)
+    )
+    assert bytes_of(b for b in timeline.blocks if b.category == "optimizer_states") == [PARAMETERS] * 2
+    fused = traced(
+        nn.Linear(512, 512, bias=False),
+        lambda b: torch.randn(b, 512),
+        optimizer=lambda p: torch.optim.Adam(p, fused=True),
+    )
+    assert sorted(bytes_of(b for b in fused.blocks if b.category == "optimizer_states")) == [4, *[PARAMETERS] * 2]
+
+
+def test_clipping_by_norm_uses_foreach() -> None:
+    timeline = traced(nn.Linear(64, 64), lambda b: torch.randn(b, 64), clip_grad_norm=1.0)
+    assert made_by(timeline, "_foreach_norm")
+    assert not made_by(traced(nn.Linear(64, 64), lambda b: torch.randn(b, 64)), "_foreach_norm")
+
+
+def test_the_gradient_scaler_steps_and_keeps_its_scalars() -> None:
+    timeline = traced(
+        nn.Linear(64, 64),
+        lambda b: torch.randn(b, 64),
+        precision="16-mixed",
+        optimizer=lambda p: torch.optim.Adam(p),
+    )
+    assert len([b for b in timeline.blocks if b.category == "optimizer_states"]) == 4  # it did step: no inf was found
+
+
+def test_gradients_live_as_long_as_zero_grad_says() -> None:
+    def alive_during_second_forward(zero_grad: str) -> int:
+        timeline = traced(nn.Linear(512, 512, bias=False), lambda b: torch.randn(b, 512), zero_grad=zero_grad)
+        forward = next(p for p in timeline.phases if (p.name, p.step) == ("forward", 2))
+        live = set()
+        for event in timeline.events[: forward.start]:
+            live.add(event) if event >= 0 else live.discard(~event)
+        return sum(timeline.blocks[i].size.base for i in live if timeline.blocks[i].category == "gradients")
+
+    assert alive_during_second_forward("after_step") == 0
+    assert alive_during_second_forward("before_forward") == 0
+    assert alive_during_second_forward("before_backward") == PARAMETERS
+
+
+def test_accumulation_adds_to_gradients_in_place() -> None:
+    timeline = traced(nn.Linear(512, 512, bias=False), lambda b: torch.randn(b, 512), accumulate=3)
+    gradients = [b for b in timeline.blocks if b.category == "gradients"]
+    assert bytes_of(gradients) == [PARAMETERS] * 2  # one for each step, not one for each micro-batch
+    temporary = [b for b in timeline.blocks if b.category == "temporaries" and b.size.base == PARAMETERS]
+    assert len(temporary) == 2  # the second micro-batch's own gradient, in each step
+
+
+def test_a_whole_batch_stays_on_the_device_while_its_micro_batches_run() -> None:
+    def batch_bytes(**settings) -> int:
+        timeline = traced(nn.Linear(8, 8), lambda b: torch.randn(b, 8), accumulate=5, **settings)
+        return max(bytes_of(b for b in timeline.blocks if b.category == "batch"))
+
+    assert batch_bytes(whole_batch=True) == 5 * batch_bytes()
+
+
+def test_half_precision_weights_are_half_everywhere() -> None:
+    timeline = traced(nn.Linear(512, 512, bias=False), lambda b: torch.randn(b, 512), precision="bf16-true")
+    assert bytes_of(b for b in timeline.blocks if b.category in ("parameters", "gradients")) == [PARAMETERS // 2] * 3
+    assert bytes_of(b for b in timeline.blocks if b.category == "batch")[0] == 4 * 512 * 2
+
+
+def test_data_parallel_buckets_are_as_large_as_the_gradients() -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(9)])
+    alone = traced(model, lambda b: torch.randn(b, 1024))
+    together = traced(model, lambda b: torch.randn(b, 1024), data_parallel_ranks=2)
+    buckets = [b for b in together.blocks if b.operator == "DistributedDataParallel"]
+    assert sum(bytes_of(buckets)) == sum(p.numel() * 4 for p in model.parameters())
+    assert buckets[0].size.base < 25 * 2**20 <= buckets[1].size.base
+    assert len(together.blocks) == len(alone.blocks) + len(buckets)
+
+
+def test_offloaded_activations_leave_the_gpu_and_come_back() -> None:
+    class Offloaded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)])
+
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return self.inner(x)
+
+    plain = traced(lambda: Offloaded().inner, lambda b: torch.randn(b, 256), batch_size=4096)
+    moved = traced(Offloaded, lambda b: torch.randn(b, 256), batch_size=4096)
+    one = 4096 * 256 * 4
+    assert alive_at_end_of_forward(plain, one) - alive_at_end_of_forward(moved, one) >= 3
+
+
+def alive_at_end_of_forward(timeline: Timeline, size: int) -> int:
+    end = next(p.start for p in timeline.phases if p.name == "backward")
+    live: set[int] = set()
+    for event in timeline.events[:end]:
+        live.add(event) if event >= 0 else live.discard(~event)
+    return sum(timeline.blocks[i].size.base == size for i in live)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
+def test_checkpointing_keeps_only_the_blocks_inputs() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+            )
+            self.on = on
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.on else layer(x)
+            return x
+
+    one = 1024 * 256 * 4
+    plain = traced(lambda: Checkpointed(False), lambda b: torch.randn(b, 256), batch_size=1024)
+    saved = traced(lambda: Checkpointed(True), lambda b: torch.randn(b, 256), batch_size=1024)
+    assert alive_at_end_of_forward(saved, one) < alive_at_end_of_forward(plain, one)
+    recomputed = [b for b in in_phase(saved, "backward", 1) if b.category == "activations"]
+    assert {b.module for b in recomputed} >= {"layers.0.0", "layers.3.1"}
+
+
+def test_scale_of_attention_does_not_change_memory() -> None:
+    one = traced(Attention(scale=1.0), lambda b: torch.randn(b, 64, 64), precision="bf16-mixed")
+    other = traced(Attention(scale=1 / math.sqrt(16)), lambda b: torch.randn(b, 64, 64), precision="bf16-mixed")
+    assert bytes_of(one.blocks) == bytes_of(other.blocks)

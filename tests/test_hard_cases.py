@@ -1,0 +1,376 @@
+"""Training steps as people really write them: each with a defined answer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from architectures import Decoder, adamw
+from torch import nn
+from torch.nn import functional as F
+
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.simulate import estimate, trace
+from vram_guard.simulate.run import run_step
+from vram_guard.step import TrainingStep
+
+AMPERE = (8, 0)
+
+
+def vectors(b: int) -> torch.Tensor:
+    return torch.randn(b, 16)
+
+
+def step_of(model, loss=lambda m, b: m(b).sum(), batch=vectors, **settings) -> TrainingStep:
+    settings.setdefault("optimizer", adamw)
+    return TrainingStep(model, batch, loss, **settings)
+
+
+def category(timeline, name: str) -> int:
+    return sum(block.bytes_at(2) for block in timeline.blocks if block.category == name)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(16, 16)
+
+
+def test_tied_weights_are_counted_once() -> None:
+    tied = estimate(TrainingStep(Decoder, lambda b: torch.zeros(b, 24, dtype=torch.long), _next, adamw), 2)
+    unique = sum(p.numel() for p in Decoder().parameters())
+    assert tied.breakdown["parameters"] >= unique * 4
+    assert tied.breakdown["parameters"] - unique * 4 < 512 * 40  # only the allocator's rounding
+
+
+def _next(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    def half_frozen() -> nn.Module:
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+        model[0].requires_grad_(False)
+        return model
+
+    timeline = trace(step_of(half_frozen))
+    assert category(timeline, "parameters") == 2 * 1024
+    assert category(timeline, "gradients") == 2 * 1024  # one weight, in each of two steps
+    assert category(timeline, "optimizer_states") == 2 * 1024
+
+
+def test_a_second_frozen_model_under_no_grad_keeps_no_activations() -> None:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(16, 16), nn.Sequential(*[nn.Linear(16, 16) for _ in range(9)])
+            self.teacher.requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.teacher(x)
+            return F.mse_loss(self.student(x), target)
+
+    timeline = run_step(step_of(Distilled), 100, AMPERE)
+    teacher = [
+        b
+        for b in timeline.blocks
+        if b.module.startswith("teacher") and "addmm" in b.operator and b.size.base == 100 * 16 * 4
+    ]
+    kept = [b for b in teacher if b.category == "activations"]
+    assert len(teacher) == 18
+    assert len(kept) == 2  # its result, in each of two steps
+
+
+def test_questions_about_the_loss_get_an_answer_that_keeps_the_loop_going(capsys) -> None:
+    def loss(model, batch):
+        value = model(batch).pow(2).mean()
+        print(f"loss {value.item():.4f} {value:.3f} {value}")
+        if torch.isnan(value) or not torch.isfinite(value) or math.isnan(float(value.detach())) or value.isinf().any():
+            raise RuntimeError("diverged")
+        assert value.tolist() == 1.0
+        assert value.detach().cpu().numpy().shape == ()
+        return value
+
+    timeline = trace(step_of(linear, loss))
+    assert timeline.tier == "symbolic"
+    assert "loss 1.0000 1.000" in capsys.readouterr().out
+
+
+def test_values_that_the_batch_decides_are_the_batchs_own() -> None:
+    def masked(b: int):
+        return {"x": torch.randn(b, 16), "mask": torch.tensor([True, False] * 8).expand(b, 16).clone()}
+
+    seen = []
+
+    def loss(model, batch):
+        seen.append((batch["mask"].all().item(), int(batch["mask"].sum()), bool((batch["mask"][0] == 1).any())))
+        return (model(batch["x"]) * batch["mask"]).sum()
+
+    trace(step_of(linear, loss, masked))
+    assert seen[0] == (False, 2 * 8, True)
+
+
+def test_a_size_that_depends_on_the_batch_is_counted_as_in_the_batch_and_said() -> None:
+    def labelled(b: int):
+        return torch.randn(b, 16), torch.tensor([1] * 4 + [0] * 12, dtype=torch.bool).expand(b, 16)
+
+    def loss(model, batch):
+        x, mask = batch
+        return model(x)[mask].sum()
+
+    timeline = trace(step_of(linear, loss, labelled))
+    assert timeline.tier == "partly symbolic"
+    assert any(
+        "depends on the values in the batch" in n.message and "test_hard_cases.py" in n.source for n in timeline.notes
+    )
+    exact = timeline.exact(10)
+    assert [b for b in exact.blocks if "aten.index" in b.operator and b.size.base == 10 * 4 * 4]
+
+
+def test_a_size_that_depends_on_weights_is_counted_at_its_bound_and_said() -> None:
+    def loss(model, batch):
+        out = model(batch)
+        return out[out > 0].sum()
+
+    timeline = trace(step_of(linear, loss))
+    assert timeline.tier == "partly symbolic"
+    note = next(n for n in timeline.notes if "upper bound" in n.message)
+    assert note.source.startswith("tests/test_hard_cases.py:")
+    assert [b for b in timeline.blocks if b.bytes_at(5) == 5 * 16 * 4 and "index" in b.operator]
+
+
+def test_in_place_operators_and_views_take_nothing() -> None:
+    def loss(model, batch):
+        out = model(batch)
+        out.mul_(2).add_(1).view(-1)[::2].relu_()
+        return out.T.reshape(16, -1).sum()
+
+    plain = run_step(step_of(linear), 64, AMPERE)
+    busy = run_step(step_of(linear, loss), 64, AMPERE)
+    forward_only = [b for b in busy.blocks if b.size.base == 64 * 16 * 4 and b.category == "activations"]
+    plain_only = [b for b in plain.blocks if b.size.base == 64 * 16 * 4 and b.category == "activations"]
+    assert len(forward_only) <= len(plain_only) + 2
+
+
+def test_buffers_that_are_replaced_in_forward_are_followed_and_restored() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, x):
+            out = self.linear(x)
+            self.mean = self.mean * 0.9 + out.detach().mean(0) * 0.1
+            return out - self.mean
+
+    model = Average()
+    buffer = model.mean
+    trace(step_of(model))
+    assert model.mean is buffer and torch.equal(buffer, torch.zeros(16))
+
+
+def test_several_losses_and_dictionaries_are_taken() -> None:
+    for result in (
+        lambda out: {"loss": out.sum(), "logits": out},
+        lambda out: (out.sum(), out.mean()),
+        lambda out: type("Output", (), {"loss": out.sum()})(),
+    ):
+        assert trace(step_of(linear, lambda m, b, r=result: r(m(b)))).tier == "symbolic"
+    with pytest.raises(UnsupportedStepError, match="must return a scalar tensor"):
+        trace(step_of(linear, lambda m, b: "nothing"))
+
+
+def test_custom_autograd_functions_are_run() -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * 3 * x**2
+
+    timeline = trace(step_of(linear, lambda m, b: Cube.apply(m(b)).sum()))
+    assert timeline.tier == "symbolic"
+
+
+def test_an_operator_without_symbolic_kernel_is_tried_on_zeros_and_said() -> None:
+    library = torch.library.Library("vram_guard_test", "FRAGMENT")
+    library.define("double_rows(Tensor x) -> Tensor")
+    library.impl("double_rows", lambda x: torch.cat([x, x]), "CPU")
+    try:
+
+        def loss(model, batch):
+            with torch.no_grad():
+                extra = torch.ops.vram_guard_test.double_rows(batch)
+            return model(batch).sum() + extra.sum()
+
+        timeline = trace(step_of(linear, loss))
+        assert timeline.tier == "partly symbolic"
+        assert any("double_rows" in n.operator and "test_hard_cases.py" in n.source for n in timeline.notes)
+        assert [b for b in timeline.blocks if "double_rows" in b.operator and b.bytes_at(5) == 2 * 5 * 16 * 4]
+    finally:
+        library._destroy()
+
+
+def test_an_operator_that_cannot_be_tried_gives_a_lower_bound_that_never_fits() -> None:
+    library = torch.library.Library("vram_guard_test2", "FRAGMENT")
+    library.define("only_on_gpu(Tensor x) -> Tensor")
+    library.impl("only_on_gpu", lambda x: x, "CUDA")
+    try:
+
+        def loss(model, batch):
+            return model(torch.ops.vram_guard_test2.only_on_gpu(batch)).sum()
+
+        timeline = trace(step_of(linear, loss))
+    finally:
+        library._destroy()
+    assert timeline.tier == "formula"
+    assert any("only_on_gpu" in note.message and "register_fake" in note.message for note in timeline.notes)
+    assert timeline.max_batch_size("80GiB") == 0
+    weights = (16 * 16 + 16) * 4
+    assert category(timeline, "optimizer_states") == 2 * weights
+    assert category(timeline, "gradients") == weights
+
+
+def test_the_users_exception_comes_with_the_users_traceback() -> None:
+    def loss(model, batch):
+        return model(batch.view(3, 5, 7)).sum()
+
+    with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
+        trace(step_of(linear, loss))
+    assert any(entry.path.name == "test_hard_cases.py" and entry.name == "loss" for entry in caught.traceback)
+
+
+def test_lazy_modules_are_refused_with_advice() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"lazy module.*Lazy\* layers"):
+        trace(step_of(nn.LazyLinear(4)))
+
+
+def test_a_step_without_operations_is_an_error() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(UnsupportedStepError, match="ran no operation"):
+        trace(step_of(Nothing, lambda m, b: None, optimizer=None))
+
+
+def test_an_empty_model_and_scalar_parameters_are_valid() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x):
+            return x * self.scale + self.nothing.sum()
+
+    found = estimate(step_of(Scale), 4)
+    assert found.breakdown["parameters"] == 512  # four bytes in the smallest block; nothing for the empty one
+
+
+def test_inference_needs_no_optimizer_and_keeps_no_activations() -> None:
+    deep = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    batch = lambda b: torch.randn(b, 256)  # noqa: E731
+    inference = estimate(step_of(deep, lambda m, b: m(b), batch, optimizer=None), 4096)
+    training = estimate(step_of(deep, batch=batch), 4096)
+    assert inference.breakdown["gradients"] == inference.breakdown["optimizer_states"] == 0
+    assert inference.peak_allocated < training.peak_allocated / 2
+
+
+def test_one_example_batch_is_resized() -> None:
+    example = {"x": torch.randn(4, 16), "y": torch.ones(4), "names": ["a", "b"], "weight": torch.ones(16)}
+    step = step_of(linear, lambda m, b: (m(b["x"]) * b["weight"]).sum(), example)
+    from_callable = step_of(
+        linear,
+        lambda m, b: (m(b["x"]) * b["weight"]).sum(),
+        lambda b: {"x": torch.randn(b, 16), "y": torch.ones(b), "names": ["a", "b"], "weight": torch.ones(16)},
+    )
+    assert estimate(step, 64).peak_reserved == estimate(from_callable, 64).peak_reserved
+
+
+def test_an_example_batch_whose_size_cannot_be_told_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="different leading sizes"):
+        trace(step_of(linear, batch=(torch.randn(4, 16), torch.randn(5, 16))))
+    with pytest.raises(InvalidInputError, match="no tensor"):
+        trace(step_of(linear, batch={"path": "x"}))
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, float("nan"), 2**63, "8", None])
+def test_nonsense_batch_sizes_are_refused_before_any_work(bad) -> None:
+    def never(_b):
+        raise AssertionError("the batch was asked for")
+
+    with pytest.raises(ValueError, match="batch_size"):
+        estimate(step_of(linear, batch=never), bad)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("precision", "fp16"), ("zero_grad", "never"), ("accumulate", 0), ("accumulate", True), ("loss", 3), ("model", 3)],
+)
+def test_nonsense_in_a_training_step_is_refused_at_once(field: str, value) -> None:
+    settings = {"model": linear, "batch": vectors, "loss": lambda m, b: m(b).sum(), "optimizer": adamw, field: value}
+    with pytest.raises(InvalidInputError, match=field):
+        TrainingStep(**settings)
+
+
+def test_where_a_block_comes_from_is_written_down() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+            self.head = nn.Linear(32, 4)
+
+        def forward(self, x):
+            hidden = self.encoder(x)
+            return self.head(hidden)
+
+    timeline = trace(step_of(Named))
+    forward = [b for b in timeline.blocks if "addmm" in b.operator]
+    assert {b.module for b in forward} == {"encoder.0", "head"}
+    assert {b.source.split(":")[0] for b in forward} == {"tests/test_hard_cases.py"}
+    backward = [b for b in timeline.blocks if b.category == "gradients" and b.bytes_at(2) == 16 * 32 * 4]
+    assert {b.module for b in backward} == {"encoder.0"}  # the backward knows whose it is
+
+
+def test_a_model_that_asks_its_tensors_where_they_are_is_answered_cuda() -> None:
+    answers = []
+
+    def loss(model, batch):
+        answers.append((batch.device.type, batch.is_cuda, batch.is_meta, torch.cuda.is_available()))
+        made = torch.arange(16, device=batch.device) + torch.tensor([1.0], device="cuda") + torch.ones(16).to(batch)
+        moved = torch.ones(16).cuda() + torch.zeros(16, device="cuda:0") + batch.new_zeros(16)
+        host = batch.detach().to("cpu")
+        answers.append((host.device.type, host.is_cuda))
+        return (model(batch) * made * moved).sum()
+
+    timeline = trace(step_of(linear, loss))
+    assert answers[0] == ("cuda", True, False, True)
+    assert answers[1] == ("cpu", False)
+    assert timeline.tier == "symbolic"
+    assert not torch.ones(1).is_cuda
+
+
+def test_compiled_models_are_counted_as_eager_and_said() -> None:
+    step = step_of(torch.compile(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), backend="eager"))
+    if not hasattr(torch.compiler, "set_stance"):
+        with pytest.raises(UnsupportedStepError, match=r"torch 2\.6 or later"):
+            trace(step)
+        return
+    timeline = trace(step)
+    assert timeline.tier == "partly symbolic"
+    assert any("torch.compile" in note.message for note in timeline.notes)
+
+
+def test_traces_cannot_be_nested() -> None:
+    def loss(model, batch):
+        trace(step_of(linear))
+        return model(batch).sum()
+
+    with pytest.raises(UnsupportedStepError, match="running already"):
+        trace(step_of(linear, loss))

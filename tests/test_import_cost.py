@@ -1,0 +1,89 @@
+"""Importing the package and asking for help stay cheap: nothing heavy is imported until it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "lightning", "pytorch_lightning", "mmengine", "accelerate", "transformers", "rich", "numpy", "matplotlib"}
+HELP_SECONDS = 0.25
+
+
+def heavy_after(statement: str, *extra_paths: Path) -> set[str]:
+    """The heavy top-level packages that a fresh interpreter holds after ``statement``."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted({{n.partition('.')[0] for n in sys.modules}})))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, extra_paths), *filter(None, sys.path)])}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return HEAVY & set(json.loads(run.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import vram_guard",
+        "import vram_guard.cli",
+        "import vram_guard_lightning",
+        "from vram_guard import TrainingStep, Budget, Timeline, Estimate, Plan, AllocatorSettings, VramGuardError, plan",
+    ],
+)
+def test_import_is_light(statement: str) -> None:
+    assert heavy_after(statement) == set()
+
+
+def test_the_check_can_fail(tmp_path: Path) -> None:
+    """A package that does import heavy things is caught, at its top level and behind a module of its own."""
+    (tmp_path / "heavy_package").mkdir()
+    (tmp_path / "heavy_package" / "__init__.py").write_text("from heavy_package import inner\n")
+    (tmp_path / "heavy_package" / "inner.py").write_text("import torch.nn\nimport rich.table\n")
+    assert heavy_after("import heavy_package", tmp_path) >= {"torch", "rich"}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    statement = (
+        "from vram_guard.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code"
+    )
+    assert heavy_after(statement) == set()
+
+
+def test_help_answers_quickly() -> None:
+    """The real console script, the best of a few runs: a busy machine makes single runs slow, never fast."""
+    script = Path(sys.executable).with_name("vram-guard")
+    command = [str(script)] if script.exists() else [shutil.which("vram-guard") or pytest.skip("not installed")]
+    assert min(_seconds([*command, "--help"]) for _ in range(7)) < HELP_SECONDS
+
+
+def test_the_clock_can_fail() -> None:
+    """The same clock says no to a program that imports torch first."""
+    assert min(_seconds([sys.executable, "-c", "import torch"]) for _ in range(2)) > HELP_SECONDS
+
+
+def test_public_names_resolve_whatever_was_imported_first() -> None:
+    """``vram_guard.plan`` is a package and a function: the function has the name, in either order."""
+    for first in ("import vram_guard.plan", "from vram_guard.plan.search import search", "import vram_guard"):
+        assert heavy_after(f"{first}\nfrom vram_guard import plan\nassert plan.__name__ == 'plan' and callable(plan)") == set()
+
+
+def test_every_public_name_is_there() -> None:
+    import vram_guard
+
+    for name in vram_guard.__all__:
+        assert getattr(vram_guard, name) is not None
+    assert set(vram_guard.__all__) <= set(dir(vram_guard))
+    assert len(vram_guard.__all__) <= 12
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = vram_guard.no_such_name
+
+
+def _seconds(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start

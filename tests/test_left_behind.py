@@ -1,0 +1,191 @@
+"""After a trace, a failed trace or Ctrl-C: every object of the user's and of the process is as it was."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from architectures import BY_NAME, adamw
+from torch import nn
+from torch.nn import functional as F
+
+from vram_guard.simulate import estimate, trace
+from vram_guard.simulate.pretend import TENSOR_ATTRIBUTES
+from vram_guard.step import TrainingStep
+
+
+class Untidy(nn.Module):
+    """Does in forward what modules should not do, and sometimes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.rnn = nn.LSTM(6, 6, batch_first=True)
+        self.register_buffer("calls", torch.zeros(()))
+        self.history: list[torch.Tensor] = []
+        self.settings = {"seen": 0}
+        self.last: torch.Tensor | None = None
+        self.tied = [self.linear.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history.append(x)
+        self.settings["seen"] += 1
+        self.settings["fresh"] = x
+        self.last = self.norm(F.dropout(self.linear(x), 0.5))
+        self.extra = self.last
+        self.eval().train()
+        return self.rnn(self.last[:, None])[0] + self.tied[0].sum()
+
+
+def fingerprint(module: nn.Module):
+    """Identity and content of all that a module holds."""
+    found = {}
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, dict):
+                value_copy = {key: id(item) for key, item in value.items()}
+            elif isinstance(value, list):
+                value_copy = [id(item) for item in value]
+            else:
+                value_copy = id(value)
+            found[path, name] = (id(value), value_copy)
+    tensors = {
+        name: (id(t), t.data_ptr(), t.clone(), t.requires_grad, t.grad, t._version)
+        for name, t in [*module.named_parameters(), *module.named_buffers()]
+    }
+    return found, tensors
+
+
+def assert_same(before, after) -> None:
+    assert before[0] == after[0]
+    for name, (key, pointer, value, requires_grad, grad, version) in before[1].items():
+        key2, pointer2, value2, requires_grad2, grad2, version2 = after[1][name]
+        assert (key, pointer, requires_grad, version) == (key2, pointer2, requires_grad2, version2), name
+        assert torch.equal(value, value2)
+        assert grad is grad2
+
+
+def process_state():
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.cuda.is_available(),
+        torch.get_default_device(),
+        {name: torch.Tensor.__dict__.get(name) for name in TENSOR_ATTRIBUTES},
+        nn.Module.__call__,
+        torch.tensor,
+        torch.clear_autocast_cache,
+    )
+
+
+def untidy_step(model: nn.Module, **settings) -> TrainingStep:
+    settings.setdefault("loss", lambda m, b: m(b).sum())
+    return TrainingStep(model, lambda b: torch.randn(b, 6), optimizer=adamw, **settings)
+
+
+@pytest.fixture
+def untidy() -> Untidy:
+    model = Untidy()
+    model(torch.randn(4, 6)).sum().backward()  # gradients of the user's own
+    return model
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "16-true"])
+def test_a_trace_leaves_nothing_behind(untidy: Untidy, precision: str) -> None:
+    before, process = fingerprint(untidy), process_state()
+    trace(untidy_step(untidy, precision=precision))
+    assert_same(before, fingerprint(untidy))
+    assert process == process_state()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("place", ["loss", "optimizer", "batch", "hook"])
+def test_an_exception_leaves_nothing_behind_and_comes_out_unchanged(untidy: Untidy, error, place: str) -> None:
+    thrown = error("mine")
+
+    def fail(*_args, **_kwargs):
+        random.random()
+        raise thrown
+
+    model, step = untidy, untidy_step(untidy)
+    if place == "hook":
+        handle = model.norm.register_forward_hook(fail)
+    else:
+        step = step.with_(**{place: fail})
+    before, process = fingerprint(model), process_state()
+    with pytest.raises(error) as caught:
+        trace(step)
+    assert caught.value is thrown
+    assert any(frame.name == "fail" for frame in caught.traceback)
+    assert_same(before, fingerprint(model))
+    assert process == process_state()
+    if place == "hook":
+        handle.remove()
+    trace(untidy_step(untidy))  # and the next trace works
+
+
+def test_training_after_a_trace_is_bit_identical_to_training_without() -> None:
+    def train(with_trace: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model = Untidy()
+        if with_trace:
+            estimate(untidy_step(model, precision="bf16-mixed"), 8)
+        optimizer = adamw(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).pow(2).sum().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    plain, guarded = train(False), train(True)
+    assert all(torch.equal(plain[name], guarded[name]) for name in plain)
+
+
+def test_a_trace_does_no_arithmetic_and_takes_no_memory() -> None:
+    """A model of 60 GiB is traced on a machine that could never hold it."""
+
+    def giant() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(32768, 32768, bias=False) for _ in range(15)])
+
+    step = TrainingStep(giant, lambda b: torch.zeros(b, 32768), lambda m, b: m(b).sum(), adamw)
+    assert estimate(step, 2).breakdown["parameters"] == 15 * 32768**2 * 4
+
+
+def test_hooks_of_other_libraries_survive() -> None:
+    model = BY_NAME["decoder"].model()
+    seen: list[str] = []
+    handle = model.norm.register_forward_hook(lambda *_: seen.append("hook"))
+    trace(BY_NAME["decoder"].step(model=model))
+    assert list(model.norm._forward_hooks) == [handle.id]
+    assert len(seen) == 4  # two steps at two sizes: hooks run as in training
+
+
+def test_what_was_taken_from_torch_cuda_during_a_trace_stops_pretending() -> None:
+    """As a module does that is imported in the middle of a trace: ``from torch.cuda import ...``."""
+    taken = {}
+
+    def loss(model, batch):
+        from torch.cuda import Event, is_available
+
+        taken.update(is_available=is_available, Event=Event)
+        assert is_available()
+        assert Event(enable_timing=True).elapsed_time(None) == 0.0
+        return model(batch).sum()
+
+    real_event = torch.cuda.Event
+    trace(untidy_step(nn.Linear(6, 6), loss=loss))
+    assert taken["is_available"]() == torch.cuda.is_available()
+    assert issubclass(taken["Event"], real_event)
+    try:
+        made = taken["Event"]()
+    except RuntimeError:  # what the real class says on a torch without CUDA
+        return
+    assert type(made) is real_event

@@ -1,0 +1,310 @@
+"""From a Trainer and a LightningModule to a TrainingStep: the user's own code, followed without a trace left."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.simulate import trace
+from vram_guard_lightning import capture, namespaces, sample
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMESPACE = namespaces.installed()[0].__name__
+pl = importlib.import_module(NAMESPACE)
+Base: Any = type(cases.make_module())
+
+
+def captured(root: Any, module: Any, data: Any = None, **how: Any) -> Any:
+    """What is captured at the guard's point of a real fit, and its timeline; the training itself runs on."""
+    found = SimpleNamespace()
+
+    class Probe(pl.Callback):  # type: ignore[misc]
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            lightnings_own = trainer.strategy.setup
+
+            def setup(trainer: Any) -> None:
+                found.capture = capture.capture(trainer, pl_module)
+                with found.capture.lent():
+                    found.timeline = trace(found.capture.step)
+                lightnings_own(trainer)
+
+            trainer.strategy.setup = setup
+
+    trainer = cases.make_trainer(NAMESPACE, root, [Probe(), *how.pop("callbacks", ())], **{"max_steps": 2, **how})
+    arguments = {"datamodule": data} if hasattr(data, "train_dataloader") else {}
+    arguments = arguments or {"train_dataloaders": data if data is not None else cases.loader(40)}
+    trainer.fit(module, **arguments)
+    return found
+
+
+def test_what_the_trainer_says_is_in_the_step(tmp_path: Any) -> None:
+    step = captured(
+        tmp_path,
+        cases.make_module(),
+        accumulate_grad_batches=3,
+        gradient_clip_val=0.5,
+        precision="bf16-mixed",
+        limit_train_batches=4,
+    ).capture.step
+    assert (step.precision, step.accumulate, step.zero_grad) == ("bf16-mixed", 3, "before_backward")
+    assert (step.clip_grad_norm, step.clip_grad_value, step.data_parallel_ranks) == (0.5, None, 1)
+    by_value = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    step = captured(tmp_path, cases.make_module(), **by_value).capture.step
+    assert (step.clip_grad_norm, step.clip_grad_value) == (None, 0.5)
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 4: 5})
+    assert captured(tmp_path, cases.make_module(), callbacks=[scheduler]).capture.step.accumulate == 5
+
+
+def test_training_step_may_ask_for_anything(tmp_path: Any) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Curious(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = torchmetrics.MeanSquaredError()
+            self.history: list[Any] = []
+            self.calls = 0
+
+        def configure_optimizers(self) -> Any:
+            self.trainer.fit_loop.setup_data()
+            assert len(self.trainer.train_dataloader) == self.trainer.num_training_batches == 5
+            assert self.trainer.estimated_stepping_batches == 2
+            return super().configure_optimizers()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            self.calls += 1
+            assert isinstance(self.trainer, pl.Trainer)
+            assert x.device == self.device == next(self.parameters()).device
+            prediction = self.net(x)
+            self.history.append(prediction)
+            self.metric(prediction, y)
+            self.log("metric", self.metric)
+            self.log_dict({"rate": self.optimizers().param_groups[0]["lr"], "epoch": float(self.current_epoch)})
+            self.logger.log_metrics({"direct": float(prediction.mean())}, step=self.global_step)
+            self.print("")
+            self.all_gather(prediction)
+            return super().training_step(batch, batch_idx)
+
+    module = Curious()
+    logger = pl.loggers.CSVLogger(tmp_path)
+    found = captured(tmp_path, module, logger=logger)
+    assert found.timeline.tier == "symbolic"
+    assert module.calls == 2, "the trace's calls are forgotten"
+    assert len(module.history) == 2
+    assert not any(tensor.is_meta for tensor in module.history)
+
+
+def test_pictures_for_the_logger_go_nowhere_during_the_trace(tmp_path: Any) -> None:
+    written = []
+
+    class Recorder(pl.loggers.logger.Logger):  # type: ignore[misc]
+        name, version = "recorder", "0"
+
+        def log_hyperparams(self, *_: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "own" in metrics:
+                written.append(step)
+
+    class Writing(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.logger.log_metrics({"own": 1.0}, step=self.global_step)
+            return super().training_step(batch, batch_idx)
+
+    found = captured(tmp_path, Writing(), logger=Recorder(), log_every_n_steps=1000)
+    assert found.timeline.tier == "symbolic"
+    assert written == [0, 1]
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "count"),
+    [
+        (lambda a, s: a, 1),
+        (lambda a, s: [a], 1),
+        (lambda a, s: ([a], [s]), 1),
+        (lambda a, s: [[a], [{"scheduler": s, "interval": "step"}]], 1),
+        (lambda a, s: {"optimizer": a, "lr_scheduler": s}, 1),
+        (lambda a, s: {"optimizer": a, "lr_scheduler": {"scheduler": s}}, 1),
+        (lambda a, s: [{"optimizer": a}], 1),
+        (lambda a, s: None, 0),
+        (lambda a, s: (a, sgd()), 2),
+        (lambda a, s: ({"optimizer": a}, {"optimizer": sgd(), "lr_scheduler": s}), 2),
+        (lambda a, s: pl.core.optimizer.LightningOptimizer(a), 1),
+    ],
+)
+def test_every_form_of_configure_optimizers(returned: Any, count: int) -> None:
+    optimizer = sgd()
+    found = capture.optimizers_in(returned(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)))
+    assert len(found) == count
+    assert count == 0 or found[0] is optimizer
+
+
+def test_transfer_hooks_of_module_and_datamodule(tmp_path: Any) -> None:
+    class Upscaling(Base):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            x, y = batch
+            return x.repeat(1, 100)[:, :6] * 1.0, y
+
+    class Data(pl.LightningDataModule):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return cases.loader(40)
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [part.double().float() for part in batch]
+
+    plain = captured(tmp_path, cases.make_module()).timeline
+    hooked = captured(tmp_path, Upscaling(), Data()).timeline
+    assert hooked.tier == "symbolic"
+    assert len(hooked.blocks) > len(plain.blocks)
+
+
+def test_the_precision_context_is_lightnings_own(tmp_path: Any, monkeypatch: Any) -> None:
+    entered = []
+    mixed = namespaces.part(pl, "plugins.precision.MixedPrecision")
+    own = mixed.autocast_context_manager
+
+    def spied(self: Any) -> Any:
+        entered.append(self.precision)
+        return own(self)
+
+    monkeypatch.setattr(mixed, "autocast_context_manager", spied)
+    found = captured(tmp_path, cases.make_module())
+    assert entered == []
+    with found.capture.lent():
+        trace(found.capture.step.with_(precision="16-mixed"))
+        trace(found.capture.step.with_(precision="bf16-mixed"))
+    assert set(entered) == {"16-mixed", "bf16-mixed"}
+
+
+# --- the sample ---------------------------------------------------------------------------------------------
+
+
+def test_samples_of_different_sizes_the_largest_counts() -> None:
+    class Ragged(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.zeros(index % 7 + 1)
+
+    pad = torch.nn.utils.rnn.pad_sequence
+    found = sample.read(cases.loader(dataset=Ragged(), collate_fn=lambda items: pad(items, batch_first=True)))
+    assert found.make(5).shape == (5, 7)
+    assert "largest of the first 8" in found.notes[0]
+
+
+class Consumed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A stream with a position of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.values = torch.arange(100.0)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= len(self.values):
+            raise StopIteration
+        self.at += 1
+        return self.values[self.at - 1 : self.at]
+
+
+def test_a_stream_stays_where_it_is() -> None:
+    stream = Consumed()
+    found = sample.read(torch.utils.data.DataLoader(stream, batch_size=4))
+    assert found.make(6).shape == (6, 1)
+    assert (found.batch_size, found.dataset_size, stream.at) == (4, None, 0)
+
+
+def test_a_stream_that_cannot_be_copied_is_refused() -> None:
+    class Holding(Consumed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lines = (line for line in "abc")
+
+    with pytest.raises(UnsupportedStepError, match=r"Holding cannot be copied.*open them in __iter__"):
+        sample.read(torch.utils.data.DataLoader(Holding(), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (lambda: cases.loader(3, 8, drop_last=True), "3 samples, no whole batch of 8"),
+        (lambda: {"a": cases.loader(40, 8), "b": cases.loader(40, 4)}, "different sizes"),
+        (lambda: iter([torch.zeros(4, 2)]), "only once"),
+        (list, "empty collection"),
+        (lambda: torch.utils.data.DataLoader([torch.zeros(1)], batch_sampler=[]), "delivers no batch"),
+    ],
+)
+def test_loaders_that_are_refused(data: Any, says: str) -> None:
+    with pytest.raises(UnsupportedStepError, match=says):
+        sample.read(data())
+
+
+def test_a_dataset_smaller_than_the_batch_is_the_batch() -> None:
+    assert sample.read(cases.loader(3, 8)).batch_size == 3
+
+
+def test_loaders_of_ready_batches() -> None:
+    batches = [[torch.zeros(6, 2), torch.zeros(6)] for _ in range(3)]
+    for loader in (torch.utils.data.DataLoader(batches, batch_size=None), iter_anew(batches)):
+        found = sample.read(loader)
+        assert found.batch_size == 6
+        assert found.make(9)[0].shape == (9, 2)
+        assert "ready batches" in found.growable
+
+
+class iter_anew:  # noqa: N801 - reads as a function above
+    """Iterable, and no DataLoader."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+
+def test_collections_keep_their_structure() -> None:
+    combined = pl.utilities.combined_loader.CombinedLoader({"a": cases.loader(40), "b": [cases.loader(24)]})
+    found = sample.read(combined)
+    batch = found.make(3)
+    assert (found.batch_size, found.dataset_size) == (8, 40)
+    assert batch["a"][0].shape == batch["b"][0][0].shape == (3, 6)
+
+
+def test_a_training_step_that_fetches_for_itself_is_refused(tmp_path: Any) -> None:
+    class Fetching(Base):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    trainer = cases.make_trainer(NAMESPACE, tmp_path)
+    module = Fetching()
+    trainer.fit_loop._data_source = SimpleNamespace(dataloader=lambda: cases.loader(40))
+    with pytest.raises(UnsupportedStepError, match="dataloader_iter"):
+        capture.capture(trainer, module)
+
+
+def test_a_lost_loss_is_refused_by_name(tmp_path: Any) -> None:
+    class Silent(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.net(batch[0])
+
+    with pytest.raises(UnsupportedStepError, match="training_step returned None"):
+        captured(tmp_path, Silent())

@@ -1,0 +1,428 @@
+"""VramGuard on real Trainers: it changes what it says, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+
+from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError
+from vram_guard_lightning import VramGuard, namespaces
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
+INSTALLED = [module.__name__ for module in namespaces.installed()]
+#: Holds the step of the wide module below with micro-batches and not as written (see the ``tight`` fixture).
+#: (SGD: where a gradient is all but zero, Adam's step is the sign of its rounding error.)
+WIDE: dict[str, Any] = {"width": 512, "hidden": 2048, "optimizer": "sgd"}
+
+
+def wide_loader(samples: int = 4096 * 3, batch_size: int = 4096, **options: Any) -> Any:
+    return cases.loader(dataset=cases.Vectors(samples, WIDE["width"]), batch_size=batch_size, **options)
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: Any) -> int:
+    """Bytes between the wide step's peak as written and its peak in micro-batches of half the batch."""
+    guard = VramGuard(budget="64GiB", margin=0, mode="report")
+    fit(
+        tmp_path_factory.mktemp("tight"),
+        guard,
+        module=cases.make_module(**WIDE),
+        data=wide_loader(),
+        max_steps=1,
+    )
+    assert guard.plan is not None
+    peak = guard.plan.before.peak_reserved
+    probe = VramGuard(budget=peak - 1, margin=0, mode="report", allow=("accumulate",))
+    fit(
+        tmp_path_factory.mktemp("probe"),
+        probe,
+        module=cases.make_module(**WIDE),
+        data=wide_loader(),
+        max_steps=1,
+    )
+    assert probe.plan is not None
+    assert probe.plan.fits
+    return probe.plan.estimate.peak_reserved
+
+
+def fit(root: Any, guard: Any, *, module: Any = None, data: Any = None, namespace: str = "", **how: Any) -> Any:
+    """One training under a guard (or None); returns module and Trainer."""
+    namespace = namespace or INSTALLED[0]
+    module = module or cases.make_module(namespace, **how.pop("settings", {}))
+    ckpt_path = how.pop("ckpt_path", None)
+    callbacks = [*([guard] if guard else []), *how.pop("callbacks", ())]
+    trainer = cases.make_trainer(namespace, root, callbacks, **how)
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    if hasattr(data, "train_dataloader") or data is None:
+        trainer.fit(module, **({"datamodule": data} if data is not None else {"train_dataloaders": cases.loader(40)}))
+    else:
+        trainer.fit(module, train_dataloaders=data, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def assert_equal_training(one: Any, other: Any) -> None:
+    assert one.rates == other.rates
+    assert one.loaded == other.loaded
+    torch.testing.assert_close(cases.weights(one), cases.weights(other), rtol=2e-5, atol=2e-6)
+
+
+# --- report -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", INSTALLED)
+@pytest.mark.parametrize("scheduler", ["one_cycle", "step_lr"])
+def test_report_mode_is_bit_identical(tmp_path: Any, namespace: str, scheduler: str, capsys: Any) -> None:
+    data = {"dataset": cases.NoisyVectors(37)}
+    results = []
+    for guard in (None, VramGuard(budget="1MiB", mode="report")):
+        settings = {"scheduler": scheduler, "dropout": 0.3}
+        module, _ = fit(tmp_path, guard, namespace=namespace, settings=settings, data=cases.loader(**data))
+        drawn = np.random.rand()
+        results.append((cases.weights(module), module.rates, torch.get_rng_state(), random.getstate(), drawn))
+    (one, rates, rng, python, numpy), (other, *rest) = results
+    assert torch.equal(one, other)
+    assert rest[0] == rates
+    assert torch.equal(rng, rest[1])
+    assert python == rest[2]
+    assert numpy == rest[3]
+    out = capsys.readouterr().out
+    assert "not applied" in out or "nothing changes" in out or "oes not fit" in out
+
+
+def test_a_guard_that_has_nothing_to_do_is_bit_identical(tmp_path: Any) -> None:
+    plain, _ = fit(tmp_path, None)
+    guarded, _ = fit(tmp_path, VramGuard(budget="64GiB"))
+    assert torch.equal(cases.weights(plain), cases.weights(guarded))
+
+
+def test_few_samples_are_read_and_the_modules_attributes_stay(tmp_path: Any) -> None:
+    data = cases.loader(40)
+
+    class Look(importlib.import_module(INSTALLED[0]).Callback):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.reads = data.dataset.reads
+            self.attributes = {name: dict(vars(part)) for name, part in pl_module.named_modules()}
+            self.gradients = [parameter.grad for parameter in pl_module.parameters()]
+
+    look = Look()
+    fit(tmp_path, VramGuard(budget="64GiB", mode="report"), data=data, callbacks=[look], max_steps=1)
+    assert 0 < look.reads <= 4
+    assert not any("log" in attributes for attributes in look.attributes.values())
+    assert all(gradient is None for gradient in look.gradients)
+
+
+# --- fit --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", INSTALLED)
+def test_makes_it_fit_with_micro_batches_and_trains_the_same(tmp_path: Any, namespace: str, tight: int) -> None:
+    how: dict[str, Any] = {"namespace": namespace, "max_epochs": 1}
+    make = lambda: cases.make_module(namespace, scheduler="one_cycle", **WIDE)  # noqa: E731
+    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
+    plain, _ = fit(tmp_path, None, module=make(), data=wide_loader(), **how)
+    guarded, trainer = fit(tmp_path, guard, module=make(), data=wide_loader(), **how)
+    assert guard.plan.fits
+    assert guard.plan.splits > 1
+    assert max(guarded.seen) == guard.plan.micro_batch_size
+    assert_equal_training(plain, guarded)
+    assert vars(trainer.fit_loop.epoch_loop.automatic_optimization).keys().isdisjoint({"_make_closure"})
+
+
+def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: Any, tight: int) -> None:
+    checkpoint = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint
+
+    def run(name: str, guard: Any, resume: str | None) -> Any:
+        keep = checkpoint(dirpath=tmp_path / name, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        return fit(
+            tmp_path,
+            guard,
+            module=cases.make_module(scheduler="warmup_cosine", **WIDE),
+            data=wide_loader(4096 * 2 + 1001, shuffle=False),
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.1,
+            enable_checkpointing=True,
+            callbacks=[keep],
+            ckpt_path=resume,
+        )[0]
+
+    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
+    for resume in (None, "step=2.ckpt"):
+        plain = run("plain", None, resume and str(tmp_path / "plain" / resume))
+        guarded = run("guarded", guard, resume and str(tmp_path / "guarded" / resume))
+        assert guard.plan.splits > 1
+        assert len(plain.rates) == (2 if resume else 4)
+        assert_equal_training(plain, guarded)
+
+
+def test_mixed_precision_is_applied_and_taken_back(tmp_path: Any) -> None:
+    seen = []
+
+    class Look(importlib.import_module(INSTALLED[0]).Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(trainer.precision)
+
+    probe = VramGuard(budget="64GiB", margin=0, mode="report")
+    make = lambda: cases.make_module(width=64, hidden=4096)  # noqa: E731
+    data = lambda: cases.loader(dataset=cases.Vectors(2048, 64), batch_size=1024)  # noqa: E731
+    fit(tmp_path, probe, module=make(), data=data(), max_steps=1)
+    guard = VramGuard(budget=probe.plan.before.peak_reserved - 1, margin=0)
+    _, trainer = fit(tmp_path, guard, module=make(), data=data(), max_epochs=1, callbacks=[Look()])
+    assert guard.plan.precision == "bf16-mixed"
+    assert seen == ["bf16-mixed"]
+    assert trainer.precision == "32-true"
+
+
+def test_nothing_fits(tmp_path: Any) -> None:
+    plain, _ = fit(tmp_path, None)
+    guard = VramGuard(budget="1MiB")
+    with pytest.warns(UserWarning, match=r"vram_guard: nothing that is allowed makes this training fit"):
+        guarded, _ = fit(tmp_path, guard)
+    assert not guard.plan.fits
+    assert torch.equal(cases.weights(plain), cases.weights(guarded))
+
+
+def test_strict_raises_before_training_and_leaves_the_trainer_usable(tmp_path: Any) -> None:
+    module = cases.make_module()
+    before = cases.weights(module).clone()
+    trainer = cases.make_trainer(INSTALLED[0], tmp_path, [VramGuard(budget="1MiB", mode="strict")])
+    with pytest.raises(DoesNotFitError, match="does not fit as written"):
+        trainer.fit(module, cases.loader(40))
+    assert torch.equal(before, cases.weights(module))
+    assert module.loaded == []
+    assert "setup" not in vars(trainer.strategy)
+
+
+def test_strict_passes_what_fits(tmp_path: Any) -> None:
+    module, _ = fit(tmp_path, VramGuard(budget="64GiB", mode="strict"))
+    assert len(module.rates) == 15
+
+
+# --- settings and devices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mode": "nonsense"},
+        {"allow": ("precison",)},
+        {"budget": "-1GiB"},
+        {"budget": "inf"},
+        {"budget": True},
+        {"gpu": "RTX 9999 XYZ"},
+        {"margin": 1.5},
+        {"margin": float("nan")},
+        {"target_utilization": 0},
+        {"target_utilization": 80},
+        {"lr_rule": "cubic"},
+        {"loss_weight": "median"},
+        {"grow": "yes"},
+    ],
+)
+def test_nonsense_is_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError):
+        VramGuard(**wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_gpu_and_no_budget(tmp_path: Any) -> None:
+    with pytest.raises(NoDeviceError, match="budget"):
+        fit(tmp_path, VramGuard())
+    with pytest.warns(UserWarning, match="no prediction for this training"):
+        module, _ = fit(tmp_path, VramGuard(mode="report"))
+    assert len(module.rates) == 15
+
+
+def test_another_cards_name(tmp_path: Any) -> None:
+    guard = VramGuard(gpu="RTX 3090")
+    fit(tmp_path, guard, max_steps=1)
+    assert guard.plan.fits
+    assert not guard.plan.changed
+
+
+def test_registered_twice_works_once(tmp_path: Any, capsys: Any) -> None:
+    first, second = VramGuard(budget="64GiB"), VramGuard(budget="1MiB")
+    fit(tmp_path, first, callbacks=[second, first], max_steps=1)
+    assert first.plan is not None
+    assert second.plan is None
+    assert capsys.readouterr().out.count("\nWhy") == 1
+
+
+def test_fit_twice_with_one_trainer(tmp_path: Any) -> None:
+    guard = VramGuard(budget="64GiB")
+    trainer = cases.make_trainer(INSTALLED[0], tmp_path, [guard], max_epochs=1)
+    for _ in range(2):
+        guard.plan = None
+        trainer.fit(cases.make_module(), cases.loader(40))
+        assert guard.plan is not None
+
+
+def test_fast_dev_run(tmp_path: Any, tight: int) -> None:
+    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
+    module, _ = fit(tmp_path, guard, module=cases.make_module(**WIDE), data=wide_loader(), fast_dev_run=True)
+    assert guard.plan.splits > 1
+    assert len(module.rates) == 1
+    grown = VramGuard(budget="64GiB", grow=True)
+    module, _ = fit(tmp_path, grown, fast_dev_run=True)
+    assert module.loaded == [8]
+
+
+def test_the_prediction_is_logged_once(tmp_path: Any) -> None:
+    loggers = importlib.import_module(INSTALLED[0]).loggers
+    logger = loggers.CSVLogger(tmp_path)
+    fit(tmp_path, VramGuard(budget="64GiB"), logger=logger, max_epochs=2)
+    text = (Path(logger.log_dir) / "metrics.csv").read_text()
+    rows = [dict(zip(text.splitlines()[0].split(","), line.split(","), strict=True)) for line in text.splitlines()[1:]]
+    column = "vram_guard/predicted_peak_reserved_bytes"
+    assert len([row for row in rows if row[column]]) == 1
+
+
+# --- what it cannot do ------------------------------------------------------------------------------------
+
+
+def base() -> Any:
+    return type(cases.make_module())
+
+
+def test_manual_optimization_is_reported_and_not_split(tmp_path: Any, capsys: Any) -> None:
+    class Manual(base()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            x, y = self.unpack(batch)
+            self.seen.append(len(x))
+            optimizer.zero_grad()
+            self.manual_backward(torch.nn.functional.mse_loss(self.net(x), y))
+            optimizer.step()
+
+    guard = VramGuard(budget="64GiB")
+    module, _ = fit(tmp_path, guard, module=Manual(), max_epochs=1)
+    assert set(module.seen) == {8}
+    assert guard.plan is not None
+    out = capsys.readouterr().out
+    assert "manual optimization" in out
+
+
+def test_a_batch_that_cannot_be_split_is_said_by_name(tmp_path: Any, capsys: Any, tight: int) -> None:
+    class WithPrototypes(base()):  # type: ignore[misc]
+        def unpack(self, batch: Any) -> Any:
+            return batch["x"], batch["y"]
+
+    def collate(samples: Any) -> Any:
+        x, y = torch.utils.data.default_collate(samples)
+        return {"x": x, "y": y, "prototypes": torch.zeros(3, 5)}
+
+    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
+    with pytest.warns(UserWarning, match="left unchanged"):
+        fit(tmp_path, guard, module=WithPrototypes(**WIDE), data=wide_loader(collate_fn=collate), max_steps=1)
+    assert "batch['prototypes']" in capsys.readouterr().out
+
+
+def test_unsupported_trainings_go_on_unchanged(tmp_path: Any) -> None:
+    with pytest.warns(UserWarning, match=r"vram_guard: no prediction.*64-true"):
+        module, _ = fit(tmp_path, VramGuard(budget="1GiB"), precision="64-true")
+    assert len(module.rates) == 15
+
+
+def test_the_users_own_error_keeps_its_traceback(tmp_path: Any) -> None:
+    class Broken(base()):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]) @ torch.zeros(99, 1, device=self.device)
+
+    module = Broken()
+    before = cases.weights(module).clone()
+    with pytest.raises(RuntimeError) as caught:
+        fit(tmp_path, VramGuard(budget="1GiB"), module=module)
+    assert any(entry.name == "training_step" for entry in caught.traceback)
+    assert torch.equal(before, cases.weights(module))
+
+
+def test_batch_size_finder_keeps_the_guard_off(tmp_path: Any, capsys: Any, tight: int) -> None:
+    finder = importlib.import_module(INSTALLED[0]).callbacks.BatchSizeFinder
+    module = cases.make_module(**WIDE)
+    module.batch_size = 4096
+    module.train_dataloader = lambda: wide_loader(batch_size=module.batch_size)
+    module.val_dataloader = lambda: wide_loader(4096, batch_size=module.batch_size, shuffle=False)
+    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
+    trainer = cases.make_trainer(
+        INSTALLED[0], tmp_path, [guard, finder(max_trials=1, steps_per_trial=1, init_val=64)], max_steps=1
+    )
+    trainer.fit(module)
+    assert "BatchSizeFinder" in capsys.readouterr().out
+    assert guard.plan.splits > 1
+    assert guard.plan.micro_batch_size not in module.seen
+
+
+def test_a_sharding_strategy_is_refused_with_a_reason() -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_lightning.capture import check_supported
+
+    class FakeFSDPStrategy:
+        pass
+
+    trainer: Any = type("T", (), {"strategy": FakeFSDPStrategy(), "precision": "32-true"})()
+    with pytest.raises(UnsupportedStepError, match=r"FakeFSDPStrategy.*ddp"):
+        check_supported(trainer)
+
+
+# --- the import -------------------------------------------------------------------------------------------
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_importing_the_package_does_not_import_lightning() -> None:
+    code = "import vram_guard_lightning, sys; print('torch' in sys.modules, 'lightning' in sys.modules)"
+    assert run_python(code).stdout.split() == ["False", "False"]
+
+
+def test_the_test_above_can_fail() -> None:
+    code = "from vram_guard_lightning import VramGuard; import sys; print('torch' in sys.modules)"
+    assert run_python(code).stdout.split() == ["True"]
+
+
+HIDE = """
+import sys, importlib.abc
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {hidden!r}:
+            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def test_without_lightning_the_extra_is_named_and_the_core_imports() -> None:
+    code = HIDE.format(hidden=("lightning", "pytorch_lightning"))
+    done = run_python(f"{code}\nimport vram_guard\nfrom vram_guard_lightning import VramGuard")
+    assert "ImportError: vram_guard_lightning needs Lightning" in done.stderr
+    assert "vram-guard[lightning]" in done.stderr
+
+
+@pytest.mark.parametrize(("hidden", "left"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")])
+def test_one_namespace_is_enough(hidden: str, left: str) -> None:
+    if len(INSTALLED) < 2:
+        pytest.skip("only one namespace is installed")
+    code = HIDE.format(hidden=(hidden,))
+    done = run_python(
+        f"{code}\nfrom vram_guard_lightning import VramGuard\nprint([b.__module__.split('.')[0] for b in "
+        "VramGuard.__mro__ if b.__name__ == 'Callback'])"
+    )
+    assert done.stdout.strip() == repr([left]), done.stderr

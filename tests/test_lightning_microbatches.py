@@ -1,0 +1,327 @@
+"""Training in micro-batches inside Lightning's closure is the training that the user wrote."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+
+from vram_guard.apply.microbatch import Splitter
+from vram_guard_lightning import closure, namespaces
+
+# Lightning warns about small loaders and few workers; what the guard itself says stays an error.
+pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
+INSTALLED = [module.__name__ for module in namespaces.installed()]
+SCHEDULERS = ("one_cycle", "warmup_cosine", "lambda", "step_lr", "plateau")
+
+
+def splitting(namespace: str, batch_size: int = 8, micro: int = 2, loss_weight: Any = "mean") -> Any:
+    """A callback that does nothing but split the batches."""
+    pl = importlib.import_module(namespace)
+
+    class Splitting(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            closure.install(trainer, Splitter(batch_size, micro), loss_weight)
+
+    return Splitting()
+
+
+def train(root: Any, *, namespace: str = "lightning.pytorch", micro: int = 0, **how: Any) -> tuple[Any, Any]:
+    """One training; micro=0: as Lightning does it by itself."""
+    module = how.pop("module", None) or cases.make_module(namespace, **how.pop("settings", {}))
+    data = how.pop("data", None) or {"train_dataloaders": cases.loader(40)}
+    ckpt_path = how.pop("ckpt_path", None)
+    callbacks = [*how.pop("callbacks", ()), *([splitting(namespace, micro=micro)] if micro else [])]
+    trainer = cases.make_trainer(namespace, root, callbacks, **how)
+    torch.manual_seed(3)
+    trainer.fit(module, **data, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def assert_same_training(plain: Any, split: Any) -> None:
+    assert split.rates == plain.rates
+    assert split.loaded == plain.loaded
+    assert split.validated_at == plain.validated_at
+    assert max(split.seen) < max(plain.seen)
+    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("namespace", INSTALLED)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_same_weights_and_learning_rates(tmp_path: Any, namespace: str, scheduler: str) -> None:
+    how: dict[str, Any] = {"namespace": namespace, "settings": {"scheduler": scheduler}}
+    plain, trainer = train(tmp_path, **how)
+    split, _ = train(tmp_path, micro=2, **how)
+    assert len(plain.rates) == trainer.global_step == 15
+    assert_same_training(plain, split)
+
+
+@pytest.mark.parametrize("steps_done", [5, 10, 8], ids=["one epoch", "two epochs", "within an epoch"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_same_training_after_a_resume(tmp_path: Any, scheduler: str, steps_done: int) -> None:
+    checkpoint = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint
+
+    def run(micro: int, resume: Any = None) -> Any:
+        folder = tmp_path / f"{micro}"
+        keep = checkpoint(dirpath=folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        return train(
+            tmp_path,
+            micro=micro,
+            settings={"scheduler": scheduler},
+            data={"train_dataloaders": cases.loader(40, shuffle=False)},
+            enable_checkpointing=True,
+            callbacks=[] if resume else [keep],
+            ckpt_path=resume,
+        )[0]
+
+    straight = run(0)
+    run(2)
+    resumed = run(2, resume=str(tmp_path / "2" / f"step={steps_done}.ckpt"))
+    plain = run(0, resume=str(tmp_path / "0" / f"step={steps_done}.ckpt"))
+    assert len(resumed.rates) == 15 - steps_done
+    assert_same_training(plain, resumed)
+    if scheduler != "plateau":
+        assert resumed.rates == straight.rates[steps_done:]
+        if steps_done != 8:  # within an epoch, Lightning itself begins with the epoch's first batches again
+            torch.testing.assert_close(cases.weights(resumed), cases.weights(straight), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"accumulate_grad_batches": 2}, id="accumulate_grad_batches"),
+        pytest.param({"gradient_clip_val": 0.05}, id="clip by norm"),
+        pytest.param({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, id="clip by value"),
+        pytest.param({"settings": {"optimizer": "sgd"}}, id="sgd"),
+        pytest.param({"settings": {"output": "dict"}}, id="dict output"),
+        pytest.param({"max_steps": 7, "max_epochs": -1}, id="max_steps"),
+        pytest.param({"limit_train_batches": 3}, id="limit_train_batches"),
+        pytest.param({"data": {"train_dataloaders": cases.loader(37)}}, id="short last batch"),
+        pytest.param({"data": {"train_dataloaders": cases.loader(34)}}, id="last batch of two"),
+        pytest.param({"data": {"train_dataloaders": cases.loader(33)}}, id="last batch of one"),
+        pytest.param(
+            {"data": {"train_dataloaders": cases.loader(dataset=cases.Stream(37), shuffle=False)}},
+            id="iterable",
+        ),
+    ],
+)
+def test_same_training_in_other_circumstances(tmp_path: Any, how: dict[str, Any]) -> None:
+    plain, _ = train(tmp_path, **how)
+    split, _ = train(tmp_path, micro=3, **how)
+    assert_same_training(plain, split)
+
+
+def test_loaders_in_a_dict(tmp_path: Any) -> None:
+    data = {"train_dataloaders": {"a": cases.loader(32), "b": cases.loader(32)}}
+    plain, _ = train(tmp_path, data=data)
+    split, _ = train(tmp_path, data=data, micro=2)
+    assert_same_training(plain, split)
+
+
+def test_lbfgs_calls_the_closure_as_often(tmp_path: Any) -> None:
+    how: dict[str, Any] = {"settings": {"optimizer": "lbfgs"}, "max_epochs": 1}
+    plain, _ = train(tmp_path, **how)
+    split, _ = train(tmp_path, micro=4, **how)
+    assert len(split.seen) == 2 * len(plain.seen)
+    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=1e-3, atol=1e-4)
+
+
+def test_validation_in_the_middle_of_an_epoch_and_float_intervals(tmp_path: Any) -> None:
+    data = {"train_dataloaders": cases.loader(40), "val_dataloaders": cases.loader(16, shuffle=False)}
+    for interval in (2, 0.4):
+        plain, first = train(tmp_path, data=data, val_check_interval=interval)
+        split, second = train(tmp_path, data=data, micro=2, val_check_interval=interval)
+        assert_same_training(plain, split)
+        assert len(split.validated_at) == 6
+        torch.testing.assert_close(first.callback_metrics["val_loss"], second.callback_metrics["val_loss"])
+
+
+def test_gradient_accumulation_scheduler(tmp_path: Any) -> None:
+    scheduler = importlib.import_module("lightning.pytorch").callbacks.GradientAccumulationScheduler
+    plain, _ = train(tmp_path, callbacks=[scheduler({0: 1, 1: 2})])
+    split, _ = train(tmp_path, micro=2, callbacks=[scheduler({0: 1, 1: 2})])
+    assert_same_training(plain, split)
+
+
+def test_mixed_precision(tmp_path: Any) -> None:
+    plain, _ = train(tmp_path, precision="bf16-mixed")
+    split, _ = train(tmp_path, micro=2, precision="bf16-mixed")
+    assert split.rates == plain.rates
+    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=0.1, atol=0.02)
+
+
+class Watching:
+    """What hooks and metrics saw: the outputs of every step and the logged values."""
+
+    @staticmethod
+    def callback(namespace: str) -> Any:
+        pl = importlib.import_module(namespace)
+
+        class Watch(pl.Callback):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                self.outputs: list[Any] = []
+                self.step_values: list[dict[str, float]] = []
+                self.epoch_values: list[dict[str, float]] = []
+
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+                self.outputs.append(outputs)
+                self.step_values.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                self.epoch_values.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+        return Watch()
+
+
+def watched(tmp_path: Any, module: Any, micro: int, samples: int = 37) -> Any:
+    watch = Watching.callback("lightning.pytorch")
+    data = {"train_dataloaders": cases.loader(samples)}
+    train(tmp_path, module=module, micro=micro, data=data, callbacks=[watch], max_epochs=2)
+    return watch
+
+
+def test_hooks_see_the_outputs_of_the_whole_batch(tmp_path: Any) -> None:
+    plain = watched(tmp_path, cases.make_module(output="dict"), 0)
+    split = watched(tmp_path, cases.make_module(output="dict"), 3)
+    assert len(plain.outputs) == len(split.outputs) == 10
+    for one, other in zip(plain.outputs, split.outputs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            torch.testing.assert_close(other[name], one[name].detach(), rtol=1e-4, atol=1e-5)
+        assert not other["prediction"].requires_grad
+
+
+def logging_module() -> Any:
+    base = type(cases.make_module())
+
+    class Logging(base):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            x, _ = batch
+            self.log("plain_mean", x.mean(), on_step=True, on_epoch=True)
+            self.log("with_size", x.mean(), on_step=True, on_epoch=True, batch_size=len(x))
+            self.log("count", float(len(x)), on_step=True, on_epoch=True, reduce_fx="sum")
+            self.log("largest", x.max(), on_step=True, on_epoch=True, reduce_fx=torch.max)
+            self.log("smallest", x.min(), on_step=False, on_epoch=True, reduce_fx="min")
+            self.log("step", torch.tensor(batch_idx))
+            return loss
+
+    return Logging()
+
+
+def test_logged_values_are_those_of_the_whole_batch(tmp_path: Any) -> None:
+    plain, split = watched(tmp_path, logging_module(), 0), watched(tmp_path, logging_module(), 3)
+    for one, other in zip(
+        (*plain.step_values, *plain.epoch_values), (*split.step_values, *split.epoch_values), strict=True
+    ):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+    assert split.step_values[0]["count_step"] == 8
+    assert split.epoch_values[-1]["count_epoch"] == 37
+
+
+def test_the_last_micro_batch_alone_would_log_something_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: without gathering, a step's value is its last micro-batch's."""
+    import contextlib
+
+    monkeypatch.setattr(closure.StepLog, "gathering", lambda self: contextlib.nullcontext())
+    plain, split = watched(tmp_path, logging_module(), 0), watched(tmp_path, logging_module(), 3)
+    assert split.step_values[0]["count_step"] != plain.step_values[0]["count_step"]
+
+
+def test_a_metric_object_is_logged_once_and_counts_every_sample(tmp_path: Any) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    base = type(cases.make_module())
+
+    class WithMetric(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.error = torchmetrics.MeanSquaredError()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            self.error(self.net(x), y)
+            self.log("error", self.error, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    plain, split = watched(tmp_path, WithMetric(), 0), watched(tmp_path, WithMetric(), 3)
+    for one, other in zip(plain.epoch_values, split.epoch_values, strict=True):
+        assert other["error"] == pytest.approx(one["error"], rel=1e-4)
+
+
+def test_none_for_a_micro_batch_leaves_it_out(tmp_path: Any) -> None:
+    base = type(cases.make_module())
+
+    class Skipping(base):  # type: ignore[misc, valid-type]
+        skip_all = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if self.skip_all or len(self.seen) % 4 == 1 else loss
+
+    module = Skipping()
+    before = cases.weights(module).clone()
+    with pytest.warns(UserWarning, match="returned None for a micro-batch"):
+        train(tmp_path, module=module, micro=2)
+    assert not torch.equal(cases.weights(module), before)
+
+    module = Skipping()
+    module.skip_all = True
+    before = cases.weights(module).clone()
+    with pytest.warns(UserWarning, match="returned None for a micro-batch"):
+        train(tmp_path, module=module, micro=2)
+    assert torch.equal(cases.weights(module), before)
+
+
+def test_a_summed_loss_and_a_loss_over_counted_positions(tmp_path: Any) -> None:
+    base = type(cases.make_module())
+
+    class Summed(base):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = self.unpack(batch)
+            self.seen.append(len(x))
+            return torch.nn.functional.mse_loss(self.net(x), y, reduction="sum")
+
+    class Masked(base):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = self.unpack(batch)
+            self.seen.append(len(x))
+            kept = count(batch)
+            return ((self.net(x) - y).square().mean(-1) * (x[:, 0] > -0.8)).sum() / kept
+
+    def count(batch: Any) -> torch.Tensor:
+        return (batch[0][:, 0] > -0.8).sum().clamp(min=1)
+
+    for kind, weight in ((Summed, "sum"), (Masked, count)):
+        plain, _ = train(tmp_path, module=kind())
+        split, _ = train(tmp_path, module=kind(), callbacks=[splitting("lightning.pytorch", 8, 4, weight)])
+        assert_same_training(plain, split)
+
+
+def test_a_batch_that_cannot_be_split_is_trained_on_whole(tmp_path: Any) -> None:
+    data = {"train_dataloaders": {"a": cases.loader(32), "b": cases.loader(30)}}
+    plain, _ = train(tmp_path, data=data)
+    with pytest.warns(UserWarning, match=r"30|6 samples, where .* has 8.*trained on whole"):
+        split, _ = train(tmp_path, data=data, micro=2)
+    assert_same_training(plain, split)
+
+
+def test_batches_no_larger_than_the_micro_batch_are_bit_identical(tmp_path: Any) -> None:
+    plain, _ = train(tmp_path)
+    split, _ = train(tmp_path, micro=8)
+    assert torch.equal(cases.weights(plain), cases.weights(split))
+
+
+def test_undo_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
+    trainer = cases.make_trainer("lightning.pytorch", tmp_path)
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    before = dict(vars(loop))
+    undo = closure.install(trainer, Splitter(8, 2))
+    assert vars(loop) != before
+    undo()
+    assert vars(loop) == before

@@ -1,0 +1,71 @@
+"""Every private name of Lightning that the integration leans on is there, or the table says which is not."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import vram_guard_lightning
+from vram_guard_lightning import namespaces, private_api
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("namespace", namespaces.installed(), ids=lambda module: module.__name__)
+@pytest.mark.parametrize("name", private_api.TABLE, ids=lambda name: f"{name.where}.{name.attribute}")
+def test_this_release_has_it(namespace: Any, name: private_api.PrivateName) -> None:
+    assert private_api.missing(namespace, (name,)) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "attribute", "says"),
+    [
+        ("loops.optimization.automatic._Gone", "run", "no such class"),
+        ("loops.optimization.nowhere.Gone", "run", "no such class"),
+        ("loops.optimization.automatic._AutomaticOptimization", "_made_up", "no such attribute"),
+        ("loops.optimization.automatic._AutomaticOptimization", "_make_step_fn", "takes"),
+    ],
+)
+def test_what_a_release_changed_is_named(where: str, attribute: str, says: str) -> None:
+    name = private_api.PrivateName(where, attribute, ("something", "else"), "a purpose")
+    (fault,) = private_api.missing(namespaces.installed()[0], (name,))
+    assert f"{where}.{attribute}" in fault
+    assert says in fault
+    assert "a purpose" in fault
+
+
+def test_private_names_in_the_sources_are_in_the_table() -> None:
+    """Attributes with a leading underscore of anything but self, in every module of the package."""
+    listed = {name.attribute for name in private_api.TABLE}
+    own = {"_fields"}
+    for path in Path(vram_guard_lightning.__file__).parent.glob("*.py"):
+        used = set(re.findall(r"(?<!self)(?<!cls)\.(_[a-z]\w+)", path.read_text()))
+        used -= {name for name in used if f"def {name}" in path.read_text() or f"self.{name}" in path.read_text()}
+        unlisted = {name for name in used if name not in listed | own and "pytree" not in name}
+        assert unlisted == set(), path.name
+
+
+def test_a_release_without_a_name_keeps_the_training_whole(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    import lightning_cases as cases
+    import torch
+
+    gone = private_api.PrivateName("loops.optimization.automatic._AutomaticOptimization", "_gone", (), "a purpose")
+    monkeypatch.setattr(private_api, "MICRO_BATCHES", (gone,))
+    module = cases.make_module()
+    guard = vram_guard_lightning.VramGuard(budget="1MiB", mode="report")
+    trainer = cases.make_trainer(namespaces.installed()[0].__name__, tmp_path, [guard], max_steps=1)
+    torch.manual_seed(0)
+    trainer.fit(module, cases.loader(40))
+    assert "this release of Lightning is not known" in capsys.readouterr().out
+    assert set(module.seen) == {8}
+
+
+def test_the_table_is_about_this_package() -> None:
+    assert importlib.import_module("vram_guard_lightning.private_api").TABLE
+    assert all(name.used_for for name in private_api.TABLE)

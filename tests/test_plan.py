@@ -1,0 +1,200 @@
+"""plan(): arguments, budgets and GPUs, and real steps traced under every option."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vram_guard import Budget, TrainingStep
+from vram_guard.errors import InvalidInputError, NoDeviceError
+from vram_guard.plan import Plan, plan
+from vram_guard.plan.techniques import resident_batch
+from vram_guard.simulate import trace
+
+MIB = 2**20
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(3, 32, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(32)
+        self.last = torch.nn.Conv2d(32, 3, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(images))))
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(size, 3, 64, 64), torch.zeros(size, 3, 64, 64)
+
+
+def loss(model: torch.nn.Module, images: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(images[0]), images[1])
+
+
+STEP = TrainingStep(model=Net, batch=batch, loss=loss, optimizer=torch.optim.AdamW)
+
+
+def test_what_fits_is_left_alone() -> None:
+    made = plan(STEP, 16, "4GiB")
+    assert made.fits
+    assert not made.changed
+    assert made.precision == "32-true"
+    assert made.timeline is made.timeline_before
+
+
+def test_a_tight_budget_is_met_and_the_prediction_is_that_of_a_direct_trace() -> None:
+    made = plan(STEP, 64, "60MiB", margin=0)
+    assert made.fits
+    assert made.precision == "bf16-mixed"
+    assert made.splits > 1
+    assert made.effective_batch_size == 64
+    assert made.estimate.peak_reserved <= 60 * MIB
+    direct = trace(STEP.with_(precision="bf16-mixed", accumulate=made.splits, whole_batch=True))
+    assert direct.at(made.micro_batch_size).peak_reserved == made.estimate.peak_reserved
+    assert direct.at(made.micro_batch_size).breakdown == made.estimate.breakdown
+
+
+@pytest.mark.parametrize("micro_batches", [3, 4, 8])
+def test_a_larger_whole_batch_is_an_exact_transformation(micro_batches: int) -> None:
+    two = trace(STEP.with_(accumulate=2, whole_batch=True))
+    made = resident_batch(two, 2, micro_batches)
+    direct = trace(STEP.with_(accumulate=micro_batches, whole_batch=True))
+    for size in (1, 5, 32):
+        assert made.at(size).peak_allocated == direct.at(size).peak_allocated
+        assert made.at(size).peak_reserved == direct.at(size).peak_reserved
+    assert made.at(32).peak_allocated > two.at(32).peak_allocated
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision"), [("T4", "16-mixed"), ("A100 40GB", "bf16-mixed"), ("GTX 1080 Ti", "32-true")]
+)
+def test_the_precision_is_one_that_the_gpu_has(gpu: str, precision: str) -> None:
+    made = plan(STEP, 64, "110MiB", gpu=gpu, margin=0)
+    assert made.fits
+    assert made.precision == precision
+    assert (made.splits == 1) == (precision != "32-true")
+
+
+def test_allow_restricts() -> None:
+    split = plan(STEP, 64, "110MiB", allow=["accumulate"])
+    assert (split.precision, split.splits > 1) == ("32-true", True)
+    mixed = plan(STEP, 64, "110MiB", allow="precision")
+    assert (mixed.precision, mixed.splits) == ("bf16-mixed", 1)
+    neither = plan(STEP, 64, "110MiB", allow=())
+    assert not neither.fits
+    assert not neither.changed
+
+
+def test_a_precision_that_the_user_chose_stays() -> None:
+    made = plan(STEP.with_(precision="16-mixed"), 64, "60MiB", gpu="A100 40GB")
+    assert made.fits
+    assert made.precision == "16-mixed"
+    assert made.splits > 1
+
+
+def test_inference_has_nothing_to_accumulate() -> None:
+    made = plan(STEP.with_(optimizer=None), 64, "10MiB")
+    assert not made.fits
+    assert made.accumulate == 1
+    assert any("no gradients to accumulate" in reason for reason in made.reasons)
+
+
+def test_growth() -> None:
+    made = plan(STEP, 4, "200MiB", grow=True, margin=0, lr_rule="sqrt", dataset_size=10_000)
+    assert made.batch_size > 4
+    assert made.batch_size % 4 == 0
+    assert made.estimate.peak_reserved <= 160 * MIB
+    assert made.learning_rate_factor == math.sqrt(made.batch_size / 4)
+    assert made.precision == "32-true"
+
+
+def test_the_margin_is_kept_free() -> None:
+    peak = plan(STEP, 16, "4GiB").estimate.peak_reserved
+    assert not plan(STEP, 16, peak, margin=0).changed
+    assert plan(STEP, 16, peak, margin=0.01).changed
+
+
+def test_a_budget_object_is_taken_as_it_is() -> None:
+    budget = Budget.of("4GiB", margin=0.1)
+    assert plan(STEP, 16, budget).budget == budget
+
+
+def test_progress_names_every_trace_once() -> None:
+    lines: list[str] = []
+    plan(STEP, 64, "60MiB", progress=lines.append)
+    assert len(lines) == len(set(lines)) >= 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
+        ({"allow": "precision,checkpoints"}, "unknown technique 'checkpoints'"),
+        ({"lr_rule": "cubic"}, "lr_rule"),
+        ({"target_utilization": 0}, "target_utilization"),
+        ({"target_utilization": 80}, "target_utilization"),
+        ({"target_utilization": math.nan}, "target_utilization"),
+        ({"target_utilization": True}, "target_utilization"),
+        ({"target_utilization": "0.8"}, "target_utilization"),
+        ({"dataset_size": 0}, "dataset_size"),
+        ({"dataset_size": 1.5}, "dataset_size"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": -4}, "batch_size"),
+        ({"batch_size": True}, "batch_size"),
+        ({"batch_size": 8.0}, "batch_size"),
+        ({"batch_size": math.nan}, "batch_size"),
+        ({"batch_size": 2**63}, "batch_size"),
+        ({"budget": "inf"}, "budget"),
+        ({"budget": "-1GiB"}, "budget"),
+        ({"margin": 5}, "margin"),
+    ],
+)
+def test_nonsense_is_refused_before_any_work(changes: dict[str, object], message: str) -> None:
+    def never() -> torch.nn.Module:
+        raise AssertionError("the model was built")
+
+    arguments = {"batch_size": 8, "budget": "4GiB", **changes}
+    with pytest.raises(InvalidInputError, match=message):
+        plan(STEP.with_(model=never), **arguments)
+
+
+def test_without_a_device_a_budget_is_asked_for() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(NoDeviceError):
+        plan(STEP, 8)
+
+
+def test_a_bare_amount_takes_the_capability_of_the_device_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never bfloat16 on a GPU without it, also when only an amount was given."""
+    at_hand = Budget.resolve(gpu="T4")
+    real = Budget.resolve.__func__  # type: ignore[attr-defined]
+
+    def resolve(cls: type[Budget], budget: object = None, **settings: object) -> Budget:
+        return at_hand if budget is None else real(cls, budget, **settings)
+
+    monkeypatch.setattr(Budget, "resolve", classmethod(resolve))
+    assert plan(STEP, 64, "110MiB", margin=0).precision == "16-mixed"
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, vram_guard.plan.search; sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("first", ["import vram_guard.plan.search", "pass"])
+def test_the_public_name_is_the_function(first: str) -> None:
+    code = f"{first}\nfrom vram_guard import plan\nimport types\nassert isinstance(plan, types.FunctionType)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_plan_is_a_value() -> None:
+    one, other = plan(STEP, 16, "4GiB"), plan(STEP, 16, "4GiB")
+    assert isinstance(one, Plan)
+    assert one == other

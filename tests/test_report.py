@@ -1,0 +1,268 @@
+"""The report as text and as JSON, and that it arrives whatever the stream or the folder is."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from vram_guard.budget import Budget
+from vram_guard.plan.options import Request
+from vram_guard.plan.search import search
+from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
+from vram_guard.report.files import NotWrittenWarning, write_atomically
+from vram_guard.report.text import BAR_WIDTH, render, show
+from vram_guard.timeline import Affine, Block, Note, Phase, Timeline
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vram_guard.plan import Plan
+
+MIB = 2**20
+
+
+def step(per_sample: int, **changes: object) -> Timeline:
+    blocks = (
+        Block(Affine(10 * MIB, 0), "parameters", "", "", ""),
+        Block(Affine(0, MIB // 8), "batch", "", "", ""),
+        Block(
+            Affine(0, per_sample), "activations", "encoder.layers[0]", "src/net.py:42", "aten.addmm.default"
+        ),
+    )
+    phases = (Phase("setup", 0, 0), Phase("batch", 1, 1), Phase("forward", 1, 2), Phase("backward", 1, 3))
+    return replace(Timeline(blocks, (0, 1, 2, ~2, ~1), phases, (2, 3)), **changes)
+
+
+def planned(usable: int = 64 * MIB, **changes: object) -> Plan:
+    timelines = {"32-true": step(2 * MIB), "bf16-mixed": step(MIB)}
+    asked = Request(64, "32-true", Budget.of(usable, margin=0), mixed="bf16-mixed", mixed_why="bf16.")
+    return search(
+        replace(asked, may_accumulate=True, **changes), lambda precision, _splits: timelines[precision]
+    )
+
+
+def test_the_estimate_s_table_adds_up() -> None:
+    text = render(step(MIB).at(32), unicode=False)
+    assert (
+        "parameters       |  10.00 MiB | 22.9%" not in text
+    )  # the widths are not the point, the numbers are:
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[2:4] for line in text.splitlines() if line.count("|") == 4
+    }
+    assert [cell.strip() for cell in rows["parameters"]] == ["10.00 MiB", "21.7%"]
+    assert [cell.strip() for cell in rows["activations"]] == ["32.00 MiB", "69.6%"]
+    assert [cell.strip() for cell in rows["peak allocated"]] == ["46.00 MiB", "100.0%"]
+    assert rows["peak reserved"][1].strip() == ""
+
+
+def test_the_peak_is_located() -> None:
+    text = render(step(MIB).at(32))
+    for part in ("forward, step 1", "encoder.layers[0]", "src/net.py:42", "aten.addmm.default", "symbolic"):
+        assert part in text
+
+
+def test_a_plan_says_what_changes_why_and_what_was_not_taken() -> None:
+    text = render(planned(), unicode=True)
+    for part in ("FITS", "32-true → bf16-mixed", "64 → 32", "1 → 2", "as written [", "planned    ["):
+        assert part in text
+    for part in (
+        "Why",
+        "bf16.",
+        "Not taken",
+        "bf16-mixed, batch 64: needs",
+        "misses by",
+        "Budget: 64.00 MiB usable",
+    ):
+        assert part in text
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    text = render(planned(usable=5 * MIB), unicode=False)
+    assert text.startswith("DOES NOT FIT")
+    assert "nothing changes" in text
+    assert "too much" in text
+    assert "and 8 more" in text  # only the nearest few of the rejected are listed
+
+
+def test_a_lower_bound_is_not_called_fitting() -> None:
+    text = render(step(MIB, tier="formula").at(32), budget=Budget.of("1GiB"))
+    assert text.startswith("NOT KNOWN TO FIT")
+    assert "lower bound" in text
+
+
+def test_notes_and_out_of_memory_are_told() -> None:
+    noted = step(MIB, notes=(Note("a size depends on data", "loss.py:3"),), tier="partly symbolic")
+    text = render(noted.at(32, capacity=40 * MIB))
+    assert "a size depends on data (loss.py:3)" in text
+    assert "would fail" in text
+    assert "src/net.py:42" in text
+
+
+@pytest.mark.parametrize(("usable", "over"), [(10_000 * MIB, 0), (100 * MIB, 0), (50 * MIB, 1)])
+def test_the_bar_is_never_full_when_it_fits_nor_clean_when_it_does_not(usable: int, over: int) -> None:
+    text = render(step(MIB).at(32), budget=Budget.of(usable, margin=0), unicode=False)
+    bar = next(line for line in text.splitlines() if line.startswith("needed"))
+    inside = bar[bar.index("[") + 1 : bar.index("]")]
+    assert len(inside) == BAR_WIDTH
+    assert ("!" in inside) == bool(over)
+
+
+def test_a_miss_by_one_byte_shows() -> None:
+    estimate = step(MIB).at(32)
+    text = render(estimate, budget=Budget.of(estimate.peak_reserved - 1, margin=0), unicode=False)
+    assert "!]" in text
+    assert "1 B too much" in text
+    fitting = render(estimate, budget=Budget.of(estimate.peak_reserved, margin=0), unicode=False)
+    assert fitting.startswith("FITS")
+    assert "!" not in fitting
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_no_line_is_wider_than_asked(width: int, unicode: bool) -> None:
+    long = step(MIB)
+    deep = long.blocks[2]._replace(module="model." * 30 + "attention", source="a/" * 50 + "net.py:1")
+    text = render(replace(long, blocks=(*long.blocks[:2], deep)).at(32), width=width, unicode=unicode)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.isascii() or unicode
+    assert "attention" in text.replace("\n", "").replace(" ", "")
+
+
+def test_names_with_brackets_are_no_markup() -> None:
+    assert "encoder.layers[0]" in render(step(MIB).at(32))
+
+
+def test_a_console_gets_the_same_report() -> None:
+    stream = io.StringIO()
+    text = render(planned(), console=Console(file=stream, width=100), unicode=True)
+    assert [line.rstrip() for line in stream.getvalue().splitlines()] == text.splitlines()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "gbk", "latin-1", "utf-8"])
+def test_any_encoding_is_served(encoding: str) -> None:
+    raw = io.BytesIO()
+    noted = step(MIB, notes=(Note("尺寸取决于数据 ✓"),))
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    assert show(noted.at(32), file=stream)
+    text = raw.getvalue().decode(encoding)
+    assert "peak allocated" in text
+    assert ("尺寸" in text) == (encoding in ("gbk", "utf-8"))
+    assert ("─" in text) == (encoding == "utf-8")
+
+
+def test_a_closed_stream_ends_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "nobody reads")
+
+    closed = io.StringIO()
+    closed.close()
+    assert show(step(MIB).at(32), file=Gone()) is False
+    assert show(step(MIB).at(32), file=closed) is False
+
+
+def test_a_terminal_gets_colour() -> None:
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    assert show(planned(), file=stream)
+    assert "FITS" in stream.getvalue()
+
+
+# --- JSON ---
+
+
+def test_json_of_a_plan_round_trips_with_ints_of_bytes() -> None:
+    plan = planned()
+    read = json.loads(as_json(plan))
+    assert read == as_dict(plan)
+    assert read["schema"] == SCHEMA == "vram_guard.report/1"
+    assert read["kind"] == "plan"
+    assert read["fits"] is True
+    assert read["precision"] == {"before": "32-true", "after": "bf16-mixed"}
+    assert read["accumulate"] == {"before": 1, "after": 2}
+    assert read["estimate"]["peak_reserved"] == plan.estimate.peak_reserved
+    assert isinstance(read["estimate"]["peak_reserved"], int)
+    assert sum(read["estimate"]["breakdown"].values()) == read["estimate"]["peak_allocated"]
+    assert read["rejected"][0]["missing"] == plan.rejected[0].missing
+    assert read["budget"]["usable"] == 64 * MIB
+    assert read["estimate"]["peak"]["source"] == "src/net.py:42"
+
+
+def test_json_of_an_estimate_with_and_without_a_budget() -> None:
+    estimate = step(MIB).at(32, capacity=40 * MIB)
+    alone = as_dict(estimate)
+    assert alone["kind"] == "estimate"
+    assert "budget" not in alone
+    assert alone["estimate"]["out_of_memory"]["source"] == "src/net.py:42"
+    assert as_dict(step(MIB).at(32), budget=Budget.of("1GiB"))["fits"] is True
+    assert as_dict(step(MIB, tier="formula").at(32), budget=Budget.of("1GiB"))["fits"] is False
+
+
+def test_json_is_ascii_whatever_the_names_are() -> None:
+    assert as_json(step(MIB, notes=(Note("尺寸"),)).at(1)).isascii()
+
+
+# --- files ---
+
+
+def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "report.json"
+    assert write_json(planned(), target)
+    assert write_json(step(MIB).at(32), target)
+    assert json.loads(target.read_text())["kind"] == "estimate"
+    assert [path.name for path in target.parent.iterdir()] == ["report.json"]
+
+
+def test_a_full_disk_is_a_warning_and_the_old_report_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "report.json"
+    target.write_text("old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(NotWrittenWarning, match="No space left"):
+        assert write_atomically(target, "new") is False
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.warns(NotWrittenWarning, match="was not written"):
+        assert write_json(planned(), tmp_path / "file" / "report.json") is False
+    with pytest.warns(NotWrittenWarning):
+        assert write_atomically(tmp_path, "a folder stands there") is False
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_interrupt_while_writing_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "report.json", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_only_the_json_module_needs_neither_torch_nor_rich() -> None:
+    heavy = {"torch", "rich", "matplotlib"}
+    code = f"import sys, vram_guard.report.as_json; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

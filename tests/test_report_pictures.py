@@ -1,0 +1,271 @@
+"""The picture of a timeline, and the snapshot that PyTorch's memory_viz page opens."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import pickletools
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.cuda import _memory_viz
+
+from vram_guard import Budget, TrainingStep
+from vram_guard.errors import InvalidInputError
+from vram_guard.plan import plan
+from vram_guard.report.plot import LAYERS, MOST_COLUMNS, plan_figure, save_figure, stack, timeline_figure
+from vram_guard.report.snapshot import PICKLE_PROTOCOL, save_snapshot, snapshot
+from vram_guard.report.walk import walk
+from vram_guard.simulate import trace
+from vram_guard.timeline import CATEGORIES, Affine, Block, Phase, Timeline
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+
+
+def network() -> torch.nn.Module:
+    layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 3, 3, padding=1)]
+    return torch.nn.Sequential(*layers)
+
+
+STEP = TrainingStep(
+    model=network,
+    batch=lambda size: torch.zeros(size, 3, 64, 64),
+    loss=lambda model, images: torch.nn.functional.mse_loss(model(images), images),
+    optimizer=torch.optim.AdamW,
+)
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    return trace(STEP)
+
+
+# --- what both are drawn from ---
+
+
+def test_a_walk_is_a_replay(timeline: Timeline) -> None:
+    walked, replayed = walk(timeline, 16), timeline.replay(16, curve=True)
+    assert tuple(walked.allocated) == replayed.allocated_curve
+    assert tuple(walked.reserved) == replayed.reserved_curve
+    assert walked.segments == replayed.segments
+    assert sum(call.size for _, call in walked.calls if call.action == "segment_alloc") == walked.reserved[-1]
+
+
+def test_layers_add_up_to_the_allocated_curve(timeline: Timeline) -> None:
+    drawn, replayed = stack(timeline, 16), timeline.replay(16, curve=True)
+    assert set(LAYERS) == set(CATEGORIES)
+    totals = [sum(column) for column in zip(*drawn.layers.values(), strict=True)]
+    assert tuple(totals) == replayed.allocated_curve
+    assert max(totals) == timeline.at(16).peak_allocated
+
+
+def test_thinning_keeps_the_maxima() -> None:
+    count = 5 * MOST_COLUMNS
+    blocks = tuple(
+        Block(Affine(512 * (1 + i * 7919 % 400), 0), "activations", "", "", "") for i in range(count)
+    )
+    events = tuple(event for i in range(count) for event in (i, ~i))
+    long = Timeline(blocks, events, (Phase("forward", 1, 0),), (2, 3))
+    drawn = stack(long, 1)
+    assert len(drawn.events) == MOST_COLUMNS
+    assert max(drawn.layers["activations"]) == long.at(1).peak_allocated
+    assert drawn.events == sorted(set(drawn.events))
+
+
+# --- the picture ---
+
+
+def texts(path: Path) -> str:
+    """What an SVG whose letters are text says."""
+    return " | ".join(element.text or "" for element in ET.parse(path).iter() if element.text)
+
+
+def test_a_picture_shows_peak_phases_and_budget(timeline: Timeline, tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    budget = Budget.of("64MiB", margin=0)
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        assert save_figure(timeline_figure(timeline, 16, budget=budget), tmp_path / "step.svg")
+    said = texts(tmp_path / "step.svg")
+    estimate = timeline.at(16)
+    for part in ("step 1", "step 2", "forward", "backward", "activations", "reserved", "budget", "MiB"):
+        assert part in said
+    assert estimate.peak_operator in said
+    assert estimate.peak_source in said
+
+
+def test_a_png_is_a_png(timeline: Timeline, tmp_path: Path) -> None:
+    assert save_figure(timeline_figure(timeline, 16), tmp_path / "step.png")
+    data = (tmp_path / "step.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 10_000
+
+
+def test_a_plan_is_drawn_before_and_after_on_one_scale() -> None:
+    made = plan(STEP, 64, "40MiB", margin=0, allow="accumulate")
+    assert made.splits > 2
+    figure = plan_figure(made)
+    upper, lower = figure.axes
+    assert upper.get_ylim() == lower.get_ylim()
+    assert upper.get_ylim()[1] > made.before.peak_reserved
+    assert "two are drawn" in lower.get_title(loc="left")
+    unchanged = plan_figure(plan(STEP, 2, "4GiB"))
+    assert len(unchanged.axes) == 1
+
+
+def test_a_plan_without_timelines_is_refused() -> None:
+    from dataclasses import replace
+
+    made = replace(plan(STEP, 2, "4GiB"), timeline=None)
+    with pytest.raises(InvalidInputError, match="timelines"):
+        plan_figure(made)
+
+
+def test_an_empty_timeline_can_be_drawn() -> None:
+    blocks = (Block(Affine(0, 0), "parameters", "", "", ""),)
+    empty = Timeline(blocks, (0,), (Phase("setup", 0, 0),), (2, 3))
+    assert timeline_figure(empty, 1).axes
+
+
+def test_without_matplotlib_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None\n"
+        "import vram_guard.report.plot as plot\n"
+        "try: plot._figure(4)\n"
+        "except ImportError as error: sys.exit('vram-guard[plot]' not in str(error))\n"
+        "sys.exit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_drawing_leaves_pyplot_alone() -> None:
+    code = (
+        "import sys; from vram_guard.report.plot import timeline_figure\n"
+        "from vram_guard.timeline import *\n"
+        "block, phase = Block(Affine(512, 0), 'batch', '', '', ''), Phase('setup', 0, 0)\n"
+        "made = Timeline((block,), (0,), (phase,), (2, 3))\n"
+        "timeline_figure(made, 1)\n"
+        "sys.exit('matplotlib.pyplot' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- the snapshot ---
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    return pickle.loads(path.read_bytes())
+
+
+@pytest.fixture
+def viewed(timeline: Timeline, tmp_path: Path) -> dict[str, Any]:
+    assert save_snapshot(timeline, 16, tmp_path / "step.pickle")
+    return loaded(tmp_path / "step.pickle")
+
+
+def test_the_pickle_holds_plain_values_in_a_protocol_that_the_page_reads(
+    timeline: Timeline, tmp_path: Path
+) -> None:
+    save_snapshot(timeline, 16, tmp_path / "step.pickle")
+    operations = [operation for operation, *_ in pickletools.genops((tmp_path / "step.pickle").read_bytes())]
+    assert max(operation.proto for operation in operations) <= PICKLE_PROTOCOL == 4
+    # Nothing is imported or called on loading: only dicts, lists, tuples, text, numbers.
+    assert not {"GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"} & {operation.name for operation in operations}
+
+
+def test_segments_are_covered_by_their_blocks(viewed: dict[str, Any], timeline: Timeline) -> None:
+    for segment in viewed["segments"]:
+        ends = [segment["address"]] + [block["address"] + block["size"] for block in segment["blocks"]]
+        assert [block["address"] for block in segment["blocks"]] == ends[:-1]
+        assert ends[-1] == segment["address"] + segment["total_size"]
+        live = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
+        assert sum(block["size"] for block in live) == segment["allocated_size"] == segment["active_size"]
+        assert all(block["frames"] for block in live)
+    assert sum(segment["total_size"] for segment in viewed["segments"]) == timeline.at(16).peak_reserved
+
+
+def test_the_trace_never_hands_out_a_live_address_and_reaches_the_peak(
+    viewed: dict[str, Any], timeline: Timeline
+) -> None:
+    live: dict[int, int] = {}
+    reserved = peak = peak_reserved = 0
+    for entry in viewed["device_traces"][0]:
+        if entry["action"] == "alloc":
+            assert all(
+                entry["addr"] + entry["size"] <= at or at + size <= entry["addr"] for at, size in live.items()
+            )
+            live[entry["addr"]] = entry["size"]
+            peak = max(peak, sum(live.values()))
+        elif entry["action"] == "free_completed":
+            assert live.pop(entry["addr"]) == entry["size"]
+        elif entry["action"] == "segment_alloc":
+            reserved += entry["size"]
+            peak_reserved = max(peak_reserved, reserved)
+    assert peak_reserved == timeline.at(16).peak_reserved
+    assert (
+        0 <= timeline.at(16).peak_allocated - peak < len(timeline.blocks) * 512
+    )  # only rounding lies between
+    left = {
+        block["address"] for segment in viewed["segments"] for block in segment["blocks"] if block["frames"]
+    }
+    assert left == set(live)
+
+
+def test_frames_name_operator_line_module_and_category(viewed: dict[str, Any]) -> None:
+    names = [
+        tuple(frame["name"] for frame in entry["frames"])
+        for entry in viewed["device_traces"][0]
+        if entry["action"] == "alloc"
+    ]
+    assert any(name[0].startswith("aten.") and name[-1] == "activations" for name in names)
+    lines = {frame["line"] for entry in viewed["device_traces"][0] for frame in entry["frames"]}
+    assert len(lines) > 1
+
+
+def test_torch_s_own_viewer_reads_it(viewed: dict[str, Any]) -> None:
+    page = _memory_viz.trace_plot(copy.deepcopy(viewed))
+    assert "snapshot.pickle" in page
+    assert "snapshot.pickle" in _memory_viz.segment_plot(viewed)
+    told = _memory_viz.trace(viewed)
+    assert "cudaMalloc" in told
+    assert "aten" not in told.splitlines()[0]
+    assert told.count(" = cudaMalloc(") == len(viewed["segments"])
+    summary = _memory_viz.segsum(viewed)
+    assert f"segments: {len(viewed['segments'])}" in summary
+    for flames in (_memory_viz.segments, _memory_viz.memory):
+        drawn = flames(viewed, format_flamegraph=lambda lines: lines)
+        assert "active_allocated" in drawn
+        assert "parameters" in drawn
+    kept = _memory_viz.filter_alloc_free_pairs(copy.deepcopy(viewed))["device_traces"][0]
+    live = sum(block["state"] == "active_allocated" for seg in viewed["segments"] for block in seg["blocks"])
+    assert sum(entry["action"] == "alloc" for entry in kept) == live
+
+
+def test_out_of_memory_ends_the_trace(timeline: Timeline) -> None:
+    peak = timeline.at(16).peak_reserved
+    told = snapshot(timeline, 16, capacity=peak // 2)
+    assert told["device_traces"][0][-1]["action"] == "oom"
+    assert "raise OutOfMemoryError" in _memory_viz.trace(told)
+    assert snapshot(timeline, 16, capacity=peak)["device_traces"][0][-1]["action"] != "oom"
+
+
+def test_sources_on_windows_and_without_lines_survive() -> None:
+    sources = ("C:\\work\\net.py:12", "", "no line here", "a:b.py:7")
+    blocks = tuple(
+        Block(Affine(1024, 0), "activations", "m", source, "aten.add.Tensor") for source in sources
+    )
+    told = snapshot(Timeline(blocks, (0, 1, 2, 3), (Phase("forward", 1, 0),), (2, 3)), 1)
+    places = [entry["frames"][1] for entry in told["device_traces"][0] if entry["action"] == "alloc"]
+    assert [(place["filename"], place["line"]) for place in places] == [
+        ("C:\\work\\net.py", 12),
+        ("", 0),
+        ("no line here", 0),
+        ("a:b.py", 7),
+    ]

@@ -1,0 +1,167 @@
+"""Traces at 2 and 3 predict every event at 48, and what they predict is what torch really allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, BY_NAME, Architecture, adamw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from vram_guard.simulate import trace
+from vram_guard.simulate.run import run_step
+from vram_guard.step import TrainingStep
+
+AMPERE = (8, 0)
+
+
+def assert_exact(step: TrainingStep, batch_size: int) -> None:
+    predicted = trace(step, compute_capability=AMPERE)
+    direct = run_step(step, batch_size, AMPERE)
+    assert predicted.retrace is None
+    assert predicted.events == direct.events
+    assert predicted.sizes(batch_size) == direct.sizes(batch_size)
+    assert [b.category for b in predicted.blocks] == [b.category for b in direct.blocks]
+    assert [b.source for b in predicted.blocks] == [b.source for b in direct.blocks]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_traces_at_2_and_3_predict_every_event_at_48(architecture: Architecture) -> None:
+    assert_exact(architecture.step(), 48)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true"])
+@pytest.mark.parametrize("name", ["convnet", "decoder", "encoder", "unet"])
+def test_the_law_holds_in_every_precision(name: str, precision: str) -> None:
+    assert_exact(BY_NAME[name].step(precision=precision), 48)
+
+
+@pytest.mark.parametrize("zero_grad", ["after_step", "before_forward", "before_backward"])
+def test_the_law_holds_with_accumulation(zero_grad: str) -> None:
+    assert_exact(BY_NAME["decoder"].step(accumulate=4, zero_grad=zero_grad, clip_grad_norm=1.0), 13)
+
+
+def test_batch_size_one_follows_the_law_too() -> None:
+    assert_exact(BY_NAME["decoder"].step(), 1)
+
+
+def test_a_sequence_that_depends_on_the_batch_size_is_noticed_and_traced_anew() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        for _ in range(batch.shape[0]):  # one allocation more for every sample
+            out = out + 1
+        return out.sum()
+
+    step = TrainingStep(lambda: nn.Linear(8, 8), lambda b: torch.randn(b, 8), loss, adamw)
+    timeline = trace(step)
+    assert timeline.retrace is not None
+    assert any("differs between batch sizes" in note.message for note in timeline.notes)
+    direct = run_step(step, 7, AMPERE)
+    assert timeline.at(7).peak_allocated == direct.at(7).peak_allocated
+    assert timeline.exact(7).events == direct.events
+
+
+@settings(max_examples=25, deadline=None)
+@given(small=st.integers(1, 4000), more=st.integers(1, 4000))
+def test_more_batch_never_asks_for_fewer_bytes(small: int, more: int) -> None:
+    timeline = _decoder_timeline()
+    before, after = timeline.sizes(small), timeline.sizes(small + more)
+    assert all(a <= b for a, b in zip(before, after, strict=True))
+
+
+_memo: list[object] = []
+
+
+def _decoder_timeline():
+    if not _memo:
+        _memo.append(trace(BY_NAME["decoder"].step()))
+    return _memo[0]
+
+
+class Mixer(nn.Module):
+    """Residuals and several uses of one tensor, so that autograd has gradients to add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.first, self.second, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.last(self.first(h).relu() * self.second(h).sigmoid())
+
+
+def _real_allocations(step: TrainingStep, batch_size: int) -> list[int]:
+    """Bytes of every allocation and free (negative) of a second, real step on the CPU, above 1 KiB."""
+    torch.manual_seed(0)
+    model = step.model()
+    optimizer = step.optimizer(model.parameters())
+    batch = step.batch(batch_size)
+
+    def once() -> torch.Tensor:
+        loss = step.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    kept = once()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = once()
+    del kept
+    events: list[tuple[int, int]] = []
+
+    def walk(nodes) -> None:
+        for node in nodes:
+            if node.tag.name == "Allocation":
+                events.append((node.start_time_ns, node.extra_fields.alloc_size))
+            walk(node.children)
+
+    walk(recorded.profiler.kineto_results.experimental_event_tree())
+    return [size for _, size in sorted(events) if abs(size) >= 1024]
+
+
+def test_the_symbolic_step_allocates_what_a_real_step_allocates() -> None:
+    """Linear layers, norms and element-wise operators have no kernel that differs between CPU and CUDA."""
+    step = TrainingStep(
+        model=lambda: nn.Sequential(Mixer(), Mixer(), Mixer()),
+        batch=lambda b: torch.randn(b, 64),
+        loss=lambda model, batch: model(batch).pow(2).mean(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    )
+    timeline = run_step(step, 32, AMPERE)
+    start = next(p.start for p in timeline.phases if p.step == 2 and p.name == "forward")
+    symbolic = [
+        timeline.blocks[event].size.base if event >= 0 else -timeline.blocks[~event].size.base
+        for event in timeline.events[start:]
+    ]
+    symbolic = [size for size in symbolic if abs(size) >= 1024]
+    assert symbolic == _real_allocations(step, 32)
+
+
+def test_gradients_that_others_hold_are_not_summed_in_place() -> None:
+    """``x + y`` hands one gradient tensor to both: summing into it would change the other's."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = F.relu(self.a(x))
+            return (h + self.b(h)) + h
+
+    step = TrainingStep(
+        model=Shared,
+        batch=lambda b: torch.randn(b, 64),
+        loss=lambda model, batch: model(batch).pow(2).mean(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    )
+    timeline = run_step(step, 32, AMPERE)
+    start = next(p.start for p in timeline.phases if p.step == 2 and p.name == "forward")
+    allocations = [timeline.blocks[e].size.base for e in timeline.events[start:] if e >= 0]
+    real = [size for size in _real_allocations(step, 32) if size > 0]
+    assert [size for size in allocations if size >= 1024] == real

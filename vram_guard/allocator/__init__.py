@@ -1,0 +1,27 @@
+"""PyTorch's CUDA caching allocator, replayed without a device."""
+
+from vram_guard.allocator.blocks import Segment, SegmentBlock, SegmentEvent, TraceEntry
+from vram_guard.allocator.caching import CachingAllocator, SimulatedOutOfMemory
+from vram_guard.allocator.comparison import Comparison, Difference, SegmentCount, compare
+from vram_guard.allocator.recording import Recording, read_recording
+from vram_guard.allocator.replaying import Replay, ReplayFailure, replay
+from vram_guard.allocator.settings import AllocatorSettings
+
+__all__ = [
+    "AllocatorSettings",
+    "CachingAllocator",
+    "Comparison",
+    "Difference",
+    "Recording",
+    "Replay",
+    "ReplayFailure",
+    "Segment",
+    "SegmentBlock",
+    "SegmentCount",
+    "SegmentEvent",
+    "SimulatedOutOfMemory",
+    "TraceEntry",
+    "compare",
+    "read_recording",
+    "replay",
+]

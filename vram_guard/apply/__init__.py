@@ -1,0 +1,1 @@
+"""Appliers that know torch and no framework."""

@@ -1,0 +1,19 @@
+"""How many bytes there are: an explicit amount, a card from the catalogue, or the device at hand."""
+
+from __future__ import annotations
+
+from vram_guard.budget.budget import DEFAULT_MARGIN, Budget
+from vram_guard.budget.catalogue import GPU, catalogue, find_gpu
+from vram_guard.budget.device import GpuProcess
+from vram_guard.budget.host import HostMemory, host_memory
+
+__all__ = [
+    "DEFAULT_MARGIN",
+    "GPU",
+    "Budget",
+    "GpuProcess",
+    "HostMemory",
+    "catalogue",
+    "find_gpu",
+    "host_memory",
+]

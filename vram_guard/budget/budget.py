@@ -1,0 +1,265 @@
+"""Budget: how many bytes PyTorch's allocator may reserve, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from numbers import Real
+
+from vram_guard.budget import nvml, torch_cuda
+from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
+from vram_guard.budget.device import DeviceMemory, GpuProcess, cuda_ordinal
+from vram_guard.budget.names import form_of
+from vram_guard.errors import InvalidInputError
+from vram_guard.units import format_bytes, parse_bytes
+
+#: The part of the available memory that is left free unless the user says otherwise. A provisional choice,
+#: not a measurement: repeated runs of one training step are published to differ by up to 2%, and predictions
+#: have an error of their own on top. It is to be replaced by a quantile of measured errors.
+DEFAULT_MARGIN = 0.03
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
+
+    Attributes:
+        total: bytes of the whole amount: the explicit amount, or the device's memory.
+        available: bytes PyTorch's allocator may reserve before the margin is taken off.
+        margin: the fraction of ``available`` that is left free, in [0, 1).
+        source: where the amount comes from: "explicit", "catalogue: RTX 4090", "device 0: NVIDIA ...".
+        context: bytes taken off for the CUDA context and libraries: an estimate (see
+            :func:`~vram_guard.budget.catalogue.context_bytes`); 0 where nothing had to be taken off.
+        driver_reserved: bytes taken off that the driver keeps for itself; 0 as above.
+        gpu: the card, where it is in the catalogue.
+        free: bytes free on the device when it was read, None where no device was read.
+        processes: other processes that held memory on the device.
+        compute_capability: (major, minor) of the card, None where no card is known. Planning then assumes
+            nothing about bfloat16.
+        notes: sentences a person should read with the numbers.
+    """
+
+    total: int
+    available: int
+    margin: float
+    source: str
+    context: int = 0
+    driver_reserved: int = 0
+    gpu: GPU | None = None
+    free: int | None = None
+    processes: tuple[GpuProcess, ...] = ()
+    compute_capability: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "margin", checked_margin(self.margin))
+        if not 0 <= self.available <= self.total:
+            raise InvalidInputError(
+                f"available ({self.available}) must be between 0 and the total of {self.total} bytes"
+            )
+
+    @property
+    def usable(self) -> int:
+        """Bytes PyTorch's allocator may reserve: ``available`` less the margin, rounded down."""
+        # Fraction(float) is exact, so a margin of 0 takes off nothing at any size.
+        return math.floor(self.available * (1 - Fraction(self.margin)))
+
+    @classmethod
+    def of(cls, value: Budget | GPU | str | int, margin: float | None = None) -> Budget:
+        """A budget from an amount ("24GiB", bytes), a card ("RTX 4090") or a budget.
+
+        Args:
+            value: an amount is what PyTorch's allocator may reserve, and nothing but the margin is taken
+                off; a card is its memory less what the driver and the CUDA context take, less the margin.
+            margin: the fraction left free, in [0, 1). None: :data:`DEFAULT_MARGIN`, or the budget's own.
+
+        Raises:
+            InvalidInputError: for anything else; for an unknown card the nearest names are listed.
+        """
+        if isinstance(value, Budget):
+            return value if margin is None else replace(value, margin=margin)
+        kept = DEFAULT_MARGIN if margin is None else checked_margin(margin)
+        if isinstance(value, GPU):
+            return _of_card(value, kept)
+        if isinstance(value, str) and _names_a_card(value):
+            return _of_card(find_gpu(value), kept)
+        amount = parse_bytes(value)
+        return cls(amount, amount, kept, "explicit")
+
+    @classmethod
+    def resolve(
+        cls,
+        budget: Budget | str | int | None = None,
+        gpu: GPU | str | None = None,
+        margin: float | None = None,
+        device: object = None,
+    ) -> Budget:
+        """The budget that a user's settings mean.
+
+        Args:
+            budget: what PyTorch's allocator may reserve; nothing is taken off but the margin. A card's
+                name is accepted here too.
+            gpu: a whole card by name. Together with an amount, it says which card the amount is part of.
+            margin: the fraction left free, in [0, 1). None: :data:`DEFAULT_MARGIN`, or the budget's own.
+            device: a CUDA device of this machine (1, "cuda:1"); what is free on it now. None with neither
+                of the others: the current device.
+
+        Raises:
+            InvalidInputError: for settings that mean nothing or contradict each other.
+            NoDeviceError: neither is given and there is no GPU here.
+            DeviceQueryError: neither is given and the GPU here cannot be read.
+        """
+        if device is not None and not (budget is None and gpu is None):
+            raise InvalidInputError("give either device (what is free there) or budget and gpu, not both")
+        card = gpu if gpu is None or isinstance(gpu, GPU) else find_gpu(gpu)
+        if budget is not None:
+            amount = cls.of(budget, margin)
+            return amount if card is None else amount.on_card(card)
+        kept = DEFAULT_MARGIN if margin is None else checked_margin(margin)
+        return _at_hand(device, kept) if card is None else _of_card(card, kept)
+
+    def explain(self) -> str:
+        """One line: the usable amount, where it comes from and what was taken off."""
+        parts = [f"{format_bytes(self.usable)} usable"]
+        if self.free is None:
+            parts.append(f"{format_bytes(self.total)} ({self.source})")
+        else:
+            parts.append(f"{format_bytes(self.free)} free of {format_bytes(self.total)} ({self.source})")
+        if self.driver_reserved:
+            parts.append(f"less {format_bytes(self.driver_reserved)} kept by the driver")
+        if self.context:
+            parts.append(f"less {format_bytes(self.context)} for the CUDA context (estimate)")
+        parts.append(f"less a margin of {100 * self.margin:.4g}%")
+        if self.processes:
+            parts.append("other processes: " + ", ".join(map(_described, self.processes)))
+        return "; ".join([*parts, *self.notes])
+
+    def on_card(self, gpu: GPU) -> Budget:
+        """The same amount, as a part of this card.
+
+        Raises:
+            InvalidInputError: the budget is for another card, or larger than this one.
+        """
+        if self.gpu is not None and self.gpu != gpu:
+            raise InvalidInputError(
+                f"budget is for {self.gpu.name} and gpu says {gpu.name}: give one of them"
+            )
+        if self.total > gpu.nominal_gb * 2**30:
+            raise InvalidInputError(
+                f"budget is {format_bytes(self.total)}, more than {gpu.name} has ({gpu.nominal_gb} GiB): "
+                "lower it, or leave gpu out"
+            )
+        known = replace(self, gpu=gpu, compute_capability=gpu.compute_capability)
+        most = _of_card(gpu, self.margin).available
+        if self.available <= most:
+            return known
+        # "24GiB" of a 24 GiB card: the driver and the context have their part of it all the same.
+        note = f"{gpu.name} leaves PyTorch at most {format_bytes(most)}"
+        return replace(known, available=most, notes=(*self.notes, note))
+
+
+def checked_margin(margin: object) -> float:
+    """``margin`` as a float in [0, 1).
+
+    Raises:
+        InvalidInputError: for bool, text, NaN, negative numbers and 1 or more (5 for 5% is a slip).
+    """
+    if isinstance(margin, bool) or not isinstance(margin, Real):
+        raise InvalidInputError(f"margin must be a fraction such as 0.05, not {margin!r}")
+    fraction = float(margin)
+    if not 0 <= fraction < 1:  # true for NaN as well
+        raise InvalidInputError(
+            f"margin must be a fraction of at least 0 and below 1 (0.05 for 5%), not {margin!r}"
+        )
+    return fraction
+
+
+def _names_a_card(text: str) -> bool:
+    """Whether ``text`` is meant as a card's name rather than an amount.
+
+    Raises:
+        InvalidInputError: for "4090", which is both a card and a number of bytes that nobody means.
+    """
+    if text.strip().isdigit() and _is_known(text):
+        name = find_gpu(text).name
+        raise InvalidInputError(f'budget={text!r} is {text.strip()} bytes; for the card write "{name}"')
+    try:
+        parse_bytes(text)
+    except InvalidInputError:
+        # An amount with a slip in it ("24GIGS") begins with a number or a sign; cards' names do too
+        # ("4090 Ti"), so those are names only where the catalogue knows them.
+        amount_like = text.strip()[:1] in {*"0123456789+-.", ""} or form_of(text) <= {
+            "inf",
+            "infinity",
+            "nan",
+        }
+        return not amount_like or _is_known(text)
+    return False
+
+
+def _is_known(text: str) -> bool:
+    try:
+        find_gpu(text)
+    except InvalidInputError:
+        return False
+    return True
+
+
+def _of_card(gpu: GPU, margin: float) -> Budget:
+    available = gpu.memory_bytes - gpu.driver_reserved - gpu.context_bytes
+    return Budget(
+        total=gpu.memory_bytes,
+        available=available,
+        margin=margin,
+        source=f"catalogue: {gpu.name}",
+        context=gpu.context_bytes,
+        driver_reserved=gpu.driver_reserved,
+        gpu=gpu,
+        compute_capability=gpu.compute_capability,
+    )
+
+
+def _at_hand(device: object, margin: float) -> Budget:
+    """What is free now on a GPU of this machine."""
+    ordinal = cuda_ordinal(device)
+    if ordinal is None:
+        ordinal = torch_cuda.current_device()
+    use = torch_cuda.use_of(ordinal)
+    try:
+        memory = nvml.read_device(ordinal, torch_cuda.device_uuid(ordinal))
+    except nvml.NvmlUnavailableError as reason:
+        memory, use = torch_cuda.read_device(ordinal, str(reason))
+    gpu = None if memory.mig or memory.unified else match_gpu(memory.name, memory.total)
+    context, available, notes = _left(memory, use, gpu)
+    return Budget(
+        total=memory.total,
+        available=available,
+        margin=margin,
+        source=f"device {ordinal}: {memory.name}",
+        context=context,
+        gpu=gpu,
+        free=memory.free,
+        processes=memory.processes,
+        compute_capability=memory.compute_capability,
+        notes=(*memory.notes, *notes, *torch_cuda.notes()),
+    )
+
+
+def _left(
+    memory: DeviceMemory, use: torch_cuda.TorchUse | None, gpu: GPU | None
+) -> tuple[int, int, tuple[str, ...]]:
+    """(context to take off, bytes the allocator may reserve, notes) on a device that was read."""
+    if use is None:
+        context = context_bytes(memory.multiprocessors if gpu is None else gpu.multiprocessors)
+        return context, max(0, memory.free - context), ()
+    # This process has its context already, and what its allocator holds it can use again.
+    available = min(use.free + use.reserved, memory.total)
+    if use.cap is None or use.cap >= available:
+        return 0, available, ()
+    return 0, use.cap, (f"torch's memory fraction allows {format_bytes(use.cap)}",)
+
+
+def _described(process: GpuProcess) -> str:
+    held = "an unknown amount" if process.bytes is None else format_bytes(process.bytes)
+    return f"{process.name} (pid {process.pid}) holds {held}"

@@ -1,0 +1,69 @@
+"""What is known about one GPU at hand: plain values, wherever they were read."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from vram_guard.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """Another process that holds memory on the GPU; ``bytes`` is None where the driver does not tell."""
+
+    pid: int
+    name: str
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One GPU, or one MIG slice of it, as the driver describes it now.
+
+    Attributes:
+        name: the product's name.
+        total, free: bytes of the device; of host RAM where the device shares it (``unified``).
+        processes: other processes on it.
+        compute_capability: (major, minor), None where it cannot be read.
+        multiprocessors: None where it cannot be read.
+        unified: the device has no memory of its own.
+        mig: this is a MIG slice; name and sizes are the slice's.
+        notes: sentences a person should read with the numbers.
+    """
+
+    name: str
+    total: int
+    free: int
+    processes: tuple[GpuProcess, ...] = ()
+    compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
+    unified: bool = False
+    mig: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def cuda_ordinal(device: object) -> int | None:
+    """The CUDA number that ``device`` means; None for None and "cuda" (the current device).
+
+    Args:
+        device: None, a number, "cuda", "cuda:1" or a ``torch.device`` of that type.
+
+    Raises:
+        InvalidInputError: for anything else, "cpu" and negative numbers included.
+    """
+    if device is None or str(device) == "cuda":
+        return None
+    text = str(device)
+    if text.startswith("cuda:") and text[5:].isdigit() and text.isascii():
+        return int(text[5:])
+    if not isinstance(device, bool):
+        try:
+            ordinal = operator.index(device)  # type: ignore[arg-type]
+        except TypeError:
+            ordinal = -1
+        if ordinal >= 0:
+            return ordinal
+    raise InvalidInputError(
+        f'device must be a CUDA device (0, "cuda:0", torch.device("cuda", 0)), not {device!r}'
+    )

@@ -1,0 +1,31 @@
+"""Every error this project raises on purpose; each message says what to do about it."""
+
+from __future__ import annotations
+
+
+class VramGuardError(Exception):
+    """Base class: ``except VramGuardError`` catches everything vram_guard raises on purpose."""
+
+
+class InvalidInputError(VramGuardError, ValueError):
+    """A value handed in by the user cannot be used (batch size 0, "-1GiB", an unknown GPU name, ...)."""
+
+
+class NoDeviceError(VramGuardError, RuntimeError):
+    """No GPU can be read here and neither a budget nor a GPU name was given."""
+
+
+class DeviceQueryError(VramGuardError, RuntimeError):
+    """The GPU driver is there but cannot be asked (for instance driver and library versions differ)."""
+
+
+class UnsupportedStepError(VramGuardError, RuntimeError):
+    """The training step cannot be run symbolically at all (FSDP, DeepSpeed, lazy modules, no operations, ...)."""
+
+
+class UnsupportedOperatorError(UnsupportedStepError):
+    """One operator of the step can be run neither symbolically nor on stand-in data; names it and its line."""
+
+
+class DoesNotFitError(VramGuardError, RuntimeError):
+    """``mode="strict"``, or nothing that is allowed makes the step fit; names the nearest miss in bytes."""

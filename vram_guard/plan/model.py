@@ -1,0 +1,114 @@
+"""Plan: what to change so that the step fits, what that is predicted to take, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard.timeline import Estimate, Timeline
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An option that was tried and not taken."""
+
+    option: str
+    """In words: "bf16-mixed, 2 micro-batches of 16"."""
+    peak_reserved: int | None
+    """Predicted bytes; None where the option could not be traced."""
+    missing: int
+    """Bytes by which it misses the budget (or the target, for growth); 0 where bytes were not the reason."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to run the training step within a budget. Where nothing fits, it is the step as written.
+
+    Bytes are ints. A loaded batch of ``batch_size`` samples runs as ``batch_size // micro_batch_size``
+    micro-batches, one after the other; gradients of ``accumulate`` micro-batches make one optimizer step.
+    """
+
+    precision: str
+    micro_batch_size: int
+    accumulate: int
+    """Micro-batches per optimizer step, the user's own accumulation included."""
+    batch_size: int
+    """Samples that the loader delivers at once: as given, or grown."""
+    effective_batch_size: int
+    """Samples per optimizer step over all processes, under this plan."""
+    precision_before: str
+    accumulate_before: int
+    batch_size_before: int
+    effective_batch_size_before: int
+    learning_rate_factor: float
+    """What every learning rate has to be multiplied by; 1.0 while the effective batch size stays."""
+    fits: bool
+    estimate: Estimate
+    """The predicted step under this plan, at ``micro_batch_size``."""
+    before: Estimate
+    """The predicted step as written, at the batch size that was asked for."""
+    budget: Budget
+    reasons: tuple[str, ...]
+    rejected: tuple[Rejected, ...]
+    checkpointed_modules: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    slowdown: float | None = None
+    """Predicted step time over the step time as written; None: not modelled."""
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    """What ``estimate`` was read from, for plots and snapshots."""
+    timeline_before: Timeline | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def splits(self) -> int:
+        """Micro-batches that one loaded batch is split into."""
+        return self.batch_size // self.micro_batch_size
+
+    @property
+    def changed(self) -> bool:
+        """Whether the plan differs from the step as written."""
+        return bool(self.changes())
+
+    def changes(self) -> tuple[tuple[str, str, str], ...]:
+        """What differs from the step as written: (name, before, after)."""
+        sizes = (
+            ("precision", self.precision_before, self.precision),
+            ("batch size", str(self.batch_size_before), str(self.batch_size)),
+            ("micro-batch size", str(self.batch_size), str(self.micro_batch_size)),
+            ("micro-batches per optimizer step", str(self.accumulate_before), str(self.accumulate)),
+            ("effective batch size", str(self.effective_batch_size_before), str(self.effective_batch_size)),
+            ("learning rates", "x 1", f"x {self.learning_rate_factor:g}"),
+            ("checkpointed modules", "none", ", ".join(self.checkpointed_modules) or "none"),
+            ("offload", "none", ", ".join(self.offload) or "none"),
+        )
+        return tuple(change for change in sizes if change[1] != change[2])
+
+    @property
+    def nearest_miss(self) -> Rejected | None:
+        """The rejected option that came closest to the budget."""
+        missed = [option for option in self.rejected if option.missing > 0]
+        return min(missed, key=lambda option: option.missing, default=None)
+
+    def explain(self) -> str:
+        """The plan in plain words, several lines: verdict, changes, reasons, what was rejected."""
+        lines = [self._verdict(), ""]
+        lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or [
+            "  nothing changes"
+        ]
+        lines += ["", "Why:", *(f"  - {reason}" for reason in self.reasons)]
+        if self.rejected:
+            lines += ["", "Not taken:", *(f"  - {option.option}: {option.why}" for option in self.rejected)]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        peak, usable = self.estimate.peak_reserved, self.budget.usable
+        if self.fits:
+            spare = format_bytes(usable - peak)
+            return f"Fits: {format_bytes(peak)} of {format_bytes(usable)}, {spare} to spare."
+        if peak > usable:
+            return f"Does not fit: {format_bytes(peak)} needed, {format_bytes(usable)} usable."
+        return f"Not known to fit: at least {format_bytes(peak)} needed, {format_bytes(usable)} usable."

@@ -1,0 +1,135 @@
+"""Estimates and plans as JSON: a versioned schema, every amount an int of bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.plan.model import Plan
+from vram_guard.report.files import write_atomically
+
+if TYPE_CHECKING:
+    import os
+
+    from vram_guard.budget import Budget
+    from vram_guard.timeline import Estimate, Note, OutOfMemoryPoint, Phase
+
+#: Fields are only added under this name; a field that changes its meaning gets a new one.
+SCHEMA = "vram_guard.report/1"
+
+
+def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[str, Any]:
+    """The answer as plain dicts, lists, strings and numbers.
+
+    Args:
+        answer: a plan, or an estimate.
+        budget: what an estimate is held against; a plan brings its own.
+    """
+    if isinstance(answer, Plan):
+        return {"schema": SCHEMA, "kind": "plan", **_plan(answer), "budget": _budget(answer.budget)}
+    held_against = {} if budget is None else {"budget": _budget(budget), "fits": fits(answer, budget)}
+    return {"schema": SCHEMA, "kind": "estimate", "estimate": _estimate(answer), **held_against}
+
+
+def as_json(answer: Plan | Estimate, *, budget: Budget | None = None) -> str:
+    """The answer as JSON text; pure ASCII, so that no terminal or file encoding can spoil it."""
+    return json.dumps(as_dict(answer, budget=budget), indent=2, allow_nan=False)
+
+
+def write_json(
+    answer: Plan | Estimate, path: str | os.PathLike[str], *, budget: Budget | None = None
+) -> bool:
+    """Write the answer as a JSON file, whole or not at all; False (and a warning) where it cannot be."""
+    return write_atomically(path, as_json(answer, budget=budget) + "\n")
+
+
+def fits(estimate: Estimate, budget: Budget) -> bool:
+    """Whether the step is known to stay within the budget."""
+    return estimate.tier != "formula" and estimate.peak_reserved <= budget.usable
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "fits": plan.fits,
+        "changed": plan.changed,
+        "precision": {"before": plan.precision_before, "after": plan.precision},
+        "batch_size": {"before": plan.batch_size_before, "after": plan.batch_size},
+        "micro_batch_size": {"before": plan.batch_size_before, "after": plan.micro_batch_size},
+        "accumulate": {"before": plan.accumulate_before, "after": plan.accumulate},
+        "effective_batch_size": {
+            "before": plan.effective_batch_size_before,
+            "after": plan.effective_batch_size,
+        },
+        "learning_rate_factor": plan.learning_rate_factor,
+        "checkpointed_modules": list(plan.checkpointed_modules),
+        "offload": list(plan.offload),
+        "slowdown": plan.slowdown,
+        "estimate": _estimate(plan.estimate),
+        "before": _estimate(plan.before),
+        "reasons": list(plan.reasons),
+        "rejected": [
+            {
+                "option": option.option,
+                "peak_reserved": option.peak_reserved,
+                "missing": option.missing,
+                "why": option.why,
+            }
+            for option in plan.rejected
+        ],
+    }
+
+
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "batch_size": estimate.batch_size,
+        "peak_allocated": estimate.peak_allocated,
+        "peak_reserved": estimate.peak_reserved,
+        "breakdown": dict(estimate.breakdown),
+        "by_module": dict(estimate.by_module),
+        "peak": {
+            **_phase(estimate.peak_phase),
+            "module": estimate.peak_module,
+            "source": estimate.peak_source,
+            "operator": estimate.peak_operator,
+        },
+        "tier": estimate.tier,
+        "notes": [_note(note) for note in estimate.notes],
+        "out_of_memory": _out_of_memory(estimate.out_of_memory),
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {"phase": phase.name, "step": phase.step}
+
+
+def _note(note: Note) -> dict[str, Any]:
+    return {"message": note.message, "source": note.source, "operator": note.operator}
+
+
+def _out_of_memory(point: OutOfMemoryPoint | None) -> dict[str, Any] | None:
+    if point is None:
+        return None
+    return {
+        "requested": point.requested,
+        "allocated": point.allocated,
+        "reserved": point.reserved,
+        "fragmented": point.fragmented,
+        **_phase(point.phase),
+        "module": point.module,
+        "source": point.source,
+        "operator": point.operator,
+    }
+
+
+def _budget(budget: Budget) -> dict[str, Any]:
+    capability = budget.compute_capability
+    return {
+        "usable": budget.usable,
+        "available": budget.available,
+        "total": budget.total,
+        "margin": budget.margin,
+        "source": budget.source,
+        "gpu": None if budget.gpu is None else budget.gpu.name,
+        "compute_capability": None if capability is None else list(capability),
+        "notes": list(budget.notes),
+    }

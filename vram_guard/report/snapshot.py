@@ -1,0 +1,172 @@
+"""A predicted timeline as a snapshot that PyTorch's memory_viz page opens.
+
+The format is that of ``torch.cuda.memory._snapshot()``, as torch/cuda/_memory_viz.py and MemoryViz.js
+read it: a pickle of protocol 4 (the page's own unpickler knows no later one) of plain dicts, lists, strings
+and ints.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.report.files import write_atomically
+from vram_guard.report.walk import Walk, walk
+
+if TYPE_CHECKING:
+    import os
+
+    from vram_guard.allocator import AllocatorSettings, Segment, SegmentEvent
+    from vram_guard.timeline import Block, Timeline
+
+#: The page's unpickler stops at opcodes of protocol 5.
+PICKLE_PROTOCOL = 4
+
+
+def snapshot(
+    timeline: Timeline,
+    batch_size: int,
+    *,
+    settings: AllocatorSettings | None = None,
+    capacity: int | None = None,
+) -> dict[str, Any]:
+    """The timeline at one batch size, in the format of ``torch.cuda.memory._snapshot()``.
+
+    Args:
+        timeline: what to replay.
+        batch_size: samples per micro-batch.
+        settings: the allocator's settings; None: PyTorch's defaults.
+        capacity: bytes that may be reserved; where they do not suffice, the snapshot ends with an "oom".
+    """
+    walked = walk(timeline, batch_size, settings=settings, capacity=capacity)
+    owners = _owners(walked)
+    return {
+        "segments": [_segment(segment, walked, owners) for segment in walked.segments],
+        "device_traces": [_trace(walked, capacity)],
+        "allocator_settings": {},
+    }
+
+
+def save_snapshot(
+    timeline: Timeline,
+    batch_size: int,
+    path: str | os.PathLike[str],
+    *,
+    settings: AllocatorSettings | None = None,
+    capacity: int | None = None,
+) -> bool:
+    """Write :func:`snapshot` to a file, to be opened at https://pytorch.org/memory_viz.
+
+    Returns:
+        Whether it was written; where it could not be, a warning says why.
+    """
+    content = snapshot(timeline, batch_size, settings=settings, capacity=capacity)
+    return write_atomically(path, pickle.dumps(content, protocol=PICKLE_PROTOCOL))
+
+
+def _trace(walked: Walk, capacity: int | None) -> list[dict[str, Any]]:
+    """Every event, each preceded by the calls to the device that it led to; "time" counts events."""
+    entries: list[dict[str, Any]] = []
+    calls = iter([*walked.calls, (len(walked.timeline.events), None)])
+    at, call = next(calls)
+    for index, event in enumerate(walked.timeline.events):
+        block = event if event >= 0 else ~event
+        frames = _frames(walked.timeline.blocks[block])
+        while at == index and call is not None:
+            entries.append(_device_call(call, frames, index))
+            at, call = next(calls)
+        if index >= len(walked.allocated):
+            entries.append(_out_of_memory(walked, block, frames, capacity, index))
+            break
+        if walked.sizes[block]:
+            actions = ("alloc",) if event >= 0 else ("free_requested", "free_completed")
+            entries += [_entry(action, walked, block, frames, index) for action in actions]
+    return entries
+
+
+def _entry(action: str, walked: Walk, block: int, frames: list[dict[str, Any]], time: int) -> dict[str, Any]:
+    # As torch: an allocation is traced with its requested bytes, and freed with the same.
+    return {
+        "action": action,
+        "addr": walked.addresses[block],
+        "size": walked.sizes[block],
+        "stream": 0,
+        "time_us": time,
+        "frames": frames,
+    }
+
+
+def _device_call(call: SegmentEvent, frames: list[dict[str, Any]], time: int) -> dict[str, Any]:
+    return {
+        "action": call.action,
+        "addr": call.address,
+        "size": call.size,
+        "stream": call.stream,
+        "time_us": time,
+        "frames": frames,
+    }
+
+
+def _out_of_memory(
+    walked: Walk, block: int, frames: list[dict[str, Any]], capacity: int | None, time: int
+) -> dict[str, Any]:
+    reserved = walked.reserved[-1] if walked.reserved else 0
+    return {
+        "action": "oom",
+        "size": walked.sizes[block],
+        "device_free": (capacity or 0) - reserved,
+        "stream": 0,
+        "time_us": time,
+        "frames": frames,
+    }
+
+
+def _segment(segment: Segment, walked: Walk, owners: dict[int, int]) -> dict[str, Any]:
+    blocks = []
+    for block in segment.blocks:
+        owner = owners.get(block.address) if block.state != "inactive" else None
+        blocks.append(
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": block.requested_size,
+                "state": block.state,
+                "frames": [] if owner is None else _frames(walked.timeline.blocks[owner]),
+            }
+        )
+    return {
+        "device": 0,
+        "address": segment.address,
+        "total_size": segment.total_size,
+        "allocated_size": segment.allocated_size,
+        "active_size": segment.allocated_size,
+        "requested_size": sum(block.requested_size for block in segment.blocks),
+        "stream": segment.stream,
+        "segment_type": segment.segment_type,
+        "segment_pool_id": (0, 0),
+        "is_expandable": segment.is_expandable,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _owners(walked: Walk) -> dict[int, int]:
+    """Address -> the block that lies there at the end."""
+    owners: dict[int, int] = {}
+    for event in walked.timeline.events[: len(walked.allocated)]:
+        if event >= 0:
+            owners[walked.addresses[event]] = event
+        else:
+            owners.pop(walked.addresses[~event], None)
+    return owners
+
+
+def _frames(block: Block) -> list[dict[str, Any]]:
+    """Innermost first, as torch has them: the operator, the user's line, the module, the category."""
+    filename, _, line = block.source.rpartition(":")
+    known = bool(filename) and line.isdigit()
+    place = {"filename": filename if known else block.source, "line": int(line) if known else 0}
+    frames = [{"name": block.operator, "filename": "", "line": 0}] if block.operator else []
+    frames.append({"name": block.module or "(outside any module)", **place})
+    frames.append({"name": block.category, "filename": "category", "line": 0})
+    return frames

@@ -1,0 +1,263 @@
+"""The report in a terminal: what the step takes, where its peak is, what the plan changes."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from vram_guard.plan.model import Plan
+from vram_guard.report.as_json import fits
+from vram_guard.timeline import CATEGORIES, Estimate
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vram_guard.budget import Budget
+
+DEFAULT_WIDTH = 80
+BAR_WIDTH = 40
+TOP_MODULES = 5
+MOST_REJECTED = 6
+
+_TIERS = {
+    "symbolic": "symbolic (every operator's memory is known)",
+    "partly symbolic": "partly symbolic (some sizes are bounds, see the notes)",
+    "formula": "formula (a lower bound, no promise that the step fits)",
+}
+
+
+@dataclass(frozen=True)
+class _Signs:
+    """What is drawn with."""
+
+    used: str
+    free: str
+    over: str
+    arrow: str
+    bullet: str
+    table: box.Box
+
+
+_UNICODE = _Signs("█", "░", "▒", "→", "•", box.SIMPLE_HEAD)
+_ASCII = _Signs("#", ".", "!", "->", "-", box.ASCII2)
+
+
+def render(
+    answer: Plan | Estimate,
+    *,
+    budget: Budget | None = None,
+    console: Console | None = None,
+    width: int | None = None,
+    unicode: bool | None = None,
+) -> str:
+    """The report as plain text; with a console it is printed there too, in colour where that can show it.
+
+    Args:
+        answer: a plan, or an estimate.
+        budget: what an estimate is held against; a plan brings its own.
+        console: where to print.
+        width: columns; None: the console's, else 80.
+        unicode: whether to draw with more than ASCII; None: where the console, or standard output, is UTF.
+    """
+    if unicode is None:
+        unicode = _is_unicode(console.encoding if console else getattr(sys.stdout, "encoding", None))
+    report = Group(*_parts(answer, budget, _UNICODE if unicode else _ASCII))
+    if console is not None:
+        console.print(report, width=width)
+        width = width or console.width
+    plain = Console(file=io.StringIO(), width=width or DEFAULT_WIDTH, color_system=None, _environ={})
+    with plain.capture() as captured:
+        plain.print(report)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+
+def show(answer: Plan | Estimate, *, budget: Budget | None = None, file: TextIO | None = None) -> bool:
+    """Print the report whatever the stream is: no terminal, another encoding than UTF-8, a closed pipe.
+
+    Returns:
+        False where nobody reads the stream any more; training must not end because of that.
+    """
+    stream = file or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        if stream.isatty() and _is_unicode(encoding):
+            render(answer, budget=budget, console=Console(file=stream))
+        else:
+            text = render(answer, budget=budget, unicode=_is_unicode(encoding))
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
+    except (BrokenPipeError, ValueError):  # ValueError: the stream was closed on our side
+        return False
+    return True
+
+
+def _is_unicode(encoding: str | None) -> bool:
+    return (encoding or "utf-8").lower().startswith(("utf-", "utf8"))
+
+
+def _parts(answer: Plan | Estimate, budget: Budget | None, signs: _Signs) -> Iterator[RenderableType]:
+    if isinstance(answer, Plan):
+        yield from _plan_parts(answer, signs)
+        return
+    if budget is not None:
+        yield _verdict(answer, budget, fits(answer, budget))
+    yield _table(answer, None, signs)
+    if budget is not None:
+        yield _bar("needed", answer.peak_reserved, budget, signs)
+        yield Text(f"Budget: {budget.explain()}", style="dim")
+    yield from _details(answer, signs)
+
+
+def _plan_parts(plan: Plan, signs: _Signs) -> Iterator[RenderableType]:
+    yield _verdict(plan.estimate, plan.budget, plan.fits)
+    yield _table(plan.estimate, plan.before if plan.changed else None, signs)
+    if plan.changed:
+        yield _bar("as written", plan.before.peak_reserved, plan.budget, signs)
+    yield _bar("planned" if plan.changed else "as written", plan.estimate.peak_reserved, plan.budget, signs)
+    yield Text(f"Budget: {plan.budget.explain()}", style="dim")
+    yield from _details(plan.estimate, signs)
+    yield _heading("Plan")
+    yield _changes(plan, signs)
+    yield from _bullets("Why", plan.reasons, signs)
+    closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))[:MOST_REJECTED]
+    more = len(plan.rejected) - len(closest)
+    lines = [f"{option.option}: {option.why}" for option in closest]
+    yield from _bullets("Not taken, nearest first", lines + ([f"and {more} more"] if more else []), signs)
+
+
+def _heading(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def _verdict(estimate: Estimate, budget: Budget, fitting: bool) -> Text:
+    peak, usable = estimate.peak_reserved, budget.usable
+    amounts = f"{format_bytes(peak)} of {format_bytes(usable)} usable"
+    if fitting:
+        return Text(f"FITS  {amounts}, {format_bytes(usable - peak)} to spare", style="bold green")
+    if peak > usable:
+        return Text(f"DOES NOT FIT  {amounts}, {format_bytes(peak - usable)} too much", style="bold red")
+    return Text(f"NOT KNOWN TO FIT  at least {amounts}", style="bold yellow")
+
+
+def _table(estimate: Estimate, before: Estimate | None, signs: _Signs) -> Table:
+    """Category, bytes and share; beside an estimate as written, where there is another one."""
+    table = Table(box=signs.table, pad_edge=False)
+    table.add_column("at the peak")
+    if before is not None:
+        table.add_column("as written", justify="right")
+    table.add_column("bytes" if before is None else "planned", justify="right")
+    table.add_column("share", justify="right")
+
+    def row(name: str, value: int, old: int, style: str = "") -> None:
+        cells = [name, *([format_bytes(old)] if before else []), format_bytes(value)]
+        part = value <= estimate.peak_allocated != 0  # the reserved peak is no part of the allocated one
+        table.add_row(*cells, f"{value / estimate.peak_allocated:.1%}" if part else "", style=style)
+
+    for category in CATEGORIES:
+        value = estimate.breakdown.get(category, 0)
+        old = before.breakdown.get(category, 0) if before else 0
+        if value or old:
+            row(category.replace("_", " "), value, old)
+    table.add_section()
+    row("peak allocated", estimate.peak_allocated, before.peak_allocated if before else 0, "bold")
+    row("peak reserved", estimate.peak_reserved, before.peak_reserved if before else 0, "bold")
+    return table
+
+
+def _bar(name: str, peak: int, budget: Budget, signs: _Signs) -> Text:
+    """The reserved peak against the usable bytes; what is over the budget is drawn otherwise."""
+    usable = budget.usable
+    whole = max(peak, usable)
+    filled = round(BAR_WIDTH * min(peak, usable) / whole)
+    over = round(BAR_WIDTH * max(0, peak - usable) / whole)
+    if peak > usable and not over:
+        filled, over = BAR_WIDTH - 1, 1  # a miss by a byte is a miss
+    bar = Text(f"{name:<11}[")
+    bar.append(signs.used * filled, style="green" if not over else "yellow")
+    bar.append(signs.over * over, style="bold red")
+    bar.append(signs.free * (BAR_WIDTH - filled - over), style="dim")
+    bar.append(f"] {peak / usable:.0%}")
+    bar.append(f" of {format_bytes(usable)}")
+    return bar
+
+
+def _details(estimate: Estimate, signs: _Signs) -> Iterator[RenderableType]:
+    yield _heading("Peak")
+    yield _peak(estimate)
+    modules = [(name, size) for name, size in estimate.by_module.items() if size][:TOP_MODULES]
+    if modules:
+        yield _heading("Modules that hold most at the peak")
+        yield _modules(modules, estimate.peak_allocated)
+    notes = (f"{note.message}{f' ({note.source})' if note.source else ''}" for note in estimate.notes)
+    yield from _bullets("Notes", tuple(notes), signs)
+
+
+def _peak(estimate: Estimate) -> Table:
+    phase = estimate.peak_phase
+    where = f"{phase.name}, step {phase.step}" if phase.step else phase.name
+    table = _grid()
+    for name, value in (
+        ("batch size", str(estimate.batch_size)),
+        ("phase", where),
+        ("module", estimate.peak_module),
+        ("source", estimate.peak_source),
+        ("operator", estimate.peak_operator),
+        ("answer", _TIERS[estimate.tier]),
+    ):
+        if value:
+            table.add_row(name, Text(value))
+    point = estimate.out_of_memory
+    if point is not None:
+        asked = f"{format_bytes(point.requested)} asked for at {point.source or point.operator}"
+        table.add_row("would fail", Text(f"{asked}, {format_bytes(point.fragmented)} fragmented"))
+    return table
+
+
+def _modules(modules: list[tuple[str, int]], total: int) -> Table:
+    table = _grid(right=True)
+    for name, size in modules:
+        table.add_row(Text(name or "(outside any module)"), format_bytes(size), f"{size / total:.1%}")
+    return table
+
+
+def _changes(plan: Plan, signs: _Signs) -> Table:
+    table = _grid()
+    for name, before, after in plan.changes():
+        table.add_row(name, Text(f"{before} {signs.arrow} {after}"))
+    if not plan.changed:
+        table.add_row("nothing changes", "")
+    if plan.slowdown is not None:
+        table.add_row("modelled step time", f"x {plan.slowdown:.2f}")
+    return table
+
+
+def _grid(*, right: bool = False) -> Table:
+    """A table without lines, indented by two; ``right``: numbers in the second and third column."""
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+    table.add_column(overflow="fold")
+    if right:
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+    else:
+        table.add_column(overflow="fold")
+    return table
+
+
+def _bullets(title: str, lines: tuple[str, ...] | list[str], signs: _Signs) -> Iterator[RenderableType]:
+    if not lines:
+        return
+    yield _heading(title)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(width=3, justify="right")
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(signs.bullet, Text(line))
+    yield table

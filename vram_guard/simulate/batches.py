@@ -1,0 +1,86 @@
+"""One batch at any batch size: from the user's callable, or from one example batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from vram_guard.errors import InvalidInputError
+
+
+def leading_size(batch: Any) -> int:
+    """The batch dimension of an example: the leading size that most of its tensors share.
+
+    Raises:
+        InvalidInputError: there is no tensor, or the leading sizes disagree.
+    """
+    sizes = Counter(leaf.shape[0] for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    if not sizes:
+        raise InvalidInputError(
+            "the example batch holds no tensor with a leading dimension; give a callable batch_size -> batch"
+        )
+    (size, count), *others = sizes.most_common()
+    if others and others[0][1] == count:
+        raise InvalidInputError(
+            f"the example batch's tensors have different leading sizes ({', '.join(map(str, sorted(sizes)))}); "
+            "give a callable batch_size -> batch"
+        )
+    return size
+
+
+def _leaves(batch: Any) -> list[Any]:
+    return pytree.tree_leaves(_plain(batch))
+
+
+def _plain(batch: Any) -> Any:
+    """Mappings that pytree does not know (Hugging Face's BatchEncoding) become dicts."""
+    if not isinstance(batch, (dict, torch.Tensor)) and hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
+        return {key: batch[key] for key in batch}
+    return batch
+
+
+def resized(batch: Any, size: int) -> Any:
+    """The example batch with ``size`` samples: its own, repeated in order, where there are too few.
+
+    Tensors whose leading dimension is not the batch's stay as they are, and so does everything else. Lists whose
+    length is the batch size (one entry a sample) are resized as tensors are.
+    """
+    before = leading_size(batch)
+    if before == size:
+        return batch
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == before:
+            return leaf[torch.arange(size) % before]
+        return leaf
+
+    return pytree.tree_map(change, _plain(batch))
+
+
+def batch_source(batch: Any) -> Callable[[int], Any]:
+    """``batch_size -> batch`` from either form that a TrainingStep allows."""
+    if callable(batch) and not isinstance(batch, torch.Tensor):
+        source: Callable[[int], Any] = batch
+        return source
+    return lambda size: resized(batch, size)
+
+
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a batch."""
+    return (leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """The batch with ``function`` applied to its tensors; custom containers through their own ``.to``-like map."""
+    plain = _plain(batch)
+    moved = pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, plain)
+    if plain is batch:
+        return moved
+    try:
+        return type(batch)(moved)
+    except TypeError:
+        return moved

@@ -1,0 +1,265 @@
+"""Recorder: turns tensors that come and go into the events of a Timeline."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
+
+_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows which block it stands for.
+
+    On the storage, not on the tensor: a view keeps the memory of a tensor that is gone.
+    """
+
+    __slots__ = ("block", "key")
+
+    block: int
+    key: int
+
+
+class Recorder:
+    """Collects blocks and events while a step runs symbolically, all at one batch size.
+
+    A block's category is decided as late as possible: what becomes a gradient or optimizer state is known when
+    torch stores it there, what is an activation when the forward pass ends and it is still alive.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.phases: list[Phase] = []
+        self.notes: dict[Note, None] = {}
+        self.tier: Tier = "symbolic"
+        self.modules: list[str] = [""]
+        """Stack of the module paths whose forward is running; the last one is current."""
+        self.in_backward = False
+        self.batch_factor = 1
+        """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
+        self._sizes: list[int] = []
+        self._categories: list[Category | None] = []
+        self._origins: list[tuple[str, str, str]] = []
+        self._gates: dict[int, tuple[int, int]] = {}
+        self._live: dict[int, _StorageRef] = {}
+        self._host: dict[int, weakref.ref[Any]] = {}
+        self._default_category: Category | None = None
+        self._nodes: list[int] = []
+        self._node_origins: list[tuple[str, str]] = []
+        self._labels: dict[CodeType, str | None] = {}
+        self._closed = False
+
+    # --- phases -------------------------------------------------------------------------------------------
+
+    def phase(self, name: str, step: int, category: Category | None = None) -> None:
+        """A new phase begins; what it allocates has ``category`` unless something better is known."""
+        if self.phases and self.phases[-1].name == "forward" and name != "forward":
+            self._settle_forward()
+        self.phases.append(Phase(name, step, len(self.events)))  # type: ignore[arg-type]
+        self._default_category = category
+        self.in_backward = name == "backward"
+
+    def _settle_forward(self) -> None:
+        """What the forward pass made and left alive are the activations; the rest were temporaries."""
+        start = self.phases[-1].start
+        alive = {ref.block for ref in self._live.values()}
+        for event in self.events[start:]:
+            if event >= 0 and self._categories[event] is None:
+                self._categories[event] = "activations" if event in alive else "temporaries"
+
+    # --- allocations --------------------------------------------------------------------------------------
+
+    def track(self, tensor: torch.Tensor, operator: str) -> None:
+        """Count the tensor's storage, if it is new."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key in self._live or key in self._host:
+            return
+        size = storage.nbytes()
+        if size == 0 or self._closed:
+            return
+        if self._default_category == "batch":
+            size *= self.batch_factor
+        ref = _StorageRef(storage, self._freed)
+        ref.block = self._allocate(size, operator)
+        ref.key = key
+        self._live[key] = ref
+
+    def temporary(self, size: int, operator: str, category: Category = "temporaries") -> None:
+        """Bytes that an operator takes from the allocator and gives back before it returns."""
+        if size > 0 and not self._closed:
+            block = self._allocate(size, operator)
+            self._categories[block] = category
+            self.events.append(~block)
+
+    def together(self, sizes: Iterable[int], operator: str) -> None:
+        """Several temporaries that an operator holds at the same time."""
+        if self._closed:
+            return
+        held = [self._allocate(size, operator) for size in sizes if size > 0]
+        for block in held:
+            self._categories[block] = "temporaries"
+        self.events.extend(~block for block in held)
+
+    def gated_temporary(self, size: int, quantity: int, threshold: int, operator: str) -> None:
+        """A temporary that exists only where ``quantity`` (affine in the batch size) exceeds ``threshold``."""
+        if size > 0 and not self._closed:
+            block = self._allocate(size, operator)
+            self._categories[block] = "temporaries"
+            self._gates[block] = (quantity, threshold)
+            self.events.append(~block)
+
+    def permanent(self, size: int, operator: str, category: Category) -> None:
+        """Bytes that are taken and never given back (library workspaces)."""
+        if not self._closed:
+            self._categories[self._allocate(size, operator)] = category
+
+    def _allocate(self, size: int, operator: str) -> int:
+        block = len(self._sizes)
+        self._sizes.append(size)
+        recomputing = self.in_backward and torch.is_grad_enabled()
+        self._categories.append("activations" if recomputing else self._default_category)
+        module, source = self._origin()
+        self._origins.append((module, source, operator))
+        self.events.append(block)
+        return block
+
+    def _freed(self, ref: _StorageRef) -> None:
+        # The same address may already belong to a younger storage: only the reference that stands there goes.
+        if self._live.get(ref.key) is ref:
+            del self._live[ref.key]
+        if not self._closed:
+            self.events.append(~ref.block)
+
+    def resized(self, tensor: torch.Tensor, operator: str) -> None:
+        """The storage of a tensor changed its size in place: the old block goes once the new one stands."""
+        storage = tensor.untyped_storage()
+        ref = self._live.get(storage._cdata)
+        if ref is None:
+            self.track(tensor, operator)
+        elif storage.nbytes() != self._sizes[ref.block]:
+            old = ref.block
+            ref.block = self._allocate(storage.nbytes(), operator)
+            self.events.append(~old)
+
+    def close(self) -> None:
+        """Nothing after this is recorded (objects may die in any order)."""
+        self._closed = True
+        self._live.clear()
+
+    # --- categories ---------------------------------------------------------------------------------------
+
+    def classify(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        """Give the blocks behind these tensors their category."""
+        for tensor in tensors:
+            if tensor is not None and tensor.layout == torch.strided:
+                ref = self._live.get(tensor.untyped_storage()._cdata)
+                if ref is not None:
+                    self._categories[ref.block] = category
+
+    # --- host tensors -------------------------------------------------------------------------------------
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether this symbolic tensor lives in host memory (it was moved there)."""
+        return bool(self._host) and tensor.untyped_storage()._cdata in self._host
+
+    def mark_host(self, tensor: torch.Tensor) -> None:
+        """This symbolic tensor lives in host memory: it takes nothing from the GPU."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key not in self._live:
+            self._host[key] = weakref.ref(storage, lambda _, key=key: self._host.pop(key, None))  # type: ignore[misc]
+
+    @property
+    def has_host_tensors(self) -> bool:
+        return bool(self._host)
+
+    # --- where it came from -------------------------------------------------------------------------------
+
+    def _origin(self) -> tuple[str, str]:
+        if self.in_backward:
+            return self._backward_origin()
+        module, source = self.modules[-1], self.source()
+        if torch.is_grad_enabled():
+            self._remember_node(module, source)
+        return module, source
+
+    def _remember_node(self, module: str, source: str) -> None:
+        # The autograd node of the operator that is running was numbered just before the operator began.
+        node = torch._C._autograd._get_sequence_nr() - 1
+        if not self._nodes or node > self._nodes[-1]:
+            self._nodes.append(node)
+            self._node_origins.append((module, source))
+
+    def _backward_origin(self) -> tuple[str, str]:
+        """The module and line whose forward made the node that runs now (nodes carry sequence numbers)."""
+        if len(self.modules) > 1:  # a recomputation runs the module's own forward again
+            return self.modules[-1], self.source()
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is not None and self._nodes:
+            at = bisect_left(self._nodes, node._sequence_nr())
+            if at < len(self._nodes):
+                return self._node_origins[at]
+        return self.modules[-1], self.source()
+
+    def source(self) -> str:
+        """ "file.py:123" of the innermost frame that is neither torch's nor ours."""
+        frame: FrameType | None = sys._getframe(1)
+        labels = self._labels
+        while frame is not None:
+            code = frame.f_code
+            if code in labels:
+                label = labels[code]
+            else:
+                label = labels[code] = _label(code)
+            if label is not None:
+                return f"{label}:{frame.f_lineno}" if label else ""
+            frame = frame.f_back
+        return ""
+
+    def note(self, message: str, operator: str = "", tier: Tier | None = None) -> None:
+        """Remember something the reader must know; ``tier`` lowers the answer's tier, never raises it."""
+        self.notes[Note(message, self.source(), operator)] = None
+        order: tuple[Tier, ...] = ("symbolic", "partly symbolic", "formula")
+        if tier is not None and order.index(tier) > order.index(self.tier):
+            self.tier = tier
+
+    # --- result -------------------------------------------------------------------------------------------
+
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks, with exact sizes of this batch size."""
+        made = []
+        for index, (size, category) in enumerate(zip(self._sizes, self._categories, strict=True)):
+            module, source, operator = self._origins[index]
+            gate = self._gates.get(index)
+            made.append(
+                Block(
+                    Affine(size, 0),
+                    category or "temporaries",
+                    module,
+                    source,
+                    operator,
+                    None if gate is None else Gate(Affine(gate[0], 0), gate[1]),
+                )
+            )
+        return tuple(made)
+
+
+def _label(code: CodeType) -> str | None:
+    """The file of a frame's code; None: look further out; "": the trace itself began here, look no further."""
+    name = code.co_filename
+    if code.co_name == "run_step" and name.startswith(_OWN_ROOT):
+        return ""
+    if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
+        return None
+    return os.path.join(os.path.basename(os.path.dirname(name)), os.path.basename(name)).lstrip(os.sep)

@@ -1,0 +1,369 @@
+"""Two consecutive training steps on symbolic tensors, in the order in which a training loop does things."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
+from vram_guard.simulate import values
+from vram_guard.simulate.autocast import cuda_autocast
+from vram_guard.simulate.batches import batch_source, map_tensors
+from vram_guard.simulate.composites import cuda_composites
+from vram_guard.simulate.dispatch import SymbolicMode, device_of_factories
+from vram_guard.simulate.pretend import Pretence, is_symbolic, pretend_cuda, replaced
+from vram_guard.simulate.recorder import Recorder
+from vram_guard.simulate.state import (
+    build_symbolically,
+    check_module,
+    process_state_restored,
+    symbolic_model,
+)
+from vram_guard.step import TrainingStep
+from vram_guard.timeline import Timeline
+
+_META = torch.device("meta")
+_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+_TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+#: DistributedDataParallel's default buckets: the first of 1 MiB, then 25 MiB each (``bucket_cap_mb``).
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
+
+_one_at_a_time = threading.Lock()
+
+
+def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> Timeline:
+    """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
+
+    Raises:
+        UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
+        Exception: whatever the user's own code raises, unchanged.
+    """
+    # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
+
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UnsupportedStepError("a trace is running already; traces cannot be nested or run in two threads")
+    try:
+        with process_state_restored(), _garbage_collector_paused():
+            return _Run(step, batch_size, capability).timeline()
+    finally:
+        _one_at_a_time.release()
+
+
+@contextlib.contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    # When a cycle dies depends on the collector's counters: two traces must not differ by that.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Run:
+    """One trace: its recorder, its pretence, and the loop."""
+
+    def __init__(self, step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> None:
+        self.step = step
+        self.batch_size = batch_size
+        self.capability = capability
+        self.recorder = Recorder()
+        self.pretence = Pretence(self.recorder.on_host, _listed)
+        self.mode = SymbolicMode(self.recorder, self.pretence, capability)
+
+    def timeline(self) -> Timeline:
+        step = self.step
+        with self._as_if_on_cuda():
+            model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
+            check_module(model)
+            self._note_hooks(model)
+            # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
+            with symbolic_model(model, _TRUE.get(step.precision)) as moved, _module_paths(model, self.recorder):
+                with _eager(model, self.recorder), self.mode:
+                    self._train(model, moved)
+        return Timeline(
+            blocks=self.recorder.blocks(),
+            events=tuple(self.recorder.events),
+            phases=tuple(self.recorder.phases),
+            traced=(self.batch_size,),
+            tier=self.recorder.tier,
+            notes=tuple(self.recorder.notes),
+            compute_capability=self.capability,
+            precision=step.precision,
+        )
+
+    @contextlib.contextmanager
+    def _as_if_on_cuda(self) -> Iterator[None]:
+        with (
+            device_of_factories(),
+            pretend_cuda(self.pretence, capability=self.capability),
+            cuda_composites(self.capability),
+            cuda_autocast(),
+        ):
+            yield
+
+    def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
+        """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
+        with SymbolicMode(Recorder(), self.pretence, self.capability):
+            return build_symbolically(constructor)
+
+    def _note_hooks(self, model: nn.Module) -> None:
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+            self.recorder.note("hooks on parameters (optimizer in backward) are not followed", tier="partly symbolic")
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def _train(self, model: nn.Module, moved: list[torch.Tensor]) -> None:
+        recorder = self.recorder
+        try:
+            with self._default_dtype():
+                self._set_up(model, moved)
+                optimizer = self._optimizer(model)
+                loop = _Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
+                try:
+                    loop.run()
+                except UnsupportedOperatorError as error:
+                    self._lower_bound(model, optimizer, str(error))
+                recorder.close()
+        finally:
+            recorder.close()
+
+    @contextlib.contextmanager
+    def _default_dtype(self) -> Iterator[None]:
+        dtype = _TRUE.get(self.step.precision)
+        before = torch.get_default_dtype()
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def _set_up(self, model: nn.Module, moved: list[torch.Tensor]) -> None:
+        """Weights arrive on the GPU; DistributedDataParallel makes its buckets."""
+        recorder = self.recorder
+        recorder.phase("setup", 0)
+        for tensor in moved:
+            recorder.track(tensor, "")
+        recorder.classify(model.buffers(), "buffers")
+        recorder.classify(model.parameters(), "parameters")
+        if self.step.prepare is not None:
+            self.step.prepare(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+        if self.step.data_parallel_ranks > 1:
+            self._make_buckets(model)
+
+    def _new_gradient(self, parameter: torch.Tensor) -> None:
+        self.recorder.classify([parameter.grad], "gradients")
+
+    def _make_buckets(self, model: nn.Module) -> None:
+        pending, limit = 0, _FIRST_BUCKET
+        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+            pending += parameter.numel() * parameter.element_size()
+            if pending >= limit:
+                self.recorder.permanent(pending, "DistributedDataParallel", "gradients")
+                pending, limit = 0, _BUCKET
+        self.recorder.permanent(pending, "DistributedDataParallel", "gradients") if pending else None
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        return None if self.step.optimizer is None else self.step.optimizer(model.parameters())
+
+    def _lower_bound(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, why: str) -> None:
+        """The step could not be followed: weights, gradients and optimizer state are known all the same."""
+        self.recorder.note(f"{why}. What follows from there on is not counted", tier="formula")
+        if optimizer is None:
+            return
+        self.recorder.phase("backward", 1, "gradients")
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+                self.recorder.track(parameter.grad, "")
+        self.recorder.classify([p.grad for p in model.parameters()], "gradients")
+        self.recorder.phase("optimizer", 1)
+        optimizer.step()
+        classify_states(self.recorder, optimizer)
+
+
+class _Loop:
+    """The training loop itself. Its attributes are the local names of a loop: they live until assigned again."""
+
+    def __init__(self, run: _Run, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.step = run.step
+        self.recorder = run.recorder
+        self.mode = run.mode
+        self.model = model
+        self.optimizer = optimizer
+        self.source = batch_source(run.step.batch)
+        self.batch_size = run.batch_size
+        fp16 = run.step.precision == "16-mixed" and optimizer is not None
+        self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
+        self.batch: Any = None
+        self.loss: Any = None
+
+    def run(self) -> None:
+        if self.optimizer is None:
+            return self._infer()
+        # Two micro-batches show all there is to see: the first makes gradients, every other one adds to them.
+        rounds = min(self.step.accumulate, 2)
+        for number in (1, 2):
+            if self.step.zero_grad == "before_forward":
+                self._zero_grad(number)
+            for micro in range(rounds):
+                if not self.step.whole_batch or micro == 0:
+                    self._load(number)
+                self._forward(number)
+                self._backward(number, first=micro == 0)
+            self._update(number)
+            if self.step.zero_grad == "after_step":
+                self.optimizer.zero_grad()
+        return None
+
+    def _infer(self) -> None:
+        with torch.no_grad():
+            for number in (1, 2):
+                self._load(number)
+                self._forward(number)
+
+    def _zero_grad(self, number: int) -> None:
+        assert self.optimizer is not None
+        self.recorder.phase("optimizer", number)
+        self.optimizer.zero_grad()
+
+    def _load(self, number: int) -> None:
+        self.recorder.batch_factor = self.step.accumulate if self.step.whole_batch else 1
+        real = self.source(self.batch_size)
+        self.recorder.phase("batch", number, "batch")
+        # The old batch is alive until the new one has arrived, as in ``batch = to_device(batch)``.
+        self.batch = map_tensors(self._to_device, real)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = _TRUE.get(self.step.precision) if tensor.is_floating_point() else None
+        if is_symbolic(tensor):
+            moved = torch.empty_like(tensor, dtype=dtype)
+        else:
+            moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_META)
+            values.known(moved, tensor)
+        self.recorder.track(moved, "")
+        return moved.requires_grad_() if tensor.requires_grad else moved
+
+    def _forward(self, number: int) -> None:
+        self.recorder.phase("forward", number)
+        dtype = _AUTOCAST.get(self.step.precision)
+        region = torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
+        before = self.mode.operations
+        with region:
+            self.loss = scalar_loss(self.step.loss(self.model, self.batch))
+        if self.mode.operations == before:
+            raise UnsupportedStepError(
+                "the step ran no operation at all; check that loss(model, batch) calls the model"
+            )
+
+    def _backward(self, number: int, first: bool) -> None:
+        assert self.optimizer is not None
+        if first and self.step.zero_grad == "before_backward":
+            self.recorder.phase("optimizer", number)
+            self.optimizer.zero_grad()
+        self.recorder.phase("backward", number)
+        loss = self.loss if self.step.accumulate == 1 else self.loss / self.step.accumulate
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    def _update(self, number: int) -> None:
+        assert self.optimizer is not None
+        self.recorder.phase("optimizer", number)
+        if self.step.clip_grad_norm is not None or self.step.clip_grad_value is not None:
+            self._clip()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        classify_states(self.recorder, self.optimizer)
+
+    def _clip(self) -> None:
+        assert self.optimizer is not None
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.step.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
+        if self.step.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
+
+
+def scalar_loss(result: Any) -> Any:
+    """The loss among what a loss callable may return: a tensor, a mapping or object with ``loss``, several losses."""
+    if isinstance(result, torch.Tensor) or result is None:
+        return result
+    if isinstance(result, dict) and "loss" in result:
+        return result["loss"]
+    if hasattr(result, "loss") and isinstance(result.loss, torch.Tensor):
+        return result.loss
+    if isinstance(result, (list, tuple)) and result and all(isinstance(item, torch.Tensor) for item in result):
+        return torch.stack(list(result)).sum() if len(result) > 1 else result[0]
+    raise UnsupportedStepError(
+        f"loss(model, batch) returned {type(result).__name__}; it must return a scalar tensor, a dict with 'loss', "
+        "an object with .loss, or several scalar tensors"
+    )
+
+
+def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+    """What the optimizer keeps for each parameter is optimizer state."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            kept = [value for value in state.values() if isinstance(value, torch.Tensor) and is_symbolic(value)]
+            recorder.classify(kept, "optimizer_states")
+
+
+@contextlib.contextmanager
+def _module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """While the block runs, the recorder knows which module's forward is running."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    stack = recorder.modules
+    original = nn.Module.__call__
+
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = paths.get(id(self))
+        if path is None:
+            path = type(self).__name__
+        stack.append(path)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            stack.pop()
+
+    with replaced(nn.Module, {"__call__": called}):
+        yield
+
+
+@contextlib.contextmanager
+def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Compiled modules run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
+    if not any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+        yield
+        return
+    recorder.note("torch.compile is not followed: counted as eager", tier="partly symbolic")
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    if set_stance is None:
+        raise UnsupportedStepError("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+    with set_stance("force_eager"):
+        yield
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """``tensor.tolist()`` of a symbolic tensor: its real values where they are known, else placeholders."""
+    value = values.compute(tensor)
+    if value is None:
+        value = torch.full((), values.scalar(tensor), dtype=tensor.dtype).expand(tensor.shape)
+    return torch._C.TensorBase.tolist(value)

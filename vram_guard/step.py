@@ -1,0 +1,96 @@
+"""TrainingStep: what the user trains, as values and callables."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vram_guard.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+ZeroGrad = Literal["after_step", "before_forward", "before_backward"]
+
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+ZERO_GRADS: tuple[str, ...] = get_args(ZeroGrad)
+
+#: Sizes stay exact in int64 arithmetic of torch's own shapes up to here.
+LARGEST_BATCH = 2**31 - 1
+
+
+def checked_count(name: str, value: object) -> int:
+    """``value`` as a positive int that a tensor dimension can hold.
+
+    Raises:
+        InvalidInputError: for bool, float, NaN, zero, negative or absurdly large values.
+    """
+    if isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be a whole number of at least 1, not {value!r}")
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInputError(f"{name} must be a whole number of at least 1, not {value!r}") from None
+    if not 1 <= count <= LARGEST_BATCH:
+        raise InvalidInputError(f"{name} must be between 1 and {LARGEST_BATCH}, not {count}")
+    return count
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step as the user wrote it, in a form that can be run symbolically.
+
+    Attributes:
+        model: an ``nn.Module`` (left exactly as it is), or a zero-argument callable that builds one
+            (built symbolically: no memory is taken for its weights).
+        batch: a callable ``batch_size -> batch`` (any pytree of tensors), or one example batch whose
+            tensors share the leading batch dimension.
+        loss: ``(model, batch) -> scalar loss``; for inference its result is ignored.
+        optimizer: ``parameters -> torch.optim.Optimizer``; None for inference (forward only, no grad).
+        precision: Lightning's words, see :data:`PRECISIONS`.
+        accumulate: micro-batches per optimizer step.
+        zero_grad: when gradients are freed: "after_step" (plain loops, MMEngine), "before_forward",
+            or "before_backward" (Lightning: gradients live through the next forward).
+        clip_grad_norm: the maximum norm handed to ``clip_grad_norm_`` before the step, or None.
+        clip_grad_value: the bound handed to ``clip_grad_value_`` before the step, or None.
+        data_parallel_ranks: processes that share the work under DistributedDataParallel; above one,
+            DDP's gradient buckets count.
+        whole_batch: the micro-batches are slices of one loaded batch, which stays on the device while they
+            run (the guard splits batches so); False: each micro-batch is loaded by itself.
+        prepare: called once with the model, on the pretend device, before the optimizer is made
+            (what a framework does there: ``configure_model``, wrapping blocks, ...).
+    """
+
+    model: torch.nn.Module | Callable[[], torch.nn.Module]
+    batch: Any
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    precision: Precision = "32-true"
+    accumulate: int = 1
+    zero_grad: ZeroGrad = "after_step"
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    data_parallel_ranks: int = 1
+    whole_batch: bool = False
+    prepare: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise InvalidInputError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        if self.zero_grad not in ZERO_GRADS:
+            raise InvalidInputError(f"zero_grad {self.zero_grad!r} is not one of {', '.join(ZERO_GRADS)}")
+        if not callable(self.model):
+            raise InvalidInputError("model must be an nn.Module or a callable that builds one")
+        if not callable(self.loss):
+            raise InvalidInputError("loss must be a callable (model, batch) -> scalar loss")
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise InvalidInputError("optimizer must be a callable parameters -> torch.optim.Optimizer, or None")
+        object.__setattr__(self, "accumulate", checked_count("accumulate", self.accumulate))
+        object.__setattr__(self, "data_parallel_ranks", checked_count("data_parallel_ranks", self.data_parallel_ranks))
+
+    def with_(self, **changes: Any) -> TrainingStep:
+        """The same step with some fields changed (precision, accumulate, ...)."""
+        return replace(self, **changes)

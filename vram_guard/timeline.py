@@ -1,0 +1,339 @@
+"""Timeline: every allocation and free of a training step; Estimate: what it comes to at one batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from vram_guard.allocator import AllocatorSettings, Replay, replay
+from vram_guard.step import checked_count
+
+Category = Literal[
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "batch",
+    "temporaries",
+    "workspace",
+]
+CATEGORIES: tuple[Category, ...] = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "batch",
+    "temporaries",
+    "workspace",
+)
+
+#: How an answer came about. "symbolic": every operator's memory is known exactly. "partly symbolic": some
+#: sizes are bounds (they depend on data) or some operators ran on stand-in data. "formula": the step could
+#: not be followed to its end; the number is a lower bound and never a promise that the step fits.
+Tier = Literal["symbolic", "partly symbolic", "formula"]
+
+
+class Affine(NamedTuple):
+    """``base + per_sample * batch_size``."""
+
+    base: int
+    per_sample: int
+
+    def at(self, batch_size: int) -> int:
+        return self.base + self.per_sample * batch_size
+
+
+class Gate(NamedTuple):
+    """A block that exists only where ``quantity`` exceeds ``threshold`` (kernels that change algorithm by size)."""
+
+    quantity: Affine
+    threshold: int
+
+
+class Block(NamedTuple):
+    """One allocation of the caching allocator, from alloc to free."""
+
+    size: Affine
+    """Requested bytes, before the allocator's rounding."""
+    category: Category
+    module: str
+    """Dotted path of the module whose forward (or whose backward) asked for it; "" outside any module."""
+    source: str
+    """"file.py:123", the innermost line outside torch; "" where there is none."""
+    operator: str
+    """"aten.addmm.default"; "" for what stands before the first operator."""
+    gate: Gate | None = None
+
+    def bytes_at(self, batch_size: int) -> int:
+        """Requested bytes at this batch size; 0 where the gate is shut."""
+        if self.gate is not None and self.gate.quantity.at(batch_size) <= self.gate.threshold:
+            return 0
+        return self.size.base + self.size.per_sample * batch_size
+
+
+class Phase(NamedTuple):
+    """A stretch of the timeline: it begins at ``events[start]`` and ends where the next one begins."""
+
+    name: Literal["setup", "batch", "forward", "backward", "optimizer"]
+    step: int
+    """Optimizer step, from 1; 0 for set-up."""
+    start: int
+
+
+class Note(NamedTuple):
+    """Something the reader of an answer has to know: what was bounded, assumed or left out, and where."""
+
+    message: str
+    source: str = ""
+    operator: str = ""
+
+
+@dataclass(frozen=True)
+class OutOfMemoryPoint:
+    """Where a replay under a capacity limit fails, as ``torch.OutOfMemoryError`` would."""
+
+    batch_size: int
+    requested: int
+    """Bytes of the request that failed."""
+    allocated: int
+    reserved: int
+    fragmented: int
+    """Reserved but free bytes that could not serve the request."""
+    phase: Phase
+    module: str
+    source: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one training step takes at one batch size."""
+
+    batch_size: int
+    peak_allocated: int
+    """Bytes in live blocks at their maximum (``torch.cuda.max_memory_allocated``)."""
+    peak_reserved: int
+    """Bytes of segments at their maximum (``torch.cuda.max_memory_reserved``)."""
+    breakdown: Mapping[Category, int]
+    """Category -> bytes alive at the allocated peak; sums to ``peak_allocated``."""
+    by_module: Mapping[str, int]
+    """Module path -> bytes alive at the allocated peak; sums to ``peak_allocated``."""
+    peak_phase: Phase
+    peak_module: str
+    peak_source: str
+    peak_operator: str
+    tier: Tier
+    notes: tuple[Note, ...] = ()
+    out_of_memory: OutOfMemoryPoint | None = None
+    """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Two consecutive training steps as a sequence of allocations and frees, affine in the batch size."""
+
+    blocks: tuple[Block, ...]
+    events: tuple[int, ...]
+    """``i >= 0``: block ``i`` is allocated; ``~i`` (negative): block ``i`` is freed. In CUDA's order."""
+    phases: tuple[Phase, ...]
+    traced: tuple[int, ...]
+    """The batch sizes that were really traced."""
+    tier: Tier = "symbolic"
+    notes: tuple[Note, ...] = ()
+    compute_capability: tuple[int, int] = (8, 0)
+    precision: str = "32-true"
+    retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
+    """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
+
+    def sizes(self, batch_size: int) -> list[int]:
+        """Requested bytes of every block at this batch size, in block order."""
+        return [block.bytes_at(batch_size) for block in self.blocks]
+
+    def exact(self, batch_size: int) -> Timeline:
+        """The timeline that holds at this batch size: itself, or a fresh trace where the law breaks."""
+        checked_count("batch_size", batch_size)
+        if self.retrace is None or batch_size in self.traced:
+            return self
+        return self.retrace(batch_size)
+
+    def replay(
+        self,
+        batch_size: int,
+        *,
+        capacity: int | None = None,
+        settings: AllocatorSettings | None = None,
+        curve: bool = False,
+    ) -> Replay:
+        """Run the events at one batch size through the caching allocator.
+
+        Args:
+            batch_size: samples per micro-batch.
+            capacity: bytes the allocator may reserve; None: no limit.
+            settings: the allocator's settings; None: PyTorch's defaults.
+            curve: also record allocated and reserved bytes after every event.
+        """
+        timeline = self.exact(batch_size)
+        return replay(
+            timeline.events,
+            timeline.sizes(batch_size),
+            settings=settings or AllocatorSettings(),
+            capacity=capacity,
+            curve=curve,
+        )
+
+    def at(
+        self,
+        batch_size: int,
+        *,
+        capacity: int | None = None,
+        settings: AllocatorSettings | None = None,
+    ) -> Estimate:
+        """What the step takes at this batch size. Milliseconds, unless the step has to be traced anew."""
+        timeline = self.exact(checked_count("batch_size", batch_size))
+        result = timeline.replay(batch_size, capacity=capacity, settings=settings)
+        return _estimate(timeline, batch_size, result)
+
+    def phase_of(self, event: int) -> Phase:
+        """The phase that the event with this index belongs to."""
+        current = self.phases[0]
+        for phase in self.phases:
+            if phase.start > event:
+                break
+            current = phase
+        return current
+
+    def max_batch_size(
+        self,
+        budget: object,
+        *,
+        settings: AllocatorSettings | None = None,
+        limit: int = 2**20,
+    ) -> int:
+        """The largest batch size whose reserved peak stays within the budget; 0 if not even 1 does.
+
+        Args:
+            budget: a :class:`vram_guard.Budget`, an amount ("24GiB"), bytes, or a GPU's name.
+            settings: the allocator's settings.
+            limit: the largest batch size that is considered.
+        """
+        from vram_guard.budget import Budget
+
+        usable = Budget.of(budget).usable
+        if self.tier == "formula":
+            return 0  # a lower bound never promises that something fits
+
+        def fits(batch_size: int) -> bool:
+            return self.replay(batch_size, settings=settings).peak_reserved <= usable
+
+        return largest_that_fits(fits, checked_count("limit", limit))
+
+
+def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest count in ``1..limit`` below which nothing was seen to fail; 0 if 1 does not fit.
+
+    Doubles until it fails, then bisects: about ``2 log2(answer)`` calls.
+    """
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
+    """Who holds the bytes at the allocated peak of a replay."""
+    breakdown: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+    by_module: dict[str, int] = {}
+    for index, granted in result.peak_live.items():
+        block = timeline.blocks[index]
+        breakdown[block.category] += granted
+        by_module[block.module] = by_module.get(block.module, 0) + granted
+    asked = timeline.blocks[timeline.events[result.peak_event]] if timeline.events else None
+    return Estimate(
+        batch_size=batch_size,
+        peak_allocated=result.peak_allocated,
+        peak_reserved=result.peak_reserved,
+        breakdown=breakdown,
+        by_module=dict(sorted(by_module.items(), key=lambda item: -item[1])),
+        peak_phase=timeline.phase_of(result.peak_event),
+        peak_module=asked.module if asked else "",
+        peak_source=asked.source if asked else "",
+        peak_operator=asked.operator if asked else "",
+        tier=timeline.tier,
+        notes=timeline.notes,
+        out_of_memory=_out_of_memory_point(timeline, batch_size, result),
+    )
+
+
+def _out_of_memory_point(timeline: Timeline, batch_size: int, result: Replay) -> OutOfMemoryPoint | None:
+    failure = result.failure
+    if failure is None:
+        return None
+    block = timeline.blocks[timeline.events[failure.event]]
+    return OutOfMemoryPoint(
+        batch_size=batch_size,
+        requested=failure.requested,
+        allocated=failure.allocated,
+        reserved=failure.reserved,
+        fragmented=failure.reserved - failure.allocated,
+        phase=timeline.phase_of(failure.event),
+        module=block.module,
+        source=block.source,
+        operator=block.operator,
+    )
+
+
+def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
+    """One affine timeline from traces at two batch sizes, or None where they are not the same sequence.
+
+    The two hold exact sizes (``per_sample`` 0). A size must grow by the same whole number of bytes for each
+    sample, and may not shrink.
+    """
+    (small,), (large,) = low.traced, high.traced
+    if low.events != high.events or len(low.blocks) != len(high.blocks):
+        return None
+    span = large - small
+    blocks = []
+    for one, other in zip(low.blocks, high.blocks, strict=True):
+        size = _line_through(one.size.base, other.size.base, small, span)
+        gate = one.gate
+        if (gate is None) != (other.gate is None):
+            return None
+        if gate is not None and other.gate is not None:
+            quantity = _line_through(gate.quantity.base, other.gate.quantity.base, small, span)
+            gate = Gate(quantity, gate.threshold) if quantity is not None else None
+        if size is None or one.operator != other.operator or one.category != other.category:
+            return None
+        blocks.append(one._replace(size=size, gate=gate))
+    return Timeline(
+        blocks=tuple(blocks),
+        events=low.events,
+        phases=low.phases,
+        traced=(small, large),
+        tier=low.tier,
+        notes=_union(low.notes, high.notes),
+        compute_capability=low.compute_capability,
+        precision=low.precision,
+    )
+
+
+def _line_through(low: int, high: int, small: int, span: int) -> Affine | None:
+    per_sample, rest = divmod(high - low, span)
+    if rest or per_sample < 0:
+        return None
+    return Affine(low - per_sample * small, per_sample)
+
+
+def _union(one: Sequence[Note], other: Sequence[Note]) -> tuple[Note, ...]:
+    return tuple(dict.fromkeys((*one, *other)))

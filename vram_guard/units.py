@@ -1,0 +1,104 @@
+"""Amounts of memory: what people write ("24GB", "24GiB") as exact bytes, and bytes as people read them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from fractions import Fraction
+
+from vram_guard.errors import InvalidInputError
+
+#: Decimal prefixes are powers of 1000 and binary ones powers of 1024 (IEC 80000-13), so "24GB" and
+#: "24GiB" differ by 7%: enough to turn "fits" into an out-of-memory error. Keys are lower case.
+BYTES_PER_UNIT: dict[str, int] = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+#: No device counts bytes beyond a signed 64-bit integer, and neither does torch.
+LARGEST_BYTES = 2**63 - 1
+
+# At most 30 digits each side: far beyond LARGEST_BYTES, and no input can make the arithmetic slow.
+# [0-9] rather than \d, which takes every Unicode digit.
+_AMOUNT = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)")
+_ADVICE = 'write for instance "24GiB", "110MiB", "24GB" or a whole number of bytes'
+
+
+def parse_bytes(value: str | int, name: str = "budget") -> int:
+    """``value`` as a whole number of bytes.
+
+    Args:
+        value: an int of bytes, or text: a number and a unit ("24GB" = 24 * 10**9, "24GiB" = 24 * 2**30,
+            "1.5 GiB"; upper or lower case), or digits alone, which are bytes.
+        name: what the amount is called in error messages.
+
+    Returns:
+        bytes, at least 1; exact (a fraction of a byte is dropped).
+
+    Raises:
+        InvalidInputError: for bool, float, NaN, "inf", zero, negative amounts, amounts of 2**63 bytes or
+            more, unknown units and any other text.
+    """
+    count = _from_text(value, name) if isinstance(value, str) else _from_number(value, name)
+    if count < 1:
+        raise InvalidInputError(f"{name} must be at least one byte, not {_shown(value)}: {_ADVICE}")
+    if count > LARGEST_BYTES:
+        raise InvalidInputError(f"{name} must be below 2**63 bytes, not {_shown(value)}: {_ADVICE}")
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """``count`` bytes as people read them: "512 B", "110.00 MiB", "12.34 GiB"; differences may be negative.
+
+    The unit is the largest of B, KiB, MiB, GiB and TiB that leaves a number of at least 1; two decimals.
+    """
+    size = abs(count)
+    sign = "-" if count < 0 else ""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{sign}{size / factor:.2f} {unit}"
+    return f"{sign}{size} B"
+
+
+def _from_text(text: str, name: str) -> int:
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
+        raise InvalidInputError(f"{name}={_shown(text)} is not an amount of memory: {_ADVICE}")
+    number, unit = match.group(1), match.group(2).lower()
+    if not unit and "." in number:
+        raise InvalidInputError(f"{name}={_shown(text)} has no unit: {_ADVICE}")
+    if unit and unit not in BYTES_PER_UNIT:
+        raise InvalidInputError(
+            f"{name}={_shown(text)} has a unit other than B, kB, MB, GB, TB, KiB, MiB, GiB and TiB: {_ADVICE}"
+        )
+    # int() and not round(): a budget must never come out larger than what was written.
+    return int(Fraction(number) * BYTES_PER_UNIT[unit or "b"])
+
+
+def _from_number(value: object, name: str) -> int:
+    if isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be an amount of memory, not {value!r}: {_ADVICE}")
+    if isinstance(value, float):
+        # 24.0 could mean bytes or GiB, and 1e9 has no unit either: refused rather than guessed.
+        raise InvalidInputError(f"{name}={value!r} has no unit: {_ADVICE}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInputError(
+            f"{name} must be an amount of memory, not {_shown(value)}: {_ADVICE}"
+        ) from None
+
+
+def _shown(value: object, longest: int = 60) -> str:
+    """``value`` for a message, whatever its length (a pasted file, an int of a million digits)."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= longest else text[:longest] + "..."
