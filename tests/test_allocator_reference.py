@@ -9,12 +9,15 @@ requested bytes, both peaks, and at the end every segment with every block.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from vram_guard.allocator import AllocatorSettings, CachingAllocator, SimulatedOutOfMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MIB = 2**20
 

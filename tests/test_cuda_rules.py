@@ -104,9 +104,10 @@ def test_rnns_are_one_cudnn_call_over_flat_weights(kind: type[nn.RNNBase]) -> No
 def test_embedding_gradient_sorts_its_indices_only_above_3072() -> None:
     timeline = traced(nn.Embedding(50, 8), lambda b: torch.zeros(b, 100, dtype=torch.long))
     gated = [block for block in timeline.blocks if block.gate is not None]
-    assert gated and all(block.bytes_at(1) == 0 for block in gated)
+    assert gated
+    assert all(block.bytes_at(1) == 0 for block in gated)
     large = traced(nn.Embedding(50, 8), lambda b: torch.zeros(b, 1000, dtype=torch.long))
-    assert [b.bytes_at(1) for b in large.blocks if b.gate is not None][0] == 2 * 4000 * 8
+    assert next(b.bytes_at(1) for b in large.blocks if b.gate is not None) == 2 * 4000 * 8
 
 
 @pytest.mark.parametrize(("capability", "size"), [((8, 6), CUBLAS_WORKSPACE), ((9, 0), CUBLAS_WORKSPACE_HOPPER)])
@@ -303,7 +304,7 @@ def test_softmax_of_float16_makes_float32_in_one_kernel() -> None:
     assert len(copies) == 1
 
 
-# --- optimizers, clipping, scaler --------------------------------------------------------------------------------------
+# --- optimizers, clipping, scaler -----------------------------------------------------------------------------------
 
 
 def _optimizer_phase(make, **settings) -> int:

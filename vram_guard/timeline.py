@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vram_guard.allocator import AllocatorSettings, Replay, replay
 from vram_guard.step import checked_count
+
+if TYPE_CHECKING:
+    from vram_guard.budget import GPU, Budget
 
 Category = Literal[
     "parameters",
@@ -43,6 +46,7 @@ class Affine(NamedTuple):
     per_sample: int
 
     def at(self, batch_size: int) -> int:
+        """The value at this batch size."""
         return self.base + self.per_sample * batch_size
 
 
@@ -207,7 +211,7 @@ class Timeline:
 
     def max_batch_size(
         self,
-        budget: object,
+        budget: Budget | GPU | str | int,
         *,
         settings: AllocatorSettings | None = None,
         limit: int = 2**20,

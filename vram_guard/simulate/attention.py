@@ -54,14 +54,13 @@ def choose_backend(
         square = not is_causal or query.shape[2] == key.shape[2]
         consumer = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
         wide_backward = needs_grad and consumer and (head > 224 or (head > 192 and dropout > 0))
-        if query.dtype in _HALVES and equal_head and head <= 256 and (same_heads or gqa) and square:
-            if not wide_backward:
-                return "flash"
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and common and same_heads:
-        if not (is_causal and mask is not None) and _efficient_takes(query, value, capability):
-            mask_dense = mask is None or mask.stride(-1) == 1 or mask.shape[-1] == 1
-            if query.shape[-1] == key.shape[-1] and mask_dense:
-                return "efficient"
+        shapes = equal_head and head <= 256 and (same_heads or gqa) and square
+        if query.dtype in _HALVES and shapes and not wide_backward:
+            return "flash"
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and common and same_heads and head == key.shape[-1]:
+        mask_taken = mask is None or (not is_causal and (mask.stride(-1) == 1 or mask.shape[-1] == 1))
+        if mask_taken and _efficient_takes(query, value, capability):
+            return "efficient"
     return "math"
 
 
@@ -117,7 +116,7 @@ def attention(
         head = query.shape[-1]
         padded = [_pad_last(t, 8) for t in (query, key, value)]
         scale = scale if scale is not None else 1.0 / math.sqrt(head)
-        out = aten._scaled_dot_product_flash_attention(*padded, dropout, is_causal, False, scale=scale)[0]
+        out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, dropout, is_causal, False, scale=scale)[0]
         return out if out.shape[-1] == head else out[..., :head]
     if backend == "cudnn":
         made = aten._scaled_dot_product_cudnn_attention(
@@ -192,7 +191,7 @@ def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs
 
     ``mha_bwd``: lengths rounded up to 128, head sizes to 32 (to 64 above 128).
     """
-    grad_out, query, key, value = args[:4]
+    query, key, value = args[1:4]
     batch, heads, length, head = query.shape
     made = tuple(_like_query(t, t.shape[-1]) for t in (query, key, value))
     rounded_length = -(-length // 128) * 128
@@ -221,7 +220,7 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kw
     ``_efficient_attention_backward`` and ``kernel_backward.h``: half precision accumulates dq in a float32
     workspace (``kNeedsAccumGradQ``), dk and dv too where they do not stay in registers (head size over 128).
     """
-    grad_out, query, key, value, bias = args[:5]
+    query, key, value, bias = args[1:5]
     wanted = args[10] if len(args) > 10 else (True, True, True, False)
     batch, heads, length, head = query.shape
     made = [_like_query(t, t.shape[-1]) for t in (query, key, value)]

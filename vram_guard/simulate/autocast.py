@@ -75,6 +75,7 @@ class CastCache:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor in ``dtype``: itself, its cached copy, or a new copy."""
         if not is_symbolic(tensor) or tensor.dtype == dtype or not tensor.is_floating_point():
             return tensor
         if tensor.dtype == torch.float64:
@@ -95,6 +96,7 @@ class CastCache:
         return known[1]
 
     def clear(self) -> None:
+        """Forget all copies, as at the end of the outermost autocast region."""
         self._copies.clear()
 
 
@@ -121,7 +123,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _casting(op: Any, cache: CastCache, dtype_of: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # type: ignore[attr-defined]
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             dtype = dtype_of(args)
             args = _map_tensors(lambda tensor: cache.cast(tensor, dtype), args)
             kwargs = {name: _map_tensors(lambda t: cache.cast(t, dtype), value) for name, value in kwargs.items()}
@@ -136,7 +138,7 @@ def _setting_dtype(op: Any) -> Callable[..., Any]:
     keyword = op._schema.arguments[position].kwarg_only
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # type: ignore[attr-defined]
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             first = args[0]
             eligible = is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64
             if not eligible:
@@ -155,13 +157,13 @@ def _setting_dtype(op: Any) -> Callable[..., Any]:
 
 def _appending_dtype(op: Any, with_dtype: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):  # type: ignore[attr-defined]
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             first = args[0]
             if not (is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64):
                 return op(*args, **kwargs)
             filled = list(args)
-            for argument in op._schema.arguments[len(args) :]:
-                filled.append(kwargs.get(argument.name, argument.default_value))
+            rest = op._schema.arguments[len(args) :]
+            filled += [kwargs.get(argument.name, argument.default_value) for argument in rest]
             return with_dtype(*filled, dtype=torch.float32)
 
     return kernel

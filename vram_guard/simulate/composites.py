@@ -55,10 +55,11 @@ def _batch_norm(
     if training and input.numel() == 0:
         raise ValueError(f"Expected a non-empty input for batch_norm in training, got {tuple(input.shape)}")
     if cudnn_enabled and training and weight is not None and bias is not None and _cudnn_norm(input):
-        args = (input, weight, bias, running_mean, running_var, training, momentum, eps)
-        return torch.ops.aten.cudnn_batch_norm(*args)[0]  # type: ignore[no-any-return]
-    args = (input, weight, bias, running_mean, running_var, training, momentum, eps)
-    return torch.ops.aten.native_batch_norm(*args)[0]  # type: ignore[no-any-return]
+        run = torch.ops.aten.cudnn_batch_norm
+    else:
+        run = torch.ops.aten.native_batch_norm
+    made: torch.Tensor = run(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
+    return made
 
 
 def _cudnn_norm(input: torch.Tensor) -> bool:
@@ -170,13 +171,14 @@ def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., A
 def cuda_composites(capability: tuple[int, int]) -> Iterator[None]:
     """Inside the block composites on symbolic tensors run the operators that CUDA would run."""
     library = torch.library.Library("aten", "IMPL")
+    registry: Any = library.m
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name, kernel in _kernels(capability):
                 for key in ("Meta", "AutogradMeta"):
                     # Library.impl refuses Meta kernels of composites; the C++ object it wraps does not.
-                    library.m.impl(name, key, kernel)  # type: ignore[attr-defined]
+                    registry.impl(name, key, kernel)
         yield
     finally:
         library._destroy()
@@ -191,11 +193,11 @@ def _empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def batch_norm_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Output in the input's layout, mean and inverse deviation of each channel in float32, no reserve."""
-    input = args[0]
+    source = args[0]
     training = args[5]
-    channels = input.shape[1] if training else 0
-    statistic = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return torch.empty_like(input), _empty(channels, statistic), _empty(channels, statistic)
+    channels = source.shape[1] if training else 0
+    statistic = torch.float64 if source.dtype == torch.float64 else torch.float32
+    return torch.empty_like(source), _empty(channels, statistic), _empty(channels, statistic)
 
 
 def cudnn_norm_forward(r: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,18 +206,18 @@ def cudnn_norm_forward(r: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def cudnn_norm_backward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Gradients of input, weight and bias: ``(input, grad_output, weight, ...)``."""
-    input, _grad, weight = args[:3]
-    return torch.empty_like(input), torch.empty_like(weight), torch.empty_like(weight)
+    """Gradients of source, weight and bias: ``(source, grad_output, weight, ...)``."""
+    source, _grad, weight = args[:3]
+    return torch.empty_like(source), torch.empty_like(weight), torch.empty_like(weight)
 
 
 def norm_backward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Gradients as ``native_batch_norm_backward`` returns them: ``(grad_out, input, weight, ...)``."""
-    _grad, input, weight = args[:3]
+    """Gradients as ``native_batch_norm_backward`` returns them: ``(grad_out, source, weight, ...)``."""
+    _grad, source, weight = args[:3]
     wanted = args[-1]
     parameter = None if weight is None else torch.empty_like(weight)
     return (
-        torch.empty_like(input) if wanted[0] else None,
+        torch.empty_like(source) if wanted[0] else None,
         parameter if wanted[1] else None,
         None if weight is None or not wanted[2] else torch.empty_like(weight),
     )
@@ -227,33 +229,33 @@ def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: d
     The reserve's size is cuDNN's secret; modelled as what the backward needs of every step, layer and direction:
     the gates, for LSTM the cell, and the hidden state between layers.
     """
-    input, weights, _stride, _buffer, state, cell, mode, hidden_size, projection = args[:9]
+    source, _weights, _stride, _buffer, state, cell, mode, hidden_size, projection = args[:9]
     layers, batch_first, _dropout_p, train, bidirectional = args[9:14]
     directions = 2 if bidirectional else 1
-    steps, batch = (input.shape[1], input.shape[0]) if batch_first else (input.shape[0], input.shape[1])
+    steps, batch = (source.shape[1], source.shape[0]) if batch_first else (source.shape[0], source.shape[1])
     width = (projection or hidden_size) * directions
-    out = _empty((batch, steps, width) if batch_first else (steps, batch, width), input.dtype)
+    out = _empty((batch, steps, width) if batch_first else (steps, batch, width), source.dtype)
     if batch_first:  # cuDNN runs time-major: the result is a transposed view, the input a copy
-        out = _empty((steps, batch, width), input.dtype).transpose(0, 1)
-        recorder.temporary(input.numel() * input.element_size(), str(func))
+        out = _empty((steps, batch, width), source.dtype).transpose(0, 1)
+        recorder.temporary(source.numel() * source.element_size(), str(func))
     gates = {0: 1, 1: 1, 2: 4, 3: 3}[mode]
     kept = gates + (2 if mode == 2 else 1)
-    reserve = steps * batch * hidden_size * directions * layers * kept * input.element_size() if train else 0
-    last = _empty(state.shape, input.dtype)
-    last_cell = _empty(cell.shape, input.dtype) if cell is not None else _empty(0, input.dtype)
-    return out, last, last_cell, _empty(reserve, torch.uint8), _empty(0, input.dtype)
+    reserve = steps * batch * hidden_size * directions * layers * kept * source.element_size() if train else 0
+    last = _empty(state.shape, source.dtype)
+    last_cell = _empty(cell.shape, source.dtype) if cell is not None else _empty(0, source.dtype)
+    return out, last, last_cell, _empty(reserve, torch.uint8), _empty(0, source.dtype)
 
 
 def rnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Gradients of input and states, and of all weights as views of one flat buffer."""
-    input, weights, _stride, _buffer, state, cell, output = args[:7]
+    source, weights, _stride, _buffer, state, cell = args[:6]
     wanted = args[-1]
-    flat = _empty(sum(weight.numel() for weight in weights), input.dtype)
+    flat = _empty(sum(weight.numel() for weight in weights), source.dtype)
     recorder.track(flat, str(func))
     views = []
     offset = 0
     for weight in weights:
         views.append(flat[offset : offset + weight.numel()].view(weight.shape))
         offset += weight.numel()
-    grad_cell = torch.empty_like(cell) if cell is not None else _empty(0, input.dtype)
-    return torch.empty_like(input), torch.empty_like(state), grad_cell, views if wanted[3] else []
+    grad_cell = torch.empty_like(cell) if cell is not None else _empty(0, source.dtype)
+    return torch.empty_like(source), torch.empty_like(state), grad_cell, views if wanted[3] else []

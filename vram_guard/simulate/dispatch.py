@@ -29,7 +29,7 @@ class SymbolicMode(TorchDispatchMode):
     """Runs operators on symbolic tensors (shapes only) and tells the recorder what they allocate."""
 
     def __init__(self, recorder: Recorder, state: Pretence, capability: tuple[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.state = state
         self.matmuls = Matmuls(recorder, capability)
@@ -228,7 +228,7 @@ _ENGINE_HOLDS = 4
 
 
 def _storage_users(tensor: torch.Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 

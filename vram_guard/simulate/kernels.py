@@ -43,6 +43,7 @@ class Matmuls:
         self._threads: set[bool] = set()
 
     def before(self, func: Any) -> None:
+        """Note the workspace if this thread has none yet."""
         thread = self._recorder.in_backward
         if thread not in self._threads:
             self._threads.add(thread)
@@ -75,22 +76,22 @@ def _copy_if_needed(tensor: torch.Tensor, layout: torch.memory_format) -> int:
 
 def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One output; input and weight are copied for the call where their layouts differ from the one used."""
-    input, weight = args[:2]
-    layout = _format_for(input, weight)
+    source, weight = args[:2]
+    layout = _format_for(source, weight)
     shape = func(*args, **kwargs).shape
-    out = torch.empty(shape, dtype=input.dtype, device="meta", memory_format=layout)
+    out = torch.empty(shape, dtype=source.dtype, device="meta", memory_format=layout)
     recorder.track(out, str(func))
-    recorder.together([_copy_if_needed(input, layout), _copy_if_needed(weight, layout)], str(func))
+    recorder.together([_copy_if_needed(source, layout), _copy_if_needed(weight, layout)], str(func))
     return out
 
 
 def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Gradients of input, weight and bias in the layout of the forward pass, as ``output_mask`` asks."""
-    grad, input, weight, bias_sizes = args[:4]
+    grad, source, weight, bias_sizes = args[:4]
     wanted = args[-1]
-    layout = _format_for(input, weight)
+    layout = _format_for(source, weight)
     made: list[torch.Tensor | None] = [None, None, None]
-    for index, tensor in enumerate((input, weight)):
+    for index, tensor in enumerate((source, weight)):
         if wanted[index]:
             made[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
     if wanted[2]:

@@ -12,15 +12,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
 
 _base = torch._C.TensorBase
-_real_device: Callable[[torch.Tensor], torch.device] = _base.device.__get__  # type: ignore[attr-defined]
+_real_device: Callable[[torch.Tensor], torch.device] = _base.device.__get__
 _real_is_meta: Callable[[torch.Tensor], bool] = _base.is_meta.__get__  # type: ignore[attr-defined]
 _real_is_cpu: Callable[[torch.Tensor], bool] = _base.is_cpu.__get__  # type: ignore[attr-defined]
 
@@ -135,8 +138,8 @@ TENSOR_ATTRIBUTES: tuple[str, ...] = (
     *("pin_memory", "is_pinned", "numpy", "tolist", "__array__", "__repr__"),
 )
 
-_real_repr = torch.Tensor.__repr__
-_real_array = torch.Tensor.__array__
+_real_repr: Callable[..., str] = torch.Tensor.__repr__
+_real_array: Callable[..., Any] = torch.Tensor.__array__
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,7 +230,7 @@ class _NullContext:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __enter__(self) -> _NullContext:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *args: object) -> None:

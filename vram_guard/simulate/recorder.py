@@ -7,6 +7,7 @@ import sys
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 
 from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 
-_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
-_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
+_OWN_ROOT = str(Path(__file__).resolve().parent.parent) + os.sep
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -182,6 +183,7 @@ class Recorder:
 
     @property
     def has_host_tensors(self) -> bool:
+        """Whether any symbolic tensor lives in host memory: only then does an operator's place need a look."""
         return bool(self._host)
 
     # --- where it came from -------------------------------------------------------------------------------
@@ -205,15 +207,15 @@ class Recorder:
         """The module and line whose forward made the node that runs now (nodes carry sequence numbers)."""
         if len(self.modules) > 1:  # a recomputation runs the module's own forward again
             return self.modules[-1], self.source()
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        if node is not None and self._nodes:
+        node = torch._C._current_autograd_node()
+        if self._nodes and node is not None:
             at = bisect_left(self._nodes, node._sequence_nr())
             if at < len(self._nodes):
                 return self._node_origins[at]
         return self.modules[-1], self.source()
 
     def source(self) -> str:
-        """ "file.py:123" of the innermost frame that is neither torch's nor ours."""
+        """Where the innermost frame that is neither torch's nor ours stands, as "folder/file.py:123"; "" if nowhere."""
         frame: FrameType | None = sys._getframe(1)
         labels = self._labels
         while frame is not None:
@@ -262,4 +264,4 @@ def _label(code: CodeType) -> str | None:
         return ""
     if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
         return None
-    return os.path.join(os.path.basename(os.path.dirname(name)), os.path.basename(name)).lstrip(os.sep)
+    return "/".join(Path(name).parts[-2:])

@@ -86,9 +86,13 @@ class _Run:
             check_module(model)
             self._note_hooks(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
-            with symbolic_model(model, _TRUE.get(step.precision)) as moved, _module_paths(model, self.recorder):
-                with _eager(model, self.recorder), self.mode:
-                    self._train(model, moved)
+            with (
+                symbolic_model(model, _TRUE.get(step.precision)) as moved,
+                _module_paths(model, self.recorder),
+                _eager(model, self.recorder),
+                self.mode,
+            ):
+                self._train(model, moved)
         return Timeline(
             blocks=self.recorder.blocks(),
             events=tuple(self.recorder.events),

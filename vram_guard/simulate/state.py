@@ -158,11 +158,10 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     """The mutable containers among a module's attributes, each with a copy of what it holds."""
-    found = []
-    for value in vars(module).values():
-        if isinstance(value, (list, dict, set)) or hasattr(value, "popitem"):
-            found.append((value, value.copy()))
-    return found
+    held = vars(module).values()
+    return [
+        (value, value.copy()) for value in held if isinstance(value, (list, dict, set)) or hasattr(value, "popitem")
+    ]
 
 
 def _refill(container: Any, content: Any) -> None:
