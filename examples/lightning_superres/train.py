@@ -74,18 +74,23 @@ class UNet(nn.Module):
         self.lift1 = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
         self.up1 = _convolutions(2 * width, width)
         self.last = nn.Conv2d(width, 12, 3, padding=1)
-        # Starting from zero the untrained network is bicubic interpolation itself.
-        nn.init.zeros_(self.last.weight)
-        assert self.last.bias is not None
-        nn.init.zeros_(self.last.bias)
+        self._initialize()
 
     def forward(self, small: Tensor) -> Tensor:
-        fine = self.down1(small)
+        fine = self.down1((small - 0.5) / 0.25)
         middle = self.down2(nn.functional.max_pool2d(fine, 2))
         coarse = self.bottom(nn.functional.max_pool2d(middle, 2))
         middle = self.up2(torch.cat([self.lift2(coarse), middle], dim=1))
         fine = self.up1(torch.cat([self.lift1(middle), fine], dim=1))
-        return bicubic(small) + nn.functional.pixel_shuffle(self.last(fine), 2)
+        return bicubic(small) + 0.1 * nn.functional.pixel_shuffle(self.last(fine), 2)
+
+    def _initialize(self) -> None:
+        """He's initialisation, and a last layer of zeros: untrained, the network is bicubic interpolation."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d) and module.bias is not None:
+                nn.init.kaiming_normal_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.zeros_(self.last.weight)
 
 
 class SuperResolution(lightning.LightningModule):
@@ -157,12 +162,21 @@ class Quality(Callback):
 
 def load_photographs() -> list[Tensor]:
     """scikit-learn's two sample photographs (427 x 640), each (3, H, W) in [0, 1]."""
-    return [torch.from_numpy(image).permute(2, 0, 1).float() / 255 for image in load_sample_images().images]
+    return [torch.tensor(image).permute(2, 0, 1) / 255 for image in load_sample_images().images]
 
 
 def halved(images: Tensor) -> Tensor:
-    """(N, 3, H, W) -> (N, 3, H/2, W/2), with the filter that a camera's smaller picture would have had."""
-    return interpolate(images, scale_factor=0.5, mode="bicubic", antialias=True).clamp(0, 1)
+    """(N, 3, H, W) -> (N, 3, H/2, W/2), as a camera with half the pixels sees it.
+
+    The lens blurs (a Gaussian with a standard deviation of one full-resolution pixel), then each pixel of the
+    sensor gathers the light of 2 x 2.
+    """
+    offsets = torch.arange(-3.0, 4.0)
+    weights = torch.exp(-(offsets**2) / 2)
+    kernel = torch.outer(weights, weights) / weights.sum() ** 2
+    edges_kept = nn.functional.pad(images, (3, 3, 3, 3), mode="replicate")
+    blurred = nn.functional.conv2d(edges_kept, kernel.expand(3, 1, 7, 7), groups=3)
+    return nn.functional.avg_pool2d(blurred, 2)
 
 
 def bicubic(images: Tensor) -> Tensor:
@@ -197,7 +211,7 @@ def leave_reports(guard: VramGuard, out: Path) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", default="96MiB", help="what PyTorch may reserve on the GPU (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--patches", type=int, default=512, help="patches in an epoch")
     parser.add_argument("--patch", type=int, default=96, help="side of a patch in pixels")
@@ -211,9 +225,9 @@ def _options() -> argparse.Namespace:
 def _convolutions(channels: int, width: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
-        nn.ReLU(inplace=True),
+        nn.LeakyReLU(0.1, inplace=True),
         nn.Conv2d(width, width, 3, padding=1),
-        nn.ReLU(inplace=True),
+        nn.LeakyReLU(0.1, inplace=True),
     )
 
 

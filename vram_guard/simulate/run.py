@@ -18,6 +18,7 @@ from vram_guard.simulate.batches import batch_source, map_tensors
 from vram_guard.simulate.composites import cuda_composites
 from vram_guard.simulate.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.pretend import Pretence, is_symbolic, pretend_cuda, replaced
+from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.recorder import Recorder
 from vram_guard.simulate.state import (
     build_symbolically,
@@ -45,6 +46,7 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
+    check_torch()
     # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
 
     if not _one_at_a_time.acquire(blocking=False):

@@ -1,0 +1,45 @@
+"""The table of torch's private names: complete, present, and each held by a test that exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.simulate import private_api
+
+TESTS = Path(__file__).parent
+SIMULATE = TESTS.parent / "vram_guard" / "simulate"
+
+
+@pytest.mark.parametrize("name", private_api.PRIVATE_NAMES, ids=lambda name: name.path)
+def test_this_torch_has_every_name(name: private_api.PrivateName) -> None:
+    assert private_api._exists(name.path), f"torch no longer has {name.path}, used for: {name.used_for}"
+
+
+def test_every_row_names_a_test_that_exists() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.glob("test_*.py"))
+    missing = [name.held_by for name in private_api.PRIVATE_NAMES if f"def {name.held_by}" not in source]
+    assert not missing
+
+
+def test_every_private_name_that_the_source_uses_is_in_the_table() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in SIMULATE.glob("*.py"))
+    used = set(re.findall(r"torch\._C\.(?:_autograd\.)?(_\w+)", source)) | set(re.findall(r"torch\.cuda\.(_\w+)", source))
+    used |= set(re.findall(r'"(_lazy_\w+|_group_tensors_\w+)"', source))
+    listed = {part for name in private_api.PRIVATE_NAMES for part in re.split(r"[:.]", name.path)}
+    assert used
+    assert not used - listed
+
+
+def test_a_missing_name_is_said_before_anything_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = private_api.PrivateName("torch._C:_never_was_there", "nothing", "nowhere")
+    monkeypatch.setattr(private_api, "PRIVATE_NAMES", (*private_api.PRIVATE_NAMES, gone))
+    private_api.check_torch.cache_clear()
+    with pytest.raises(UnsupportedStepError, match=r"torch\._C\._never_was_there.*tested with"):
+        private_api.check_torch()
+    monkeypatch.undo()
+    private_api.check_torch.cache_clear()
+    private_api.check_torch()

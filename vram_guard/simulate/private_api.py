@@ -1,0 +1,94 @@
+"""Every private or undocumented name of torch that the trace leans on, in one table.
+
+A release of torch that drops one of them is named by :func:`missing_names` before anything is traced, and by the test of
+this table. The behaviour behind each name is held by the tests named in the last column.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import NamedTuple
+
+from vram_guard.errors import UnsupportedStepError
+
+
+class PrivateName(NamedTuple):
+    """One name that torch does not promise to keep."""
+
+    path: str
+    """"module:attribute.attribute"."""
+    used_for: str
+    held_by: str
+    """The test that fails when the behaviour changes while the name stays."""
+
+
+_LAW = "test_the_symbolic_step_allocates_what_a_real_step_allocates"
+_AUTOCAST = "test_autocast_follows_cudas_lists"
+_CHECKPOINT = "test_checkpointing_keeps_only_the_blocks_inputs"
+_ASKED = "test_a_model_that_asks_its_tensors_where_they_are_is_answered_cuda"
+_NAMED = "test_where_a_block_comes_from_is_written_down"
+_IN_PLACE = "test_gradients_that_others_hold_are_not_summed_in_place"
+_FOREACH = "test_foreach_optimizers_hold_copies_of_the_parameters"
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch._C:TensorBase.device", "the true device behind the pretended one", _ASKED),
+    PrivateName("torch._C:TensorBase.is_meta", "which tensors are symbolic", _ASKED),
+    PrivateName("torch._C:TensorBase.is_cpu", "the true answer for real tensors", _ASKED),
+    PrivateName("torch._C:TensorBase._use_count", "who else holds a gradient", _IN_PLACE),
+    PrivateName("torch._C:TensorBase._is_view", "autocast caches no casts of views", _AUTOCAST),
+    PrivateName("torch._C:_storage_Use_Count", "who else holds a gradient's memory", _IN_PLACE),
+    PrivateName("torch:UntypedStorage._cdata", "one key for all views of a storage", _LAW),
+    PrivateName("torch._C:_current_autograd_node", "whose backward is running", _NAMED),
+    PrivateName("torch._C._autograd:_get_sequence_nr", "which forward made an autograd node", _NAMED),
+    PrivateName("torch.autograd.graph:_engine_run_backward", "the frame below which autograd itself calls", _LAW),
+    PrivateName("torch._C:_ExcludeDispatchKeyGuard", "autocast kernels run below autocast", _AUTOCAST),
+    PrivateName("torch._C:_dispatch_tls_set_dispatch_key_included", "autocast for symbolic tensors", _AUTOCAST),
+    PrivateName("torch._C:_dispatch_tls_is_dispatch_key_included", "autocast for symbolic tensors", _AUTOCAST),
+    PrivateName("torch._C:DispatchKey.AutocastCUDA", "where CUDA's autocast policy is asked", _AUTOCAST),
+    PrivateName("torch._C:_group_tensors_by_device_and_dtype", "foreach for symbolic parameters", _FOREACH),
+    PrivateName("torch:clear_autocast_cache", "when cached casts die", "test_casts_of_weights_are_cached"),
+    PrivateName("torch.library:Library._destroy", "kernels are taken away again", "test_a_trace_leaves_nothing_behind"),
+    PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "every operator is seen", _LAW),
+    PrivateName("torch.utils._pytree:tree_map", "batches of any structure", "test_one_example_batch_is_resized"),
+    PrivateName("torch.cuda:_lazy_init", "no CUDA context is opened", _ASKED),
+    PrivateName("torch.cuda:_lazy_call", "seeding is not queued for a later context", _CHECKPOINT),
+    PrivateName("torch.nn:Module._compiled_call_impl", "compiled modules are noticed", "test_compiled_models"),
+)
+
+
+def missing_names() -> list[PrivateName]:
+    """The rows of the table that this torch does not have."""
+    return [name for name in PRIVATE_NAMES if not _exists(name.path)]
+
+
+def _exists(path: str) -> bool:
+    module, _, attributes = path.partition(":")
+    try:
+        found: object = importlib.import_module(module)
+    except ImportError:
+        # torch._C is no package: its submodules are attributes.
+        parent, _, last = module.rpartition(".")
+        found = getattr(importlib.import_module(parent), last, None)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            return False
+        found = getattr(found, attribute)
+    return True
+
+
+@functools.cache
+def check_torch() -> None:
+    """Refuse a torch that lacks what the trace needs, before anything is touched.
+
+    Raises:
+        UnsupportedStepError: names what is missing.
+    """
+    missing = missing_names()
+    if missing:
+        import torch
+
+        names = ", ".join(name.path.replace(":", ".") for name in missing)
+        raise UnsupportedStepError(
+            f"torch {torch.__version__} has no {names}; use a release that vram_guard was tested with (2.4 to 2.15)"
+        )
