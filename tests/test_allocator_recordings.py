@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -337,10 +338,8 @@ def test_a_file_cut_off_anywhere_is_refused(snapshot):
 def test_a_damaged_byte_never_ends_in_another_error(at, byte):
     data = bytearray(pickle.dumps(as_snapshot(TRACE, SEGMENTS), protocol=4))
     data[at % len(data)] = byte
-    try:
+    with contextlib.suppress(InvalidInputError):  # anything else fails the test
         read_recording(bytes(data))
-    except InvalidInputError as error:
-        assert str(error)
 
 
 class Payload:

@@ -27,7 +27,9 @@ def test_every_row_names_a_test_that_exists() -> None:
 
 def test_every_private_name_that_the_source_uses_is_in_the_table() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in SIMULATE.glob("*.py"))
-    used = set(re.findall(r"torch\._C\.(?:_autograd\.)?(_\w+)", source)) | set(re.findall(r"torch\.cuda\.(_\w+)", source))
+    used = set(re.findall(r"torch\._C\.(?:_autograd\.)?(_\w+)", source)) | set(
+        re.findall(r"torch\.cuda\.(_\w+)", source)
+    )
     used |= set(re.findall(r'"(_lazy_\w+|_group_tensors_\w+)"', source))
     listed = {part for name in private_api.PRIVATE_NAMES for part in re.split(r"[:.]", name.path)}
     assert used

@@ -210,7 +210,7 @@ def leave_reports(guard: VramGuard, out: Path) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", default="96MiB", help="what PyTorch may reserve on the GPU (default: %(default)s)")
+    parser.add_argument("--budget", default="48MiB", help="what PyTorch may reserve on the GPU (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--patches", type=int, default=512, help="patches in an epoch")
@@ -248,8 +248,10 @@ def _multiple_of(number: int, image: Tensor) -> Tensor:
 
 def _quiet_lightning() -> None:
     """Leave the terminal to the report: Lightning's start-up lines and its hints about workers say nothing here."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*number of training batches.*")
 
 

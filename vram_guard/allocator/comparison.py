@@ -57,9 +57,7 @@ class Comparison:
     @property
     def same_segments(self) -> bool:
         """Whether the segments were the same all along and at the end."""
-        return self.first_difference is None and all(
-            count.recorded == count.simulated for count in self.counts
-        )
+        return self.first_difference is None and all(count.recorded == count.simulated for count in self.counts)
 
 
 def compare(recording: Recording, settings: AllocatorSettings | None = None) -> Comparison:
@@ -135,9 +133,7 @@ class _Follower:
         if recorded != simulated:
             self._differ(entry, _told(recorded), _told(simulated))
         elif self.recorded != self.allocator.reserved:
-            self._differ(
-                entry, f"{self.recorded} bytes reserved", f"{self.allocator.reserved} bytes reserved"
-            )
+            self._differ(entry, f"{self.recorded} bytes reserved", f"{self.allocator.reserved} bytes reserved")
         if block.address != entry.address and self.first_displaced is None:
             self.first_displaced = Difference(entry.position, f"{entry.address:#x}", f"{block.address:#x}")
 

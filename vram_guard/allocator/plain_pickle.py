@@ -54,9 +54,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """A second lock behind the check of the opcodes."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise InvalidInputError(
-            f"the pickle asks for {module_name}.{global_name}; only plain values are read"
-        )
+        raise InvalidInputError(f"the pickle asks for {module_name}.{global_name}; only plain values are read")
 
     def persistent_load(self, _pid: Any, /) -> NoReturn:
         raise InvalidInputError("the pickle refers to objects outside itself; only plain values are read")
@@ -74,12 +72,8 @@ def load_plain_pickle(data: bytes) -> Any:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except InvalidInputError:
         raise
-    except (
-        Exception
-    ) as error:  # damaged pickles raise many kinds: TypeError for an unhashable key, KeyError, ...
-        raise InvalidInputError(
-            f"the pickle is damaged ({type(error).__name__}: {error}); save it again"
-        ) from error
+    except Exception as error:  # damaged pickles raise many kinds: TypeError for an unhashable key, KeyError, ...
+        raise InvalidInputError(f"the pickle is damaged ({type(error).__name__}: {error}); save it again") from error
 
 
 def _check_opcodes(data: bytes) -> None:

@@ -173,9 +173,7 @@ def _segment(entry: Mapping[str, Any], where: str) -> Segment:
         address += size
     total = _int(entry, "total_size", where)
     if not blocks or sum(block.size for block in blocks) != total:
-        raise InvalidInputError(
-            f"the snapshot contradicts itself: the blocks of {where} do not add up to its size"
-        )
+        raise InvalidInputError(f"the snapshot contradicts itself: the blocks of {where} do not add up to its size")
     kind = entry.get("segment_type")
     if kind not in ("small", "large"):
         raise InvalidInputError(f"not a memory snapshot: {where} is neither small nor large")
@@ -278,9 +276,7 @@ def _numbered(
     for entry in trace:
         if entry.action == "alloc":
             if entry.address in number:
-                raise InvalidInputError(
-                    f"trace entry {entry.position} allocates at an address that is still in use"
-                )
+                raise InvalidInputError(f"trace entry {entry.position} allocates at an address that is still in use")
             number[entry.address] = len(sizes)
             events.append(len(sizes))
             sizes.append(entry.size)

@@ -95,15 +95,11 @@ class _Run:
 
     def __init__(self, events: list[int], sizes: list[int], streams: Sequence[int] | None) -> None:
         if sizes and min(sizes) < 0:
-            raise InvalidInputError(
-                f"block {sizes.index(min(sizes))} has a negative size: {min(sizes)} bytes"
-            )
+            raise InvalidInputError(f"block {sizes.index(min(sizes))} has a negative size: {min(sizes)} bytes")
         if events and not -len(sizes) <= min(events) <= max(events) < len(sizes):
             raise InvalidInputError(f"events name blocks that have no size: there are {len(sizes)} sizes")
         if streams is not None and len(streams) != len(sizes):
-            raise InvalidInputError(
-                f"there are {len(streams)} streams for {len(sizes)} sizes: give one for each"
-            )
+            raise InvalidInputError(f"there are {len(streams)} streams for {len(sizes)} sizes: give one for each")
         self.events = events
         self.sizes = sizes
         self.streams = streams or [0] * len(sizes)
@@ -136,9 +132,7 @@ class _Run:
             elif sizes[~event]:
                 held = blocks[~event]
                 if held is None:
-                    raise InvalidInputError(
-                        f"event {index} frees block {~event}, which is not allocated then"
-                    )
+                    raise InvalidInputError(f"event {index} frees block {~event}, which is not allocated then")
                 release(held)
                 blocks[~event] = None
             if curves is not None:

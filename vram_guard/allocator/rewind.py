@@ -47,9 +47,7 @@ class _Live(NamedTuple):
     """Position of the trace entry that frees it; -1: none does."""
 
 
-def rewind(
-    final: Iterable[Segment], trace: Sequence[TraceEntry], freed: str, settings: AllocatorSettings
-) -> Rewound:
+def rewind(final: Iterable[Segment], trace: Sequence[TraceEntry], freed: str, settings: AllocatorSettings) -> Rewound:
     """Undo a trace, from its last action to its first.
 
     A block that was freed during the recording left only its requested size. It is given the size that the
@@ -129,9 +127,7 @@ class _Layout:
         end = entry.address + entry.size
         if any(entry.address < each.end and each.address < end for each in self.stretches):
             raise _contradiction(entry, "gives up memory that is there afterwards")
-        restored = _Stretch(
-            entry.address, entry.size, entry.stream, self._kind(entry), entry.action == "segment_unmap"
-        )
+        restored = _Stretch(entry.address, entry.size, entry.stream, self._kind(entry), entry.action == "segment_unmap")
         if restored.is_expandable:
             for each in list(self.stretches):
                 if (

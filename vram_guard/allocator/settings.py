@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 #: Bytes of the segments that requests of 1 to 10 MiB are cut from (``large_segment_size_`` in
-#: AllocatorConfig.h; ``kLargeBuffer`` before torch 2.10).
+#: AllocatorConfig.h; ``kLargeBuffer`` in torch 2.6).
 LARGE_SEGMENT = 20 * MIB
 
 #: Requests of at least this many bytes get a segment of their own (``kMinLargeAlloc``).
@@ -85,24 +85,18 @@ class AllocatorSettings:
 
     def __post_init__(self) -> None:
         if self.large_segment_size <= LEAST_OWN_SEGMENT:
-            raise InvalidInputError(
-                "large_segment_size must be more than 10 MiB (large_segment_size_mb: 11 or more)"
-            )
+            raise InvalidInputError("large_segment_size must be more than 10 MiB (large_segment_size_mb: 11 or more)")
         for name in ("max_split_size", "max_non_split_rounding_size"):
             size = getattr(self, name)
             if size is not None and size < self.large_segment_size:
                 least = self.large_segment_size // MIB
-                raise InvalidInputError(
-                    f"{name} must be at least large_segment_size ({least} MiB), not {size} bytes"
-                )
+                raise InvalidInputError(f"{name} must be at least large_segment_size ({least} MiB), not {size} bytes")
         if not 0.0 <= self.garbage_collection_threshold < 1.0:
             raise InvalidInputError("garbage_collection_threshold must lie between 0 and 1 (0: off)")
         if not 0.0 <= self.per_process_memory_fraction <= 1.0:
             raise InvalidInputError("per_process_memory_fraction must lie between 0 and 1")
         if len(self.roundup_power2_divisions) not in (0, INTERVALS):
-            raise InvalidInputError(
-                f"roundup_power2_divisions takes {INTERVALS} numbers, one for each power of two"
-            )
+            raise InvalidInputError(f"roundup_power2_divisions takes {INTERVALS} numbers, one for each power of two")
         for divisions in self.roundup_power2_divisions:
             _power_of_two_or_zero(divisions)
 
@@ -134,9 +128,7 @@ class AllocatorSettings:
         environ = os.environ if environ is None else environ
         for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
             if environ.get(name, "0") != "0":
-                raise InvalidInputError(
-                    f"{name} switches the caching allocator off, which is not modelled: unset it"
-                )
+                raise InvalidInputError(f"{name} switches the caching allocator off, which is not modelled: unset it")
         for name in VARIABLES:
             if name in environ:
                 return cls.from_conf(environ[name])
@@ -207,9 +199,7 @@ def _count(key: str, value: str) -> int:
 def _threshold(key: str, value: str) -> float:
     number = _number(key, value)
     if not 0.0 < number < 1.0:
-        raise InvalidInputError(
-            f"allocator settings: {key} must lie between 0 and 1, and be neither, not {value!r}"
-        )
+        raise InvalidInputError(f"allocator settings: {key} must lie between 0 and 1, and be neither, not {value!r}")
     return number
 
 
@@ -251,7 +241,7 @@ def _divisions(value: list[str]) -> tuple[int, ...]:
     """``parseRoundUpPower2Divisions``: one number for all sizes, or "[256:1,512:2,>:4]" with bounds in MiB.
 
     The first bound's number also holds for all smaller sizes; ">" holds for the intervals after the last
-    bound (torch before 2.9 let it overwrite the last bound as well); intervals that nothing names keep 0.
+    bound (in torch 2.6 it overwrote the last bound as well); intervals that nothing names keep 0.
     """
     if value[0] != "[":
         parts = _count("roundup_power2_divisions", value[0])
@@ -292,7 +282,5 @@ def _interval(bound: str) -> int:
 
 def _power_of_two_or_zero(divisions: int) -> int:
     if divisions < 0 or divisions & (divisions - 1):
-        raise InvalidInputError(
-            f"roundup_power2_divisions: {divisions} must be a power of two, or 0 for no rounding"
-        )
+        raise InvalidInputError(f"roundup_power2_divisions: {divisions} must be a power of two, or 0 for no rounding")
     return divisions

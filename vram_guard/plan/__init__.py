@@ -92,7 +92,7 @@ def plan(
         dataset_size=dataset_size,
         settings=settings,
     )
-    traces = _Traces(step, capability or ASSUMED_COMPUTE_CAPABILITY, progress or _silent)
+    traces = _Traces(step, batch_size, capability or ASSUMED_COMPUTE_CAPABILITY, progress or _silent)
     return search(request, traces)
 
 
@@ -112,9 +112,7 @@ def _check_growth(target_utilization: float, lr_rule: str) -> None:
     # Annotations stop nobody; a comparison with NaN is false.
     share: object = target_utilization
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise InvalidInputError(
-            f"target_utilization must be above 0 and at most 1 (0.8 for 80%), not {share!r}"
-        )
+        raise InvalidInputError(f"target_utilization must be above 0 and at most 1 (0.8 for 80%), not {share!r}")
     if lr_rule not in LEARNING_RATE_RULES:
         raise InvalidInputError(f"lr_rule must be one of {', '.join(LEARNING_RATE_RULES)}, not {lr_rule!r}")
 
@@ -127,9 +125,10 @@ class _Traces:
     """Timelines of one step under other precisions and splits, each traced when first asked for."""
 
     def __init__(
-        self, step: TrainingStep, capability: tuple[int, int], progress: Callable[[str], None]
+        self, step: TrainingStep, batch_size: int, capability: tuple[int, int], progress: Callable[[str], None]
     ) -> None:
         self._step = step
+        self._batch_size = batch_size
         self._capability = capability
         self._progress = progress
         self._traced: dict[tuple[str, bool], Timeline] = {}
@@ -149,5 +148,7 @@ class _Traces:
             self._progress(f"tracing the step in {precision}{' in micro-batches' if split else ''}")
             changes = {"accumulate": 2, "whole_batch": True} if split else {}
             step = self._step.with_(precision=precision, **changes)
-            self._traced[key] = trace(step, compute_capability=self._capability)
+            # The user's own batch size is the one that has to be right, not only two small ones.
+            check_at = None if split else self._batch_size
+            self._traced[key] = trace(step, compute_capability=self._capability, check_at=check_at)
         return self._traced[key]

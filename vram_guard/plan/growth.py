@@ -60,9 +60,7 @@ def grown(request: Request, before: Candidate) -> Plan:
         *tier_reason(best.estimate),
     )
     option = Option(request.precision, 1)
-    return make_plan(
-        request, before, best, option, factor * request.batch_size, True, reasons, tuple(rejected)
-    )
+    return make_plan(request, before, best, option, factor * request.batch_size, True, reasons, tuple(rejected))
 
 
 def _share(candidate: Candidate, request: Request) -> str:

@@ -96,9 +96,7 @@ class Plan:
     def explain(self) -> str:
         """The plan in plain words, several lines: verdict, changes, reasons, what was rejected."""
         lines = [self._verdict(), ""]
-        lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or [
-            "  nothing changes"
-        ]
+        lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or ["  nothing changes"]
         lines += ["", "Why:", *(f"  - {reason}" for reason in self.reasons)]
         if self.rejected:
             lines += ["", "Not taken:", *(f"  - {option.option}: {option.why}" for option in self.rejected)]

@@ -94,9 +94,7 @@ def search(request: Request, source: Source) -> Plan:
     return _nothing_fits(request, before, trial.rejected)
 
 
-def _shrunk(
-    request: Request, option: Option, before: Candidate, after: Candidate, rejected: list[Rejected]
-) -> Plan:
+def _shrunk(request: Request, option: Option, before: Candidate, after: Candidate, rejected: list[Rejected]) -> Plan:
     reasons = [_shortage(before.estimate, request)]
     if option.precision != request.precision:
         reasons.append(request.mixed_why)
@@ -112,9 +110,7 @@ def _shrunk(
                 "result is close to the unsplit one, not equal."
             )
     reasons += tier_reason(after.estimate)
-    return make_plan(
-        request, before, after, option, request.batch_size, True, tuple(reasons), tuple(rejected)
-    )
+    return make_plan(request, before, after, option, request.batch_size, True, tuple(reasons), tuple(rejected))
 
 
 def _shortage(estimate: Estimate, request: Request) -> str:
@@ -144,6 +140,4 @@ def _nothing_fits(request: Request, before: Candidate, rejected: list[Rejected])
         reasons.append("A batch of one sample cannot be split.")
     reasons.append("Nothing was changed.")
     option = Option(request.precision, 1)
-    return make_plan(
-        request, before, before, option, request.batch_size, False, tuple(reasons), tuple(rejected)
-    )
+    return make_plan(request, before, before, option, request.batch_size, False, tuple(reasons), tuple(rejected))

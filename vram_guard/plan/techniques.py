@@ -24,16 +24,12 @@ def checked_techniques(allow: Iterable[str]) -> frozenset[str]:
     Raises:
         InvalidInputError: an unknown technique; the message suggests the nearest known one.
     """
-    names = (
-        [name.strip() for name in allow.split(",") if name.strip()] if isinstance(allow, str) else list(allow)
-    )
+    names = [name.strip() for name in allow.split(",") if name.strip()] if isinstance(allow, str) else list(allow)
     for name in names:
         if name not in TECHNIQUES:
             near = get_close_matches(str(name), TECHNIQUES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidInputError(
-                f"allow: unknown technique {name!r}, known are {', '.join(TECHNIQUES)}{hint}"
-            )
+            raise InvalidInputError(f"allow: unknown technique {name!r}, known are {', '.join(TECHNIQUES)}{hint}")
     return frozenset(names)
 
 

@@ -15,8 +15,15 @@ TRACED_SIZES = (2, 3)
 #: NVIDIA A100: what a step is traced for unless the caller names another GPU.
 DEFAULT_CAPABILITY = (8, 0)
 
+#: In the notes of steps whose sizes come from the values in the batch.
+FROM_VALUES = "depends on the values in the batch"
 
-def trace(step: TrainingStep, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Timeline:
+LAW_BROKEN = Note("the sequence of allocations differs between batch sizes: every size asked for is traced")
+
+
+def trace(
+    step: TrainingStep, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, check_at: int | None = None
+) -> Timeline:
     """Two consecutive training steps as allocations and frees, for every batch size.
 
     The step runs twice, on symbolic tensors, at two small batch sizes; no arithmetic is done, no GPU is touched and
@@ -26,6 +33,7 @@ def trace(step: TrainingStep, *, compute_capability: tuple[int, int] = DEFAULT_C
     Args:
         step: what is trained.
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
+        check_at: also trace this batch size and compare: finds code that takes another way for large batches.
 
     Raises:
         UnsupportedStepError: the step cannot be run symbolically at all.
@@ -33,23 +41,30 @@ def trace(step: TrainingStep, *, compute_capability: tuple[int, int] = DEFAULT_C
     """
     from vram_guard.simulate.run import run_step
 
+    if check_at is not None:
+        checked_count("check_at", check_at)
     small, large = (run_step(step, size, compute_capability) for size in TRACED_SIZES)
     merged = merge_affine(small, large)
-    from_values = any("depends on the values in the batch" in note.message for note in small.notes)
+    from_values = any(FROM_VALUES in note.message for note in small.notes)
     if merged is not None and not from_values:
-        return merged
-    law = Note("the sequence of allocations differs between batch sizes: every size asked for is traced")
+        if check_at is None or check_at in TRACED_SIZES:
+            return merged
+        direct = run_step(step, check_at, compute_capability)
+        if direct.events == merged.events and direct.sizes(check_at) == merged.sizes(check_at):
+            return merged
 
     def retrace(batch_size: int) -> Timeline:
         exact = run_step(step, batch_size, compute_capability)
-        return replace(exact, notes=(*exact.notes, law), retrace=retrace)
+        return replace(exact, notes=(*exact.notes, LAW_BROKEN), retrace=retrace)
 
-    return replace(small, notes=(*small.notes, law), retrace=retrace)
+    return replace(small, notes=(*small.notes, LAW_BROKEN), retrace=retrace)
 
 
 def estimate(
     step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
 ) -> Estimate:
-    """Shorthand for ``trace(step).at(batch_size)``."""
+    """What the step takes at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked."""
     checked_count("batch_size", batch_size)
-    return trace(step, compute_capability=compute_capability).at(batch_size)
+    from vram_guard.simulate.run import run_step
+
+    return run_step(step, batch_size, compute_capability).at(batch_size)

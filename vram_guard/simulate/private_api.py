@@ -1,6 +1,6 @@
 """Every private or undocumented name of torch that the trace leans on, in one table.
 
-A release of torch that drops one of them is named by :func:`missing_names` before anything is traced, and by the test of
+A release of torch that drops one is named by :func:`missing_names` before anything is traced, and by the test of
 this table. The behaviour behind each name is held by the tests named in the last column.
 """
 

@@ -1,0 +1,120 @@
+"""The ``vram-guard`` command: answers on stdout, messages on stderr, exit codes that mean something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vram_guard import __version__, cli
+from vram_guard.budget import catalogue
+from vram_guard.errors import DeviceQueryError, DoesNotFitError, InvalidInputError, NoDeviceError
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"vram-guard {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["gpus", "--no-such-option"]])
+def test_bad_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "usage: vram-guard" in captured.err
+
+
+def test_gpus_lists_every_card_in_aligned_columns(capsys):
+    assert cli.main(["gpus"]) == 0
+    head, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert len(rows) == len(catalogue())
+    column = head.index("architecture")
+    for row, card in zip(rows, catalogue(), strict=True):
+        assert row.startswith(card.name)
+        assert row[column:].startswith(card.architecture)
+
+
+def test_gpus_as_json_is_what_the_catalogue_says(capsys):
+    assert cli.main(["gpus", "rtx 4090", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["schema"] == cli.JSON_SCHEMA
+    (card,) = answer["gpus"]
+    assert card["name"] == "RTX 4090"
+    assert card["compute_capability"] == [8, 9]
+    assert 22 * 2**30 < card["usable_bytes"] < card["memory_bytes"] < 24 * 2**30
+    assert card["sources"]["memory_bytes"]
+
+
+def test_an_unknown_gpu_is_bad_usage_and_the_nearest_are_named(capsys):
+    assert cli.main(["gpus", "RTX 4099"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "RTX 4090" in captured.err
+
+
+def test_doctor_says_what_is_here(capsys):
+    code = cli.main(["doctor", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["vram_guard"] == __version__
+    assert facts["torch"]
+    assert facts["integration lightning"] == "ready"
+    assert code == (3 if facts["gpu_unreadable"] else 0)
+
+
+def test_doctor_for_people(capsys):
+    cli.main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["vram", "guard", __version__]
+    assert {line[: len(lines[0]) - len(__version__)].strip() for line in lines} >= {"gpu", "host memory", "torch"}
+
+
+def test_doctor_exits_with_3_where_the_gpu_cannot_be_read(monkeypatch, capsys):
+    from vram_guard.budget import Budget
+
+    def unreadable():
+        raise DeviceQueryError("driver and library versions differ: reboot")
+
+    monkeypatch.setattr(Budget, "resolve", unreadable)
+    assert cli.main(["doctor"]) == 3
+    assert "reboot" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(DoesNotFitError("x"), 1), (InvalidInputError("x"), 2), (NoDeviceError("x"), 3), (DeviceQueryError("x"), 3)],
+)
+def test_exit_codes(error, code, monkeypatch, capsys):
+    def fail(_options):
+        raise error
+
+    monkeypatch.setattr(cli, "_gpus", fail)
+    assert cli.main(["gpus"]) == code
+    assert capsys.readouterr().err == "vram-guard: x\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    """``vram-guard gpus | head -1``: no traceback, exit code 0."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vram_guard.cli", "gpus", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_another_encoding_than_utf8():
+    """A terminal that knows only ASCII still gets every answer."""
+    run = subprocess.run(
+        [sys.executable, "-m", "vram_guard.cli", "gpus"],
+        capture_output=True,
+        check=True,
+        env={"PATH": "", "PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert b"RTX 4090" in run.stdout

@@ -1,0 +1,174 @@
+"""What an installed copy contains and asks for, and that the files people start from agree with each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import vram_guard
+
+ROOT = Path(__file__).parents[1]
+MALICIOUS = ("2.6.2", "2.6.3")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The built wheel, opened."""
+    folder = tmp_path_factory.mktemp("wheel")
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+def requirements(metadata, extra=""):
+    """What is asked for with this extra, and not without it."""
+    found = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    if not extra:
+        return {need.name: need.specifier for need in found if need.marker is None}
+    return {need.name: need for need in found if need.marker and need.marker.evaluate({"extra": extra})}
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
+    roots = {name.split("/")[0] for name in wheel.namelist()}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {"vram_guard", "vram_guard_lightning"}
+
+
+def test_every_source_file_is_in_the_wheel(wheel):
+    names = set(wheel.namelist())
+    for root, package in ((ROOT, "vram_guard"), (ROOT / "integrations", "vram_guard_lightning")):
+        sources = [path for path in (root / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert sources
+        assert {path.relative_to(root).as_posix() for path in sources} <= names
+
+
+def test_type_checkers_may_use_the_annotations(wheel):
+    assert {"vram_guard/py.typed", "vram_guard_lightning/py.typed"} <= set(wheel.namelist())
+
+
+def test_version_is_one(metadata):
+    assert metadata["Version"] == vram_guard.__version__
+    assert f"## {vram_guard.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_entry_points(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    text = wheel.read(name).decode()
+    assert "vram-guard = vram_guard.cli:main" in text
+    assert "[vram_guard.integrations]\nlightning = vram_guard_lightning" in text
+    assert "callbacks_factory" not in text, "installing a package must not add a callback to every Trainer"
+
+
+def test_the_core_asks_for_no_framework(metadata):
+    assert set(requirements(metadata)) == {"torch", "rich", "nvidia-ml-py"}
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
+@pytest.mark.parametrize("version", MALICIOUS)
+def test_malicious_uploads_are_excluded(metadata, name, version):
+    specifier = requirements(metadata, extra=name)[name].specifier
+    assert not specifier.contains(version)
+    assert specifier.contains("2.6.6")
+
+
+def test_mmengine_gets_a_setuptools_that_still_has_pkg_resources(metadata):
+    specifier = requirements(metadata, extra="mmengine")["setuptools"].specifier
+    assert specifier.contains("80.9.0")
+    assert not specifier.contains("81.0.0")
+
+
+def test_all_means_all(metadata):
+    parts = [requirements(metadata, extra=extra) for extra in ("lightning", "mmengine", "accelerate", "plot")]
+    everything = requirements(metadata, extra="all")
+    assert everything.keys() == {name for part in parts for name in part}
+    for part in parts:
+        for name, need in part.items():
+            assert everything[name].specifier == need.specifier
+
+
+def test_supported_versions(metadata):
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert requirements(metadata)["torch"] == SpecifierSet(">=2.4")
+
+
+def test_constraints_are_exact_and_within_what_is_asked_for(metadata):
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    asked = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    for pin in pins:
+        (clause,) = pin.specifier
+        assert clause.operator == "=="
+        for need in asked:
+            assert need.name != pin.name or need.specifier.contains(clause.version)
+    unpinned = {need.name for need in asked} - {pin.name for pin in pins} - {"vram-guard", "mmengine", "setuptools"}
+    assert unpinned == set()
+
+
+def committed_files():
+    """Files that belong to the project: what git knows, or, without git, what is not ignored by name."""
+    run = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if run.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in run.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_no_file_names_an_index_to_install_from():
+    """Where packages come from is the installing machine's business."""
+    index = re.compile(r"(--(extra-)?index-url|find-links|--trusted-host)[ =]")
+    for path in committed_files():
+        if path.suffix in {".toml", ".txt", ".sh", ".md", ".cfg", ""} and path != Path(__file__):
+            assert not index.search(path.read_text(encoding="utf-8")), path
+
+
+def test_the_readmes_two_commands_are_the_makefiles_and_cis():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for name in ("README.md", "README_zh-CN.md"):
+        readme = (ROOT / name).read_text(encoding="utf-8")
+        for command in re.findall(r"^make ([a-z-]+)", readme, re.MULTILINE):
+            assert f"\n{command}:" in makefile, f"{name}: make {command}"
+        assert {"make demo", "make test"} <= set(readme.splitlines())
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+WITHOUT_LIGHTNING = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"lightning", "pytorch_lightning"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import vram_guard, vram_guard.plan, vram_guard.budget
+try:
+    from vram_guard_lightning import VramGuard
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_missing_framework_is_an_import_error_that_names_the_extra():
+    path = os.pathsep.join(filter(None, sys.path))
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIGHTNING],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert "pip install 'vram-guard[lightning]'" in run.stdout

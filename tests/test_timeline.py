@@ -1,0 +1,116 @@
+"""Timelines worked out by hand: what they answer at a batch size, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import BY_NAME, adamw
+from torch import nn
+
+from vram_guard.simulate import estimate, trace
+from vram_guard.step import TrainingStep
+from vram_guard.timeline import Affine, Block, Gate, Phase, Timeline, largest_that_fits, merge_affine
+
+MIB = 2**20
+
+
+def block(base: int, per_sample: int = 0, category: str = "activations", **settings) -> Block:
+    return Block(Affine(base, per_sample), category, "layer", "train.py:7", "aten.mm.default", **settings)
+
+
+def timeline(*blocks: Block, events=None, **settings) -> Timeline:
+    settings.setdefault("traced", (2, 3))
+    events = events if events is not None else tuple(range(len(blocks)))
+    phases = (Phase("setup", 0, 0), Phase("forward", 1, 1))
+    return Timeline(blocks=blocks, events=tuple(events), phases=phases, **settings)
+
+
+def test_an_estimate_says_who_holds_the_bytes_at_the_peak() -> None:
+    made = timeline(
+        block(4 * MIB, category="parameters"), block(0, MIB), block(0, 2 * MIB, "temporaries"), events=(0, 1, 2, ~2, ~1)
+    )
+    found = made.at(20)
+    assert found.peak_allocated == 4 * MIB + 20 * MIB + 40 * MIB
+    assert found.breakdown["temporaries"] == 40 * MIB
+    assert sum(found.breakdown.values()) == found.peak_allocated == sum(found.by_module.values())
+    assert (found.peak_phase.name, found.peak_source, found.peak_operator) == (
+        "forward",
+        "train.py:7",
+        "aten.mm.default",
+    )
+    # 4 MiB come from a segment of 20 MiB; 20 and 40 MiB have segments of their own.
+    assert found.peak_reserved == 80 * MIB
+
+
+def test_a_gated_block_exists_only_above_its_threshold() -> None:
+    made = timeline(block(0, MIB, gate=Gate(Affine(0, 100), 3072)))
+    assert made.at(30).peak_allocated == 0
+    assert made.at(31).peak_allocated == 32 * MIB  # a segment of 32 MiB; 1 MiB of rest is not split off
+
+
+def test_a_capacity_names_the_request_that_fails() -> None:
+    made = timeline(block(0, MIB), block(0, 4 * MIB))
+    point = made.at(20, capacity=60 * MIB).out_of_memory
+    assert point is not None
+    assert (point.requested, point.reserved, point.source) == (80 * MIB, 20 * MIB, "train.py:7")
+    assert made.at(20, capacity=100 * MIB).out_of_memory is None
+
+
+@pytest.mark.parametrize("budget", ["1GiB", 2**30])
+def test_max_batch_size_is_the_last_that_fits(budget) -> None:
+    from vram_guard.budget import Budget
+
+    made = timeline(block(100 * MIB, category="parameters"), block(0, 3 * MIB))
+    largest = made.max_batch_size(Budget.resolve(budget=budget, margin=0))
+    assert made.at(largest).peak_reserved <= 2**30 < made.at(largest + 1).peak_reserved
+
+
+def test_a_lower_bound_never_promises_a_batch_size() -> None:
+    assert timeline(block(1), tier="formula").max_batch_size("1GiB") == 0
+
+
+@pytest.mark.parametrize(("answer", "limit", "expected"), [(0, 9, 0), (1, 9, 1), (7, 9, 7), (8, 8, 8), (99, 10, 10)])
+def test_largest_that_fits(answer: int, limit: int, expected: int) -> None:
+    assert largest_that_fits(lambda count: count <= answer, limit) == expected
+
+
+def test_merging_demands_one_sequence_and_whole_bytes_per_sample() -> None:
+    low = timeline(block(10), traced=(2,))
+    assert merge_affine(low, timeline(block(13), traced=(3,))).blocks[0].size == Affine(4, 3)
+    assert merge_affine(low, timeline(block(13), events=(0, ~0), traced=(3,))) is None
+    assert merge_affine(low, timeline(block(7), traced=(3,))) is None  # shrinks
+    assert merge_affine(low, timeline(block(13), traced=(4,))) is None  # a byte and a half for each sample
+    other = block(13)._replace(operator="aten.bmm.default")
+    assert merge_affine(low, timeline(other, traced=(3,))) is None
+
+
+def test_code_that_changes_its_way_for_large_batches_is_found_by_the_check() -> None:
+    def loss(model, batch):
+        if batch.shape[0] > 8:
+            return sum(model(part).sum() for part in batch.chunk(2))
+        return model(batch).sum()
+
+    step = TrainingStep(lambda: nn.Linear(64, 64), lambda b: torch.randn(b, 64), loss, adamw)
+    assert trace(step).retrace is None  # two small sizes cannot know
+    checked = trace(step, check_at=16)
+    assert checked.retrace is not None
+    assert checked.at(16).peak_allocated == estimate(step, 16).peak_allocated
+    assert trace(step, check_at=7).retrace is None
+
+
+def test_another_batch_size_is_answered_without_another_trace() -> None:
+    calls = []
+    architecture = BY_NAME["decoder"]
+    step = TrainingStep(
+        architecture.model,
+        lambda b: calls.append(b) or architecture.batch(b),
+        architecture.loss,
+        adamw,
+    )
+    made = trace(step)
+    before = len(calls)
+    assert [made.at(size).peak_reserved for size in (1, 8, 512)] == sorted(
+        made.at(s).peak_reserved for s in (1, 8, 512)
+    )
+    assert len(calls) == before
+    assert set(calls) == {2, 3}
