@@ -8,9 +8,10 @@ Every measurement runs in a fresh process, on the same model, the same batch and
   says. Two optimizer steps (the first has no optimizer state yet) at one batch size.
 - ``FakeTensorMode``: the same two steps with nothing recorded: the floor.
 
-Seconds contain building the model and exclude imports. Because vram_guard runs more steps than the others, both
-the ratio of whole answers and the ratio per step are printed. Host memory is the process's peak resident size less
-what it had after its imports.
+Seconds contain building the model and exclude imports. "first" is the first call in its process, "again" the second
+one (what torch sets up on first use is there by then). Because vram_guard runs more steps than the others, both the
+ratio of whole answers and the ratio per step are printed. Host memory is the process's peak resident size after the
+first call less what it had after its imports.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+CALLS = ("first", "again")
 TOOLS = ("vram_guard", "MemTracker", "FakeTensorMode")
 STEPS = 2
 
 
 def main() -> None:
+    """Measure everything and print it; or, as a worker, measure one thing and print it as JSON."""
     options = _options()
     if options.worker:
         print(json.dumps(_measure(*options.worker)))
@@ -65,18 +69,25 @@ def _measure(tool: str, model: str) -> dict[str, Any]:
     case.prepare()
     _import_what_the_tool_imports(tool)
     before = _peak_host_bytes()
-    start = time.perf_counter()
-    peak, steps = run(case)
-    seconds = time.perf_counter() - start
+    first, (peak, steps) = _timed(run, case)
+    host_bytes = _peak_host_bytes() - before
+    again, _ = _timed(run, case)
     return {
         "model": model,
         "title": case.title,
         "tool": tool,
-        "seconds": seconds,
+        "first": first,
+        "again": again,
         "steps": steps,
-        "host_bytes": _peak_host_bytes() - before,
+        "host_bytes": host_bytes,
         "predicted_peak_bytes": peak,
     }
+
+
+def _timed(run: Callable[[Any], tuple[int | None, int]], case: Any) -> tuple[float, tuple[int | None, int]]:
+    start = time.perf_counter()
+    answer = run(case)
+    return time.perf_counter() - start, answer
 
 
 def _import_what_the_tool_imports(tool: str) -> None:
@@ -96,6 +107,7 @@ def _peak_host_bytes() -> int:
 
 def _run_vram_guard(case: Any) -> tuple[int, int]:
     from models import adamw
+
     from vram_guard import TrainingStep, trace
 
     timeline = trace(TrainingStep(model=case.build, batch=case.batch, loss=case.loss, optimizer=adamw))
@@ -147,17 +159,19 @@ def _step(case: Any, model: Any, batch: Any, optimizer: Any) -> None:
 
 def _measure_all(models: list[str], tools: list[str], repeat: int) -> list[dict[str, Any]]:
     """The fastest of ``repeat`` runs of each; rounds go through all tools, so that a slow minute hits them alike."""
-    fastest: dict[tuple[str, str], dict[str, Any]] = {}
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for round_ in range(repeat):
         for model in models:
             for tool in tools:
                 print(f"round {round_ + 1}/{repeat}: {model}, {tool}", file=sys.stderr, flush=True)
-                run = _in_fresh_process(tool, model)
-                best = fastest.get((model, tool))
-                seconds = [*(best["all_seconds"] if best else ()), run["seconds"]]
-                keep = run if best is None or run["seconds"] < best["seconds"] else best
-                fastest[model, tool] = {**keep, "all_seconds": seconds}
-    return list(fastest.values())
+                runs.setdefault((model, tool), []).append(_in_fresh_process(tool, model))
+    return [_fastest(same) for same in runs.values()]
+
+
+def _fastest(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several runs: the shortest time of each kind of call, and all of them beside."""
+    every = {call: [run[call] for run in runs] for call in CALLS}
+    return {**runs[0], **{call: min(times) for call, times in every.items()}, "every": every}
 
 
 def _in_fresh_process(tool: str, model: str) -> dict[str, Any]:
@@ -169,29 +183,27 @@ def _in_fresh_process(tool: str, model: str) -> dict[str, Any]:
 
 
 def _ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per model: how many times faster than MemTracker, and how far above the floor."""
+    """Per model and kind of call: how many times faster than MemTracker, and how far above the floor."""
     by_key = {(run["model"], run["tool"]): run for run in results}
-    ratios = []
-    for model in dict.fromkeys(run["model"] for run in results):
-        runs = [by_key.get((model, tool)) for tool in TOOLS]
-        if any(run is None for run in runs):
-            continue
-        ours, tracker, bare = (run for run in runs if run is not None)
-        ratios.append(
-            {
-                "model": model,
-                "title": ours["title"],
-                "faster_than_mem_tracker": tracker["seconds"] / ours["seconds"],
-                "faster_than_mem_tracker_per_step": _per_step(tracker) / _per_step(ours),
-                "times_bare_fake_tensor_mode": ours["seconds"] / bare["seconds"],
-                "times_bare_fake_tensor_mode_per_step": _per_step(ours) / _per_step(bare),
-            }
-        )
-    return ratios
+    complete = [
+        [by_key[model, tool] for tool in TOOLS]
+        for model in dict.fromkeys(run["model"] for run in results)
+        if all((model, tool) in by_key for tool in TOOLS)
+    ]
+    return [_ratio(call, *runs) for runs in complete for call in CALLS]
 
 
-def _per_step(run: dict[str, Any]) -> float:
-    return float(run["seconds"]) / int(run["steps"])
+def _ratio(call: str, ours: dict[str, Any], tracker: dict[str, Any], bare: dict[str, Any]) -> dict[str, Any]:
+    per_step = {run["tool"]: run[call] / run["steps"] for run in (ours, tracker, bare)}
+    return {
+        "model": ours["model"],
+        "title": ours["title"],
+        "call": call,
+        "faster_than_mem_tracker": tracker[call] / ours[call],
+        "faster_than_mem_tracker_per_step": per_step["MemTracker"] / per_step["vram_guard"],
+        "times_bare_fake_tensor_mode": ours[call] / bare[call],
+        "times_bare_fake_tensor_mode_per_step": per_step["vram_guard"] / per_step["FakeTensorMode"],
+    }
 
 
 def _machine() -> dict[str, str | int | None]:
@@ -201,24 +213,26 @@ def _machine() -> dict[str, str | int | None]:
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:
-    head = f"{'model':<31}{'tool':<16}{'steps':>6}{'seconds':>9}{'s/step':>8}{'host MiB':>10}{'peak GiB':>10}"
+    columns = f"{'steps':>6}{'first s':>9}{'again s':>9}{'s/step':>8}{'host MiB':>10}{'peak GiB':>10}"
+    head = f"{'model':<31}{'tool':<16}{columns}"
     print(head, "-" * len(head), sep="\n")
     for run in results:
         peak = run["predicted_peak_bytes"]
         print(
-            f"{run['title']:<31}{run['tool']:<16}{run['steps']:>6}{run['seconds']:>9.2f}{_per_step(run):>8.2f}"
-            f"{run['host_bytes'] / 2**20:>10.0f}{'-' if peak is None else f'{peak / GIB:.2f}':>10}"
+            f"{run['title']:<31}{run['tool']:<16}{run['steps']:>6}{run['first']:>9.2f}{run['again']:>9.2f}"
+            f"{run['again'] / run['steps']:>8.2f}{run['host_bytes'] / 2**20:>10.0f}"
+            f"{'-' if peak is None else f'{peak / GIB:.2f}':>10}"
         )
 
 
 def _print_ratios(ratios: list[dict[str, Any]]) -> None:
     if not ratios:
         return
-    print(f"\n{'':<31}{'faster than MemTracker':>26}{'times bare FakeTensorMode':>28}")
-    print(f"{'model':<31}{'per answer':>14}{'per step':>12}{'per answer':>16}{'per step':>12}")
+    print(f"\n{'':<38}{'faster than MemTracker':>26}{'times bare FakeTensorMode':>28}")
+    print(f"{'model':<31}{'call':<7}{'per answer':>14}{'per step':>12}{'per answer':>16}{'per step':>12}")
     for row in ratios:
         print(
-            f"{row['title']:<31}{row['faster_than_mem_tracker']:>13.1f}x"
+            f"{row['title']:<31}{row['call']:<7}{row['faster_than_mem_tracker']:>13.1f}x"
             f"{row['faster_than_mem_tracker_per_step']:>11.1f}x"
             f"{row['times_bare_fake_tensor_mode']:>15.2f}x{row['times_bare_fake_tensor_mode_per_step']:>11.2f}x"
         )

@@ -79,12 +79,14 @@ def resnet50() -> nn.Module:
 
 
 def gpt2_small() -> nn.Module:
+    """124,439,808 parameters, up to 1024 positions."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(use_cache=False))
 
 
 def llama_7b() -> nn.Module:
+    """6,738,415,616 parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(use_cache=False))

@@ -19,6 +19,8 @@ from vram_guard import __version__
 from vram_guard.errors import DeviceQueryError, DoesNotFitError, InvalidInputError, NoDeviceError, VramGuardError
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from vram_guard.budget import GPU
 
 EXIT_DONE = 0
@@ -199,17 +201,17 @@ def _integrations() -> dict[str, str]:
     """Framework -> whether its adapter can be used, from the entry points of installed distributions."""
     from importlib.metadata import entry_points
 
-    states = {}
-    for entry in entry_points(group="vram_guard.integrations"):
-        try:
-            adapter = entry.load()
-            for name in adapter.__all__:
-                getattr(adapter, name)
-        except ImportError as error:
-            states[entry.name] = str(error)
-        else:
-            states[entry.name] = "ready"
-    return states
+    return {entry.name: _adapter_state(entry) for entry in entry_points(group="vram_guard.integrations")}
+
+
+def _adapter_state(entry: EntryPoint) -> str:
+    try:
+        adapter = entry.load()
+        for name in adapter.__all__:
+            getattr(adapter, name)
+    except ImportError as error:
+        return str(error)
+    return "ready"
 
 
 # --- printing ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ HELD_OUT = 192
 
 
 def main() -> None:
+    """Predict, plan, train, and show what came out."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     _quiet_lightning()
