@@ -29,7 +29,8 @@ HELP_SECONDS = 0.25
 def heavy_after(statement: str, *extra_paths: Path) -> set[str]:
     """The heavy top-level packages that a fresh interpreter holds after ``statement``."""
     code = f"import json, sys\n{statement}\nprint(json.dumps([name.partition('.')[0] for name in sys.modules]))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, extra_paths), *filter(None, sys.path)])}
+    path = os.pathsep.join([*map(str, extra_paths), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     return HEAVY & set(json.loads(run.stdout.splitlines()[-1]))
 

@@ -113,7 +113,7 @@ def _gpu_facts(card: GPU) -> dict[str, Any]:
 def _print_gpus(cards: Sequence[GPU]) -> None:
     from vram_guard.budget import DEFAULT_MARGIN, Budget
 
-    rows = [("GPU", "architecture", "cc", "GiB", "usable", "GB/s", "fp32", "fp16", "bf16")]
+    rows: list[tuple[str, ...]] = [("GPU", "architecture", "cc", "GiB", "usable", "GB/s", "fp32", "fp16", "bf16")]
     for card in cards:
         major, minor = card.compute_capability
         memory, usable = card.memory_bytes / 2**30, Budget.of(card).usable / 2**30

@@ -1,0 +1,96 @@
+"""With a real GPU: what the symbolic step says beside what CUDA's allocator did. Skipped where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from architectures import BY_NAME
+from torch.utils import _pytree as pytree
+
+from vram_guard.allocator import compare, read_recording, replay
+from vram_guard.simulate.run import run_step
+from vram_guard.step import TrainingStep
+from vram_guard.timeline import Timeline
+
+pytestmark = pytest.mark.gpu
+
+AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+def run_for_real(step: TrainingStep, batch_size: int):
+    """The two steps of a trace on the GPU, in the same order, with the allocator's history recorded."""
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+    try:
+        kept = _loop(step, batch_size)
+        torch.cuda.synchronize()
+        return torch.cuda.memory._snapshot(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+        kept = None  # noqa: F841 - model and optimizer live until here, as in a training script
+
+
+def _loop(step: TrainingStep, batch_size: int):
+    model = step.model().to("cuda")
+    optimizer = step.optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", enabled=step.precision == "16-mixed")
+    dtype = AUTOCAST.get(step.precision)
+    batch = loss = None
+    for _ in range(2):
+        batch = pytree.tree_map(lambda t: t.to("cuda"), step.batch(batch_size))
+        with torch.autocast("cuda", dtype=dtype) if dtype else contextlib.nullcontext():
+            loss = step.loss(model, batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model, optimizer, batch, loss
+
+
+def large(events, sizes) -> list[int]:
+    """Requests (positive) and frees (negative) of at least 4 KiB, in order, in bytes."""
+    return [sizes[e] if e >= 0 else -sizes[~e] for e in events if sizes[e if e >= 0 else ~e] >= 4096]
+
+
+def without_workspaces(timeline: Timeline) -> list[int]:
+    sizes = [
+        0 if b.category == "workspace" else size for b, size in zip(timeline.blocks, timeline.sizes(0), strict=True)
+    ]
+    return large(timeline.events, sizes)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["decoder", "encoder", "unet"])
+def test_the_symbolic_sequence_is_the_real_one(name: str, precision: str) -> None:
+    step = BY_NAME[name].step(precision=precision)
+    capability = torch.cuda.get_device_capability()
+    timeline = run_step(step, 64, capability)
+    snapshot, _, _ = run_for_real(step, 64)
+    recording = read_recording(snapshot)
+    workspaces = {block.size.base for block in timeline.blocks if block.category == "workspace"}
+    real = [size for size in large(recording.events, recording.sizes) if abs(size) not in workspaces]
+    assert without_workspaces(timeline) == real
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_the_predicted_peak_is_the_measured_one_to_the_percent(name: str) -> None:
+    step = BY_NAME[name].step()
+    found = run_step(step, 512, torch.cuda.get_device_capability()).at(512)
+    _, allocated, reserved = run_for_real(step, 512)
+    assert found.peak_allocated == pytest.approx(allocated, rel=0.01)
+    assert found.peak_reserved == pytest.approx(reserved, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["convnet", "decoder", "lstm"])
+def test_a_recorded_history_replays_segment_by_segment(name: str) -> None:
+    snapshot, _, reserved = run_for_real(BY_NAME[name].step(), 256)
+    recording = read_recording(snapshot)
+    compared = compare(recording)
+    assert compared.same_segments, compared.first_difference
+    assert replay(recording.events, recording.sizes, settings=recording.settings).peak_reserved == reserved
