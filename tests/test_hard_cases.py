@@ -251,6 +251,25 @@ def test_lazy_modules_are_refused_with_advice() -> None:
         trace(step_of(nn.LazyLinear(4)))
 
 
+def test_sharded_models_are_refused_with_advice(tmp_path) -> None:
+    from torch import distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        cpu, whole = torch.device("cpu"), ShardingStrategy.NO_SHARD
+        wrapped = FullyShardedDataParallel(linear(), sharding_strategy=whole, device_id=cpu)
+        with pytest.raises(UnsupportedStepError, match="wrapped in FullyShardedDataParallel.*before it is wrapped"):
+            trace(step_of(wrapped))
+        fully_shard = getattr(torch.distributed.fsdp, "fully_shard", None)
+        if fully_shard is not None:
+            mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+            with pytest.raises(UnsupportedStepError, match="is a DTensor.*before it is sharded"):
+                trace(step_of(fully_shard(linear(), mesh=mesh)))
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_a_step_without_operations_is_an_error() -> None:
     class Nothing(nn.Module):
         def forward(self, x):

@@ -142,7 +142,8 @@ def test_makes_it_fit_with_micro_batches_and_trains_the_same(tmp_path: Any, name
     assert vars(trainer.fit_loop.epoch_loop.automatic_optimization).keys().isdisjoint({"_make_closure"})
 
 
-def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: Any, tight: int) -> None:
+@pytest.mark.parametrize("scheduler", ["one_cycle", "warmup_cosine", "step_lr"])
+def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: Any, tight: int, scheduler: str) -> None:
     checkpoint = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint
 
     def run(name: str, guard: Any, resume: str | None) -> Any:
@@ -150,7 +151,7 @@ def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: An
         return fit(
             tmp_path,
             guard,
-            module=cases.make_module(scheduler="warmup_cosine", **WIDE),
+            module=cases.make_module(scheduler=scheduler, **WIDE),
             data=wide_loader(4096 * 2 + 1001, shuffle=False),
             max_epochs=2,
             accumulate_grad_batches=2,
