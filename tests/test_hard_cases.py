@@ -259,12 +259,12 @@ def test_sharded_models_are_refused_with_advice(tmp_path) -> None:
     try:
         cpu, whole = torch.device("cpu"), ShardingStrategy.NO_SHARD
         wrapped = FullyShardedDataParallel(linear(), sharding_strategy=whole, device_id=cpu)
-        with pytest.raises(UnsupportedStepError, match="wrapped in FullyShardedDataParallel.*before it is wrapped"):
+        with pytest.raises(UnsupportedStepError, match=r"wrapped in FullyShardedDataParallel.*before it is wrapped"):
             trace(step_of(wrapped))
         fully_shard = getattr(torch.distributed.fsdp, "fully_shard", None)
         if fully_shard is not None:
             mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-            with pytest.raises(UnsupportedStepError, match="is a DTensor.*before it is sharded"):
+            with pytest.raises(UnsupportedStepError, match=r"is a DTensor.*before it is sharded"):
                 trace(step_of(fully_shard(linear(), mesh=mesh)))
     finally:
         distributed.destroy_process_group()
@@ -385,6 +385,13 @@ def test_compiled_models_are_counted_as_eager_and_said() -> None:
     timeline = trace(step)
     assert timeline.tier == "partly symbolic"
     assert any("torch.compile" in note.message for note in timeline.notes)
+
+
+def test_compiled_functions_inside_a_step_run_eagerly() -> None:
+    if not hasattr(torch.compiler, "set_stance"):
+        pytest.skip("torch before 2.6 cannot be told to run compiled functions eagerly")
+    compiled = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")
+    assert trace(step_of(linear, lambda m, b: compiled(m(b)))).tier == "symbolic"
 
 
 def test_traces_cannot_be_nested() -> None:

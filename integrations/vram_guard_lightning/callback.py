@@ -165,10 +165,7 @@ class VramGuard(CallbackBase):
         if self.settings.mode == "strict" and not as_written_fits:
             raise DoesNotFitError(f"the training does not fit as written.\n{plan.explain()}")
         if self.settings.mode == "fit" and not plan.fits:
-            _warn(
-                trainer,
-                f"nothing that is allowed makes this training fit; it is left unchanged.\n{plan.explain()}",
-            )
+            _warn(trainer, "this training is not known to fit. " + " ".join(plan.reasons))
 
     def _no_decision(self, trainer: Trainer, outcome: Outcome[Decision]) -> None:
         """No prediction: raise in strict mode, or where the user's own code failed; else warn."""

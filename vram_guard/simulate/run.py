@@ -355,15 +355,14 @@ def _module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Compiled modules run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
-    if not any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
-        yield
-        return
-    recorder.note("torch.compile is not followed: counted as eager", tier="partly symbolic")
+    """What is compiled runs uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
+    compiled = [m for m in model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None]
     set_stance = getattr(torch.compiler, "set_stance", None)
-    if set_stance is None:
-        raise UnsupportedStepError("compiled models need torch 2.6 or later here; give vram_guard the eager model")
-    with set_stance("force_eager"):
+    if compiled:
+        recorder.note("torch.compile is not followed: counted as eager", tier="partly symbolic")
+        if set_stance is None:
+            raise UnsupportedStepError("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+    with set_stance("force_eager") if set_stance is not None else contextlib.nullcontext():
         yield
 
 
