@@ -162,9 +162,7 @@ def test_without_gpu_and_without_an_amount_one_is_asked_for():
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip()
 
 
@@ -177,10 +175,7 @@ print("torch" in sys.modules, "pynvml" in sys.modules)
 
 
 def test_amounts_and_cards_need_neither_torch_nor_nvml():
-    assert (
-        run_python(PROBE.format("Budget.of('24GiB'); Budget.resolve(gpu='RTX 4090').explain()"))
-        == "False False"
-    )
+    assert run_python(PROBE.format("Budget.of('24GiB'); Budget.resolve(gpu='RTX 4090').explain()")) == "False False"
 
 
 def test_and_that_check_can_fail():

@@ -43,9 +43,7 @@ class Library:
 
     NVMLError = pynvml.NVMLError
 
-    def __init__(
-        self, *cards: Card, fails: dict[str, int] | None = None, names: dict[int, str] | None = None
-    ):
+    def __init__(self, *cards: Card, fails: dict[str, int] | None = None, names: dict[int, str] | None = None):
         self.cards, self.fails, self.names = cards, fails or {}, names or {}
         self.shut_down = False
 
@@ -137,9 +135,7 @@ class Torch:
 
     __version__ = "2.99"
 
-    def __init__(
-        self, *, initialized=True, available=True, free=20 * GIB, total=24 * GIB, reserved=0, **more
-    ):
+    def __init__(self, *, initialized=True, available=True, free=20 * GIB, total=24 * GIB, reserved=0, **more):
         self.version = SimpleNamespace(cuda=more.get("cuda", "13.0"), hip=None)
         properties = SimpleNamespace(
             name=more.get("name", "NVIDIA GeForce RTX 4090"),
@@ -350,9 +346,7 @@ def test_mig_without_slices_is_a_clear_error(machine):
         Budget.resolve()
 
 
-@pytest.mark.parametrize(
-    "card", [Card(memory_error=NOT_SUPPORTED), Card(total=0, free=0)], ids=["untold", "zero"]
-)
+@pytest.mark.parametrize("card", [Card(memory_error=NOT_SUPPORTED), Card(total=0, free=0)], ids=["untold", "zero"])
 def test_unified_memory_is_the_hosts_and_labelled(machine, monkeypatch, card):
     card.name = "NVIDIA GB10"
     machine(card)

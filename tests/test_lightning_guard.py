@@ -137,6 +137,8 @@ def test_makes_it_fit_with_micro_batches_and_trains_the_same(tmp_path: Any, name
     guarded, trainer = fit(tmp_path, guard, module=make(), data=wide_loader(), **how)
     assert guard.plan.fits
     assert guard.plan.splits > 1
+    assert guard.plan.timeline is not None  # what pictures are drawn from
+    assert guard.plan.timeline_before is not None
     assert max(guarded.seen) == guard.plan.micro_batch_size
     assert_equal_training(plain, guarded)
     assert vars(trainer.fit_loop.epoch_loop.automatic_optimization).keys().isdisjoint({"_make_closure"})
@@ -331,7 +333,7 @@ def test_a_batch_that_cannot_be_split_is_said_by_name(tmp_path: Any, capsys: Any
         return {"x": x, "y": y, "prototypes": torch.zeros(3, 5)}
 
     guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
-    with pytest.warns(UserWarning, match="left unchanged"):
+    with pytest.warns(UserWarning, match="not known to fit"):
         fit(tmp_path, guard, module=WithPrototypes(**WIDE), data=wide_loader(collate_fn=collate), max_steps=1)
     assert "batch['prototypes']" in capsys.readouterr().out
 

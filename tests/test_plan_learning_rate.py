@@ -63,16 +63,12 @@ SCHEDULERS: dict[str, Callable[[Any, float], Any]] = {
         o, 0.5 * s, total_steps=STEPS + 2, three_phase=True, anneal_strategy="linear"
     ),
     "CyclicLR": lambda o, s: lrs.CyclicLR(o, 0.01 * s, 0.3 * s, step_size_up=6, mode="triangular2"),
-    "CyclicLR exp_range": lambda o, s: lrs.CyclicLR(
-        o, 0.01 * s, 0.3 * s, step_size_up=6, mode="exp_range", gamma=0.97
-    ),
+    "CyclicLR exp_range": lambda o, s: lrs.CyclicLR(o, 0.01 * s, 0.3 * s, step_size_up=6, mode="exp_range", gamma=0.97),
     "SWALR": lambda o, s: SWALR(o, swa_lr=0.01 * s, anneal_epochs=30),
     "SequentialLR": sequential,
     "ChainedScheduler": chained,
     "ChainedScheduler of SequentialLR": nested,
-    "ReduceLROnPlateau": lambda o, s: lrs.ReduceLROnPlateau(
-        o, factor=0.5, patience=5, min_lr=[0.004 * s, 0.003 * s]
-    ),
+    "ReduceLROnPlateau": lambda o, s: lrs.ReduceLROnPlateau(o, factor=0.5, patience=5, min_lr=[0.004 * s, 0.003 * s]),
 }
 
 

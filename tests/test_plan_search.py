@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def line(
-    fixed: int, per_sample: int, *, batch: int = 0, tier="symbolic", operator="aten.mm.default"
-) -> Timeline:
+def line(fixed: int, per_sample: int, *, batch: int = 0, tier="symbolic", operator="aten.mm.default") -> Timeline:
     """Parameters of ``fixed`` bytes, a batch and activations that grow with the batch size."""
     blocks = (
         Block(Affine(fixed, 0), "parameters", "", "", ""),
@@ -104,9 +102,7 @@ def test_precision_as_written_wins_where_it_needs_fewer_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("mixed", "accumulate", "expected"), [(None, True, ("32-true", 4)), ("bf16-mixed", False, None)]
 )
-def test_only_what_is_allowed_is_tried(
-    mixed: str | None, accumulate: bool, expected: tuple[str, int] | None
-) -> None:
+def test_only_what_is_allowed_is_tried(mixed: str | None, accumulate: bool, expected: tuple[str, int] | None) -> None:
     source = Source(**HALF)
     plan = search(request(50 * MIB, mixed=mixed, may_accumulate=accumulate), source)
     assert plan.fits == (expected is not None)
@@ -198,9 +194,7 @@ def test_batch_norm_is_warned_of_when_split_and_only_then() -> None:
         (None, "bf16-mixed"),
     ],
 )
-def test_the_mixed_precision_that_the_gpu_has(
-    capability: tuple[int, int] | None, expected: str | None
-) -> None:
+def test_the_mixed_precision_that_the_gpu_has(capability: tuple[int, int] | None, expected: str | None) -> None:
     assert mixed_precision("32-true", capability)[0] == expected
 
 
@@ -225,10 +219,7 @@ def test_growth_to_the_target_with_its_learning_rate() -> None:
     assert plan.learning_rate_factor == 24.0
     assert plan.estimate.peak_reserved <= 800 * MIB
     assert any("Warm the learning rate up" in reason for reason in plan.reasons)
-    assert (
-        search(replace(asked, lr_rule="none"), Source(p32_true=line(10 * MIB, 2 * MIB))).learning_rate_factor
-        == 1.0
-    )
+    assert search(replace(asked, lr_rule="none"), Source(p32_true=line(10 * MIB, 2 * MIB))).learning_rate_factor == 1.0
 
 
 def test_growth_stops_at_the_data_set() -> None:
@@ -353,9 +344,7 @@ def test_a_plan_that_fits_is_proven_by_a_replay_and_keeps_the_effective_batch(
 
 @laws
 @given(timelines(), batches, budgets, budgets, st.integers(1, 500))
-def test_more_budget_never_grows_less(
-    single: Timeline, batch_size: int, one: int, other: int, dataset: int
-) -> None:
+def test_more_budget_never_grows_less(single: Timeline, batch_size: int, one: int, other: int, dataset: int) -> None:
     grew = []
     for usable in sorted((one, other)):
         asked = request(usable, batch_size, grow=True, dataset_size=dataset * batch_size)

@@ -34,9 +34,7 @@ def step(per_sample: int, **changes: object) -> Timeline:
     blocks = (
         Block(Affine(10 * MIB, 0), "parameters", "", "", ""),
         Block(Affine(0, MIB // 8), "batch", "", "", ""),
-        Block(
-            Affine(0, per_sample), "activations", "encoder.layers[0]", "src/net.py:42", "aten.addmm.default"
-        ),
+        Block(Affine(0, per_sample), "activations", "encoder.layers[0]", "src/net.py:42", "aten.addmm.default"),
     )
     phases = (Phase("setup", 0, 0), Phase("batch", 1, 1), Phase("forward", 1, 2), Phase("backward", 1, 3))
     return replace(Timeline(blocks, (0, 1, 2, ~2, ~1), phases, (2, 3)), **changes)
@@ -45,19 +43,13 @@ def step(per_sample: int, **changes: object) -> Timeline:
 def planned(usable: int = 64 * MIB, **changes: object) -> Plan:
     timelines = {"32-true": step(2 * MIB), "bf16-mixed": step(MIB)}
     asked = Request(64, "32-true", Budget.of(usable, margin=0), mixed="bf16-mixed", mixed_why="bf16.")
-    return search(
-        replace(asked, may_accumulate=True, **changes), lambda precision, _splits: timelines[precision]
-    )
+    return search(replace(asked, may_accumulate=True, **changes), lambda precision, _splits: timelines[precision])
 
 
 def test_the_estimate_s_table_adds_up() -> None:
     text = render(step(MIB).at(32), unicode=False)
-    assert (
-        "parameters       |  10.00 MiB | 22.9%" not in text
-    )  # the widths are not the point, the numbers are:
-    rows = {
-        line.split("|")[1].strip(): line.split("|")[2:4] for line in text.splitlines() if line.count("|") == 4
-    }
+    assert "parameters       |  10.00 MiB | 22.9%" not in text  # the widths are not the point, the numbers are:
+    rows = {line.split("|")[1].strip(): line.split("|")[2:4] for line in text.splitlines() if line.count("|") == 4}
     assert [cell.strip() for cell in rows["parameters"]] == ["10.00 MiB", "21.7%"]
     assert [cell.strip() for cell in rows["activations"]] == ["32.00 MiB", "69.6%"]
     assert [cell.strip() for cell in rows["peak allocated"]] == ["46.00 MiB", "100.0%"]
@@ -227,9 +219,7 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> No
     assert [path.name for path in target.parent.iterdir()] == ["report.json"]
 
 
-def test_a_full_disk_is_a_warning_and_the_old_report_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_warning_and_the_old_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "report.json"
     target.write_text("old")
 

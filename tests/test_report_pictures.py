@@ -68,9 +68,7 @@ def test_layers_add_up_to_the_allocated_curve(timeline: Timeline) -> None:
 
 def test_thinning_keeps_the_maxima() -> None:
     count = 5 * MOST_COLUMNS
-    blocks = tuple(
-        Block(Affine(512 * (1 + i * 7919 % 400), 0), "activations", "", "", "") for i in range(count)
-    )
+    blocks = tuple(Block(Affine(512 * (1 + i * 7919 % 400), 0), "activations", "", "", "") for i in range(count))
     events = tuple(event for i in range(count) for event in (i, ~i))
     long = Timeline(blocks, events, (Phase("forward", 1, 0),), (2, 3))
     drawn = stack(long, 1)
@@ -170,9 +168,7 @@ def viewed(timeline: Timeline, tmp_path: Path) -> dict[str, Any]:
     return loaded(tmp_path / "step.pickle")
 
 
-def test_the_pickle_holds_plain_values_in_a_protocol_that_the_page_reads(
-    timeline: Timeline, tmp_path: Path
-) -> None:
+def test_the_pickle_holds_plain_values_in_a_protocol_that_the_page_reads(timeline: Timeline, tmp_path: Path) -> None:
     save_snapshot(timeline, 16, tmp_path / "step.pickle")
     operations = [operation for operation, *_ in pickletools.genops((tmp_path / "step.pickle").read_bytes())]
     assert max(operation.proto for operation in operations) <= PICKLE_PROTOCOL == 4
@@ -198,9 +194,7 @@ def test_the_trace_never_hands_out_a_live_address_and_reaches_the_peak(
     reserved = peak = peak_reserved = 0
     for entry in viewed["device_traces"][0]:
         if entry["action"] == "alloc":
-            assert all(
-                entry["addr"] + entry["size"] <= at or at + size <= entry["addr"] for at, size in live.items()
-            )
+            assert all(entry["addr"] + entry["size"] <= at or at + size <= entry["addr"] for at, size in live.items())
             live[entry["addr"]] = entry["size"]
             peak = max(peak, sum(live.values()))
         elif entry["action"] == "free_completed":
@@ -209,12 +203,8 @@ def test_the_trace_never_hands_out_a_live_address_and_reaches_the_peak(
             reserved += entry["size"]
             peak_reserved = max(peak_reserved, reserved)
     assert peak_reserved == timeline.at(16).peak_reserved
-    assert (
-        0 <= timeline.at(16).peak_allocated - peak < len(timeline.blocks) * 512
-    )  # only rounding lies between
-    left = {
-        block["address"] for segment in viewed["segments"] for block in segment["blocks"] if block["frames"]
-    }
+    assert 0 <= timeline.at(16).peak_allocated - peak < len(timeline.blocks) * 512  # only rounding lies between
+    left = {block["address"] for segment in viewed["segments"] for block in segment["blocks"] if block["frames"]}
     assert left == set(live)
 
 
@@ -258,9 +248,7 @@ def test_out_of_memory_ends_the_trace(timeline: Timeline) -> None:
 
 def test_sources_on_windows_and_without_lines_survive() -> None:
     sources = ("C:\\work\\net.py:12", "", "no line here", "a:b.py:7")
-    blocks = tuple(
-        Block(Affine(1024, 0), "activations", "m", source, "aten.add.Tensor") for source in sources
-    )
+    blocks = tuple(Block(Affine(1024, 0), "activations", "m", source, "aten.add.Tensor") for source in sources)
     told = snapshot(Timeline(blocks, (0, 1, 2, 3), (Phase("forward", 1, 0),), (2, 3)), 1)
     places = [entry["frames"][1] for entry in told["device_traces"][0] if entry["action"] == "alloc"]
     assert [(place["filename"], place["line"]) for place in places] == [

@@ -91,9 +91,7 @@ def _from_number(value: object, name: str) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidInputError(
-            f"{name} must be an amount of memory, not {_shown(value)}: {_ADVICE}"
-        ) from None
+        raise InvalidInputError(f"{name} must be an amount of memory, not {_shown(value)}: {_ADVICE}") from None
 
 
 def _shown(value: object, longest: int = 60) -> str:

@@ -217,7 +217,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--patches", type=int, default=512, help="patches in an epoch")
     parser.add_argument("--patch", type=int, default=96, help="side of a patch in pixels")
     parser.add_argument("--width", type=int, default=16, help="channels of the finest level")
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     return parser.parse_args()

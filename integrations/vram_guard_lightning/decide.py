@@ -44,7 +44,16 @@ def decide(trainer: Trainer, module: LightningModule, settings: Settings) -> ran
     outcome = ranks.attempt(trainer, lambda: _decide_here(trainer, module, settings, least))
     if outcome.value is None:
         return outcome
-    return ranks.Outcome(ranks.from_rank_zero(trainer, outcome.value), None)
+    return ranks.Outcome(_shared(trainer, outcome.value), None)
+
+
+def _shared(trainer: Trainer, own: Decision) -> Decision:
+    """Rank 0's decision. Timelines do not travel: each rank has traced for itself, and keeps its own to draw."""
+    if trainer.world_size == 1:
+        return own
+    shared = ranks.from_rank_zero(trainer, replace(own, plan=replace(own.plan, timeline=None, timeline_before=None)))
+    drawn = replace(shared.plan, timeline=own.plan.timeline, timeline_before=own.plan.timeline_before)
+    return replace(shared, plan=drawn)
 
 
 def budget_of(trainer: Trainer, settings: Settings) -> Budget:
@@ -76,7 +85,7 @@ def _decide_here(trainer: Trainer, module: LightningModule, settings: Settings, 
         example = captured.sample.make(captured.sample.batch_size)
         splitter = Splitter(plan.batch_size, plan.micro_batch_size, example)
         notes += _about_splitting(module, example, settings)
-    return Decision(replace(plan, timeline=None, timeline_before=None), tuple(notes), splitter)
+    return Decision(plan, tuple(notes), splitter)
 
 
 #: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
@@ -90,9 +99,13 @@ _WORDS = {
 
 
 def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:
+    from rich.console import Console
+
     from vram_guard.plan import plan
 
-    with captured.lent():
+    # A spinner on a terminal, nothing elsewhere: large models take some seconds.
+    status = Console(stderr=True, quiet=not captured.trainer.is_global_zero).status("vram_guard: reading the training")
+    with status, captured.lent():
         return plan(
             captured.step,
             captured.sample.batch_size,
@@ -102,6 +115,7 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=captured.epoch_samples,
+            progress=lambda line: status.update(f"vram_guard: {line}"),
         )
 
 

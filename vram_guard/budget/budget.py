@@ -142,9 +142,7 @@ class Budget:
             InvalidInputError: the budget is for another card, or larger than this one.
         """
         if self.gpu is not None and self.gpu != gpu:
-            raise InvalidInputError(
-                f"budget is for {self.gpu.name} and gpu says {gpu.name}: give one of them"
-            )
+            raise InvalidInputError(f"budget is for {self.gpu.name} and gpu says {gpu.name}: give one of them")
         if self.total > gpu.nominal_gb * 2**30:
             raise InvalidInputError(
                 f"budget is {format_bytes(self.total)}, more than {gpu.name} has ({gpu.nominal_gb} GiB): "
@@ -169,9 +167,7 @@ def checked_margin(margin: object) -> float:
         raise InvalidInputError(f"margin must be a fraction such as 0.05, not {margin!r}")
     fraction = float(margin)
     if not 0 <= fraction < 1:  # true for NaN as well
-        raise InvalidInputError(
-            f"margin must be a fraction of at least 0 and below 1 (0.05 for 5%), not {margin!r}"
-        )
+        raise InvalidInputError(f"margin must be a fraction of at least 0 and below 1 (0.05 for 5%), not {margin!r}")
     return fraction
 
 
@@ -246,9 +242,7 @@ def _at_hand(device: object, margin: float) -> Budget:
     )
 
 
-def _left(
-    memory: DeviceMemory, use: torch_cuda.TorchUse | None, gpu: GPU | None
-) -> tuple[int, int, tuple[str, ...]]:
+def _left(memory: DeviceMemory, use: torch_cuda.TorchUse | None, gpu: GPU | None) -> tuple[int, int, tuple[str, ...]]:
     """(context to take off, bytes the allocator may reserve, notes) on a device that was read."""
     if use is None:
         context = context_bytes(memory.multiprocessors if gpu is None else gpu.multiprocessors)

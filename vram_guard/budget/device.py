@@ -64,6 +64,4 @@ def cuda_ordinal(device: object) -> int | None:
             ordinal = -1
         if ordinal >= 0:
             return ordinal
-    raise InvalidInputError(
-        f'device must be a CUDA device (0, "cuda:0", torch.device("cuda", 0)), not {device!r}'
-    )
+    raise InvalidInputError(f'device must be a CUDA device (0, "cuda:0", torch.device("cuda", 0)), not {device!r}')

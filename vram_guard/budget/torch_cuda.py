@@ -122,19 +122,14 @@ def notes() -> tuple[str, ...]:
 
 def _use_of(torch: Any, ordinal: int) -> TorchUse:
     if ordinal >= torch.cuda.device_count():
-        raise InvalidInputError(
-            f"device {ordinal} does not exist: torch sees {torch.cuda.device_count()} GPUs"
-        )
+        raise InvalidInputError(f"device {ordinal} does not exist: torch sees {torch.cuda.device_count()} GPUs")
     try:
         free, total = torch.cuda.mem_get_info(ordinal)
     except RuntimeError as error:
         raise DeviceQueryError(
-            f"CUDA does not tell the memory of device {ordinal} ({error}): "
-            'give budget="24GiB" or gpu="RTX 4090".'
+            f'CUDA does not tell the memory of device {ordinal} ({error}): give budget="24GiB" or gpu="RTX 4090".'
         ) from error
-    return TorchUse(
-        int(total), int(free), int(torch.cuda.memory_reserved(ordinal)), _cap(torch, ordinal, total)
-    )
+    return TorchUse(int(total), int(free), int(torch.cuda.memory_reserved(ordinal)), _cap(torch, ordinal, total))
 
 
 def _cap(torch: Any, ordinal: int, total: int) -> int | None:

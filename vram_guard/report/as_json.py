@@ -36,9 +36,7 @@ def as_json(answer: Plan | Estimate, *, budget: Budget | None = None) -> str:
     return json.dumps(as_dict(answer, budget=budget), indent=2, allow_nan=False)
 
 
-def write_json(
-    answer: Plan | Estimate, path: str | os.PathLike[str], *, budget: Budget | None = None
-) -> bool:
+def write_json(answer: Plan | Estimate, path: str | os.PathLike[str], *, budget: Budget | None = None) -> bool:
     """Write the answer as a JSON file, whole or not at all; False (and a warning) where it cannot be."""
     return write_atomically(path, as_json(answer, budget=budget) + "\n")
 

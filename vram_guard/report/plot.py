@@ -213,19 +213,13 @@ def _phases(axes: Axes, phases: tuple[Phase, ...], count: int) -> None:
         if end - phase.start >= LEAST_LABELLED * count:
             name = phase.name if phase.step else "set-up"
             middle = (phase.start + end) / 2
-            axes.text(
-                middle, 1.012, name, transform=above, ha="center", va="bottom", fontsize=7.5, color="#555555"
-            )
+            axes.text(middle, 1.012, name, transform=above, ha="center", va="bottom", fontsize=7.5, color="#555555")
     for step in sorted({phase.step for phase in phases if phase.step}):
         own = [i for i, phase in enumerate(phases) if phase.step == step]
         start, end = phases[own[0]].start, ends[own[-1]]
         axes.axvline(start, color="#999999", linewidth=0.8, zorder=1)
-        axes.text(
-            start, 1.055, f" step {step}", transform=above, ha="left", va="bottom", fontsize=8.5, color=INK
-        )
-        axes.plot(
-            [start, end], [1.055, 1.055], transform=above, color="#999999", linewidth=0.8, clip_on=False
-        )
+        axes.text(start, 1.055, f" step {step}", transform=above, ha="left", va="bottom", fontsize=8.5, color=INK)
+        axes.plot([start, end], [1.055, 1.055], transform=above, color="#999999", linewidth=0.8, clip_on=False)
 
 
 def _mark_peak(
@@ -257,9 +251,7 @@ def _finish(figure: Figure, panels: list[Axes], budget: Budget | None) -> None:
     top = max(1, *(axes.dataLim.y1 for axes in panels))
     if budget is not None:
         top = max(top, budget.usable) if budget.usable < 3 * top else top
-    unit, name = next(
-        (u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if top >= u
-    )
+    unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if top >= u)
     for axes in panels:
         axes.set_ylim(0, top * HEADROOM)
         axes.yaxis.set_major_locator(_ticks(unit))
@@ -272,14 +264,10 @@ def _finish(figure: Figure, panels: list[Axes], budget: Budget | None) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         if budget is not None and budget.usable <= top:
-            axes.axhline(
-                budget.usable, color=LIMIT, linewidth=1.4, linestyle=(0, (5, 3)), label="budget", zorder=5
-            )
+            axes.axhline(budget.usable, color=LIMIT, linewidth=1.4, linestyle=(0, (5, 3)), label="budget", zorder=5)
     handles: dict[str, Any] = {}
     for axes in panels:
-        handles.update(
-            {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        )
+        handles.update({label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)})
     figure.legend(
         handles.values(),
         handles.keys(),
