@@ -21,7 +21,10 @@ prepare() { # python, torch, folder
     constraint="torch==$2"
     [ "$2" = newest ] && constraint="torch"
     # Not constraints.txt: each torch release takes the newest frameworks that still go with it.
-    "$folder/bin/python" -m pip install --quiet "$constraint" -e '.[test]'
+    # transformers 5 switches itself off below torch 2.6, without saying so to pip.
+    local transformers=transformers
+    case $2 in 2.4* | 2.5*) transformers='transformers<5' ;; esac
+    "$folder/bin/python" -m pip install --quiet "$constraint" "$transformers" -e '.[test]'
 }
 
 for python in $pythons; do

@@ -389,3 +389,10 @@ def test_hostile_bytes_are_refused_quickly(data):
     with pytest.raises(InvalidInputError):
         read_recording(data)
     assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("action", [None, {}, [], 3, "unheard_of"])
+def test_an_action_that_is_no_known_word_is_refused(action: Any) -> None:
+    trace = [{"action": action, "addr": 512, "size": 512, "stream": 0}]
+    with pytest.raises(InvalidInputError, match="unknown action"):
+        read_recording({"segments": [], "device_traces": [trace]})

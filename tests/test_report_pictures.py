@@ -233,6 +233,8 @@ def test_torch_s_own_viewer_reads_it(viewed: dict[str, Any]) -> None:
         drawn = flames(viewed, format_flamegraph=lambda lines: lines)
         assert "active_allocated" in drawn
         assert "parameters" in drawn
+    if not hasattr(_memory_viz, "filter_alloc_free_pairs"):  # before torch 2.5
+        return
     kept = _memory_viz.filter_alloc_free_pairs(copy.deepcopy(viewed))["device_traces"][0]
     live = sum(block["state"] == "active_allocated" for seg in viewed["segments"] for block in seg["blocks"])
     assert sum(entry["action"] == "alloc" for entry in kept) == live

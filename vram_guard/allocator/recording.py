@@ -223,9 +223,9 @@ def _trace(
 def _entry(raw: Any, index: int) -> TraceEntry | None:
     where = f"trace entry {index}"
     action = raw.get("action") if isinstance(raw, Mapping) else None
-    if action in IGNORED:
+    if isinstance(action, str) and action in IGNORED:
         return None
-    if action not in ACTIONS:
+    if not isinstance(action, str) or action not in ACTIONS:
         raise InvalidInputError(f"not a memory snapshot: {where} has the unknown action {action!r}")
     address = 0 if action == "oom" else _int(raw, "addr", where)
     size = _int(raw, "size", where)

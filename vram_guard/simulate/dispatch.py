@@ -35,6 +35,8 @@ class SymbolicMode(TorchDispatchMode):
         self.matmuls = Matmuls(recorder, capability)
         self._plans: dict[Any, Runner] = {}
         self.operations = 0
+        # How releases of torch count the handle that asks differs: a tensor that nobody shares tells.
+        self._sole_user = _storage_users(torch.empty(1, device=_META))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -182,8 +184,7 @@ class SymbolicMode(TorchDispatchMode):
         if old.shape != new.shape or old.dtype != new.dtype or not is_dense(old):
             return False
         # Holders of the tensor: the engine's buffer, this call's arguments (C++ and Python), the local name.
-        # Of its storage: the tensor itself and the handle made here.
-        if old._use_count() > _ENGINE_HOLDS or _storage_users(old) > 2:
+        if old._use_count() > _ENGINE_HOLDS or _storage_users(old) > self._sole_user:
             return False
         return _called_by_engine()
 

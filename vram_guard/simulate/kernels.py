@@ -26,6 +26,9 @@ CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
 #: ``Embedding.cu``, ``embedding_dense_backward_cuda``: up to this many indices no sort is needed.
 EMBEDDING_SORT_ABOVE = 3072
 
+#: ``Sort.h``, ``should_use_small_sort``: up to this many elements a row is sorted in place.
+SMALL_SORT = 4096
+
 #: Larger stand-ins are not computed for real: it would cost host memory and time.
 LARGEST_STAND_IN = 64 * 2**20
 
@@ -101,6 +104,74 @@ def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _
             recorder.track(tensor, str(func))
     recorder.together([_copy_if_needed(grad, layout), _copy_if_needed(weight, layout)], str(func))
     return tuple(made)
+
+
+# --- temporaries inside single kernels ------------------------------------------------------------------------------
+
+
+def softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """The gradient, and for the time of the call ``grad * output`` (SoftMax.cu, ``softmax_backward_cuda_out``)."""
+    grad, output, _dim, input_dtype = args
+    made = torch.empty_like(grad, dtype=input_dtype)
+    recorder.track(made, str(func))
+    recorder.temporary(output.numel() * max(grad.element_size(), output.element_size()), str(func))
+    return made
+
+
+def group_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients; sums by (sample, channel) and by (sample, group) for a moment.
+
+    group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``: ds, db and (with a weight) c1 of (N, C), c2 and c3 of
+    (N, groups), all in the accumulation type.
+    """
+    weight, samples, channels, groups = args[4], args[5], args[6], args[8]
+    made = func(*args, **kwargs)
+    name = str(func)
+    for tensor in made:
+        if tensor is not None:
+            recorder.track(tensor, name)
+    size = 8 if args[1].dtype == torch.float64 else 4
+    by_channel, by_group = samples * channels * size, samples * groups * size
+    by_channels = [by_channel] * (3 if weight is not None else 2)
+    recorder.together([*by_channels, by_group, by_group] if args[-1][0] else by_channels[:2], name)
+    return made
+
+
+def sort(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Values and int64 indices; rows of up to 4,096 are sorted in place, longer ones by CUB.
+
+    Sort.h, ``should_use_small_sort``; Sort.cu, ``segmented_sort_pairs``: initial indices in int64, and CUB's alternate
+    buffers for keys and values (its documentation: "O(N+P)" temporary storage for sorting between plain pointers).
+    """
+    made = func(*args, **kwargs)
+    tensor = args[0]
+    name = str(func)
+    for result in made:
+        recorder.track(result, name)
+    dim = next((value for value in (*args[1:], *kwargs.values()) if type(value) is int), -1)
+    if tensor.dim() and tensor.shape[dim] > SMALL_SORT:
+        count = tensor.numel()
+        recorder.together([count * 8, count * (8 + tensor.element_size())], name)
+    return made
+
+
+def scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In a backward formula the scatter goes into its own fresh zeros, in place.
+
+    ``value_selecting_reduction_backward`` and ``gather_backward`` (FunctionsManual.cpp) write in place, except under a
+    dispatch mode, where torch takes every tensor for a subclass and makes a second one instead; undone here.
+    """
+    if in_backward_formula(recorder):
+        return args[0]
+    return func(*args, **kwargs)
+
+
+def in_backward_formula(recorder: Recorder) -> bool:
+    """Whether a C++ backward formula is running (not a user's, not a recomputation)."""
+    if not recorder.in_backward or torch.is_grad_enabled():
+        return False
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 # --- embedding, optimizer, scaler ----------------------------------------------------------------------------------
@@ -218,6 +289,8 @@ def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dic
     if func._schema.name.endswith("_"):
         values.forget(args[0])
         return args[0]
+    if in_backward_formula(recorder):  # ``index_backward`` writes into its own zeros, as in ``scatter``
+        return args[0]
     return torch.empty_like(args[0])
 
 
@@ -302,6 +375,11 @@ HANDLERS: dict[str, Handler] = {
     "aten::convolution": convolution,
     "aten::convolution_backward": convolution_backward,
     "aten::embedding_dense_backward": embedding_backward,
+    "aten::_softmax_backward_data": softmax_backward,
+    "aten::native_group_norm_backward": group_norm_backward,
+    "aten::sort": sort,
+    "aten::scatter": scatter,
+    "aten::scatter_add": scatter,
     "aten::native_batch_norm": composites.batch_norm_forward,
     "aten::native_batch_norm_backward": composites.norm_backward,
     "aten::cudnn_batch_norm": composites.cudnn_norm_forward,
