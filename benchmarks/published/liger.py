@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 from torch import nn
 
 from vram_guard import TrainingStep
@@ -128,7 +128,7 @@ class WithGradient(Operator):
         self.x = self.wants(*shape, dtype=dtype)
         self.hold("dy", torch.empty(*shape, dtype=dtype))
 
-    def gradient(self, output: torch.Tensor) -> torch.Tensor:
+    def gradient(self, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         return self.dy
 
 
@@ -137,7 +137,7 @@ class Loss(Operator):
 
     keeps_graph = False
 
-    def gradient(self, output: torch.Tensor) -> None:
+    def gradient(self, output: torch.Tensor) -> None:  # noqa: ARG002
         return None
 
 
@@ -192,7 +192,7 @@ class RMSNorm(WithGradient):
         x = self.x.float()
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
 
-    def gradient(self, output: torch.Tensor) -> torch.Tensor:
+    def gradient(self, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         return self.dy
 
 
@@ -219,7 +219,7 @@ class Rope(Operator):
         inputs = tuple(t.transpose(1, 2) for t in (self.q, self.k))
         return inputs, tuple(t * cos + _rotate_half(t) * sin for t in inputs)
 
-    def gradient(self, output: Any) -> Any:
+    def gradient(self, output: Any) -> Any:  # noqa: ARG002
         return self.dq.transpose(1, 2), self.dk.transpose(1, 2)
 
     def backward(self, output: Any, gradient: Any) -> None:
