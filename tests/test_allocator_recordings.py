@@ -7,6 +7,7 @@ import copy
 import os
 import pickle
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vram_guard.simulate import values
+from vram_guard.simulate import fast, values
 from vram_guard.simulate.kernels import HANDLERS, Matmuls, stand_in_result
 from vram_guard.simulate.pretend import Pretence, is_dense, is_symbolic
 from vram_guard.simulate.recorder import Recorder
@@ -34,6 +34,7 @@ class SymbolicMode(TorchDispatchMode):
         self.state = state
         self.matmuls = Matmuls(recorder, capability)
         self._plans: dict[Any, Runner] = {}
+        self._rules: dict[Any, fast.Rule | None] = {}
         self.operations = 0
         # How releases of torch count the handle that asks differs: a tensor that nobody shares tells.
         self._sole_user = _storage_users(torch.empty(1, device=_META))
@@ -75,7 +76,7 @@ class SymbolicMode(TorchDispatchMode):
         returns = func._schema.returns
         aliases = bool(returns) and all(r.alias_info is not None for r in returns)
         if written:
-            return self._in_place
+            return self._fill if name in fast.FILLED else self._in_place
         if aliases:
             return self._view
         return self._generic
@@ -93,6 +94,13 @@ class SymbolicMode(TorchDispatchMode):
     # --- the ways of running ---------------------------------------------------------------------------------
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rule = self._rules.get(func, _NO_RULE_YET)
+        if rule is _NO_RULE_YET:
+            rule = self._rules[func] = fast.rule_for(func)
+        if rule is not None:
+            out = rule(args, kwargs)
+            if out is not None:
+                return out
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
@@ -149,6 +157,13 @@ class SymbolicMode(TorchDispatchMode):
         out = self._run(func, args, kwargs)
         self._track(func, out)
         return out
+
+    def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Initialisation in place: symbolic memory has nothing to fill."""
+        if not is_symbolic(args[0]):
+            return self._in_place(func, args, kwargs)
+        self._forget(args[0])
+        return args[0]
 
     def _forget(self, tensor: torch.Tensor) -> None:
         values.forget(tensor)
@@ -223,6 +238,8 @@ class SymbolicMode(TorchDispatchMode):
         symbolic = [tensor for tensor in _tensors(args) if is_symbolic(tensor)]
         return bool(symbolic) and all(self.recorder.on_host(tensor) for tensor in symbolic)
 
+
+_NO_RULE_YET: Any = object()
 
 #: References to a gradient that only autograd's input buffer holds, as seen from inside ``__torch_dispatch__``.
 _ENGINE_HOLDS = 4

@@ -1,0 +1,162 @@
+"""Every direct rule against torch's own answer on the meta device: shape, strides, dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vram_guard.simulate import fast
+
+aten = torch.ops.aten
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+FLOATS = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=5)
+
+
+@st.composite
+def tensors(draw: Any, shape: Any = SHAPES, dtype: Any = DTYPES) -> torch.Tensor:
+    """A meta tensor: contiguous, permuted, sliced, expanded or channels last."""
+    size = draw(shape) if not isinstance(shape, (list, tuple, torch.Size)) else list(shape)
+    kind = draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype
+    made = torch.empty(size, dtype=kind, device="meta")
+    layout = draw(st.sampled_from(["plain", "plain", "plain", "permuted", "sliced", "expanded", "last"]))
+    if layout == "permuted" and made.dim() > 1:
+        order = draw(st.permutations(range(made.dim())))
+        back = [order.index(dim) for dim in range(made.dim())]
+        made = torch.empty([size[dim] for dim in order], dtype=kind, device="meta").permute(back)
+    elif layout == "sliced" and made.dim():
+        made = torch.empty([*size[:-1], size[-1] + 3], dtype=kind, device="meta")[..., : size[-1]]
+    elif layout == "expanded" and made.dim():
+        made = torch.empty([1, *size[1:]], dtype=kind, device="meta").expand(size)
+    elif layout == "last" and made.dim() == 4:
+        made = made.contiguous(memory_format=torch.channels_last)
+    return made
+
+
+def assert_as_torch_says(func: Any, *args: Any, **kwargs: Any) -> bool:
+    """The rule's answer, if it gives one, is torch's; returns whether it gave one."""
+    rule = fast.rule_for(func)
+    assert rule is not None
+    found = rule(args, kwargs)
+    if found is None:
+        return False
+    expected = func(*args, **kwargs)
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    for one, other in pairs:
+        if other is None or one is None:
+            assert one is None
+            assert other is None or other.numel() == 0
+            continue
+        assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        assert _steps(one) == _steps(other), (func, args)
+    return True
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Strides of the dimensions that have more than one element: all that says where an element lies."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+UNARY = ["neg", "rsqrt", "exp", "tanh", "sigmoid", "silu", "relu", "abs", "gelu", "sqrt", "sin", "cos", "log"]
+
+
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("name", UNARY)
+@given(data=st.data())
+def test_unary(name: str, data: Any) -> None:
+    assert_as_torch_says(getattr(aten, name).default, data.draw(tensors(dtype=FLOATS)))
+
+
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("name", ["mul", "add", "sub", "div"])
+@given(first=tensors(), second=tensors())
+def test_binary_with_any_two_tensors(name: str, first: torch.Tensor, second: torch.Tensor) -> None:
+    func = getattr(aten, name).Tensor
+    try:
+        func(first, second)
+    except RuntimeError:
+        assume(False)
+    assert_as_torch_says(func, first, second)
+
+
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("name", ["mul", "add", "sub", "div"])
+@given(data=st.data())
+def test_binary_where_the_second_broadcasts(name: str, data: Any) -> None:
+    first = data.draw(tensors())
+    ends = list(first.shape[data.draw(st.integers(0, first.dim())) :])
+    shape = [1 if data.draw(st.booleans()) else size for size in ends]
+    second = data.draw(tensors(shape=shape))
+    func = getattr(aten, name).Tensor
+    try:
+        func(first, second)
+    except RuntimeError:
+        assume(False)
+    assert_as_torch_says(func, first, second)
+    assert_as_torch_says(func, second, first)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensor=tensors(), number=st.sampled_from([2, -1.5, 0]))
+def test_numbers(tensor: torch.Tensor, number: float) -> None:
+    for func in (aten.mul.Tensor, aten.add.Scalar, aten.mul.Scalar, aten.div.Scalar):
+        assert_as_torch_says(func, tensor, number)
+    if tensor.dtype.is_floating_point:
+        assert_as_torch_says(aten.pow.Tensor_Scalar, tensor, number)
+
+
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("name", ["tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"])
+@given(data=st.data())
+def test_backward_of_activations(name: str, data: Any) -> None:
+    gradient = data.draw(tensors(dtype=FLOATS))
+    saved = data.draw(tensors(shape=gradient.shape, dtype=gradient.dtype))
+    assert_as_torch_says(getattr(aten, name).default, gradient, saved)
+    if name == "gelu_backward":
+        assert_as_torch_says(aten.threshold_backward.default, gradient, saved, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), dtype=FLOATS)
+def test_matrix_products(data: Any, dtype: torch.dtype) -> None:
+    rows, inner, columns = (data.draw(st.integers(1, 5)) for _ in range(3))
+    left, right = data.draw(tensors([rows, inner], dtype)), data.draw(tensors([inner, columns], dtype))
+    assert_as_torch_says(aten.mm.default, left, right)
+    bias = data.draw(tensors(data.draw(st.sampled_from([[columns], [1], [rows, columns], [1, columns]])), dtype))
+    assert_as_torch_says(aten.addmm.default, bias, left, right)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_dropout_softmax_layer_norm_and_zeros(data: Any) -> None:
+    tensor = data.draw(tensors(shape=st.lists(st.integers(1, 4), min_size=2, max_size=4), dtype=FLOATS))
+    assert_as_torch_says(aten.native_dropout.default, tensor, 0.3, True)
+    mask = data.draw(tensors(shape=tensor.shape, dtype=torch.bool))
+    assert_as_torch_says(aten.native_dropout_backward.default, tensor, mask, 1.4)
+    for func in (aten._softmax.default, aten._log_softmax.default):
+        assert_as_torch_says(func, tensor, -1, False)
+        if tensor.dtype == torch.float16:
+            assert_as_torch_says(func, tensor, -1, True)
+    assert_as_torch_says(aten.zeros_like.default, tensor)
+    assert_as_torch_says(aten.zeros_like.default, tensor, memory_format=torch.preserve_format)
+    normalized = list(tensor.shape[data.draw(st.integers(1, tensor.dim() - 1)) :])
+    weight, bias = (torch.empty(normalized, dtype=tensor.dtype, device="meta") for _ in range(2))
+    if assert_as_torch_says(aten.native_layer_norm.default, tensor, normalized, weight, bias, 1e-5):
+        _, mean, deviation = aten.native_layer_norm(tensor, normalized, weight, bias, 1e-5)
+        args = (tensor, tensor, normalized, mean, deviation, weight, bias, [True, True, True])
+        assert_as_torch_says(aten.native_layer_norm_backward.default, *args)
+
+
+def test_the_plain_cases_are_answered_directly() -> None:
+    """A rule that gives every case back to torch would pass everything above."""
+    one = torch.empty(3, 4, device="meta")
+    assert assert_as_torch_says(aten.mul.Tensor, one, one)
+    assert assert_as_torch_says(aten.add.Tensor, one, one[0])
+    assert assert_as_torch_says(aten.mm.default, one, one.T)
+    assert assert_as_torch_says(aten.native_dropout.default, one, 0.5, True)
+    assert assert_as_torch_says(aten.native_layer_norm.default, one, [4], one[0], one[0], 1e-5)
+    assert assert_as_torch_says(aten.zeros_like.default, one, memory_format=torch.preserve_format)
