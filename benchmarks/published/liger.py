@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
+from table import summary
 from torch import nn
 
 from vram_guard import TrainingStep
@@ -583,35 +584,42 @@ def predict(row: Row) -> Result:
     return Result(row, peak, time.perf_counter() - start)
 
 
-def main() -> None:
-    """Print every row; those left out stand apart, with their reason."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operators", nargs="+", help="only these")
-    options = parser.parse_args()
-    wanted = [row for row in rows() if not options.operators or row.operator in options.operators]
-    found = []
-    for row in (row for row in wanted if row.operator not in LEFT_OUT):
-        found.append(predict(row))
-        _print(found[-1])
-    if found:
-        absolute = sorted(abs(result.error) for result in found)
-        p90 = absolute[int(0.9 * (len(absolute) - 1))]
-        print(f"{len(found)} rows, median {absolute[len(absolute) // 2]:.4%}, p90 {p90:.4%}")
-    for row in (row for row in wanted if row.operator in LEFT_OUT and row.operator != "embedding"):
-        _print(predict(row))
-    for operator, reason in LEFT_OUT.items():
-        count = sum(row.operator == operator for row in wanted)
-        if count:
-            print(f"not reproduced: {count} rows of {operator}: {reason}")
+def run_all(wanted: list[Row], report: Callable[[Result], None] | None = None) -> tuple[list[Result], list[str]]:
+    """Results of the rows that can be reproduced, and a line for each group that cannot."""
+    results = []
+    for row in wanted:
+        if row.operator not in LEFT_OUT:
+            results.append(predict(row))
+            if report is not None:
+                report(results[-1])
+    counts = {name: sum(row.operator == name for row in wanted) for name in LEFT_OUT}
+    return results, [f"{counts[name]} rows of {name}: {reason}" for name, reason in LEFT_OUT.items() if counts[name]]
 
 
-def _print(result: Result) -> None:
+def print_result(result: Result) -> None:
+    """One line for a row."""
     row = result.row
     print(
         f"{row.name:42} {row.gpu.split()[-1][:14]:14} {row.measured / 2**20:11.4f} {result.predicted / 2**20:11.4f} MiB"
         f" {result.error:+9.4%} {result.seconds:5.2f} s",
         flush=True,
     )
+
+
+def main() -> None:
+    """Print every row, and the operators that are left out with their reason."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operators", nargs="+", help="only these, those left out among them")
+    options = parser.parse_args()
+    wanted = [row for row in rows() if not options.operators or row.operator in options.operators]
+    results, left_out = run_all(wanted, print_result)
+    summary("Liger-Kernel's operators", {"vram_guard": [result.error for result in results]})
+    if options.operators:
+        for row in wanted:
+            if row.operator in LEFT_OUT:
+                print_result(predict(row))
+    for line in left_out:
+        print(f"not reproduced: {line}")
 
 
 if __name__ == "__main__":
