@@ -331,10 +331,26 @@ PARAMETERS = 512 * 512 * 4
         (lambda p: torch.optim.AdamW(p, fused=True), 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0),
         (lambda p: torch.optim.RMSprop(p), 1),
+        (lambda p: torch.optim.NAdam(p), 1),
+        (lambda p: torch.optim.RAdam(p), 1),
+        (lambda p: torch.optim.Adamax(p), 1),
+        (lambda p: torch.optim.Adagrad(p), 2),
+        (lambda p: torch.optim.Adadelta(p), 2),
     ],
 )
 def test_foreach_optimizers_hold_copies_of_the_parameters(make, times: int) -> None:
     assert _optimizer_phase(make) == times * PARAMETERS
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_given_a_closure() -> None:
+    timeline = traced(
+        nn.Linear(64, 64), lambda b: torch.randn(b, 64), optimizer=lambda p: torch.optim.LBFGS(p, max_iter=3)
+    )
+    evaluations = [phase for phase in timeline.phases if (phase.name, phase.step) == ("forward", 2)]
+    assert len(evaluations) >= 2
+    assert timeline.tier == "partly symbolic"
+    flat = (64 * 64 + 64) * 4
+    assert any(b.size.base == flat for b in timeline.blocks)  # LBFGS keeps all gradients in one vector
 
 
 def test_adam_state_is_two_moments_and_its_step_stays_on_the_host() -> None:

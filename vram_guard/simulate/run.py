@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -219,6 +220,8 @@ class _Loop:
     def run(self) -> None:
         if self.optimizer is None:
             return self._infer()
+        if _needs_closure(self.optimizer):
+            return self._run_with_closure(self.optimizer)
         # Two micro-batches show all there is to see: the first makes gradients, every other one adds to them.
         rounds = min(self.step.accumulate, 2)
         for number in (1, 2):
@@ -233,6 +236,26 @@ class _Loop:
             if self.step.zero_grad == "after_step":
                 self.optimizer.zero_grad()
         return None
+
+    def _run_with_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
+        self.recorder.note(
+            f"{type(optimizer).__name__} evaluates the loss as often as it likes: the first evaluations are followed, "
+            "what it remembers of later ones is not counted",
+            tier="partly symbolic",
+        )
+
+        def closure(number: int) -> Any:
+            optimizer.zero_grad()
+            self._forward(number)
+            self._backward(number, first=True)
+            return self.loss
+
+        for number in (1, 2):
+            self._load(number)
+            self.recorder.phase("optimizer", number)
+            optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
+            classify_states(self.recorder, optimizer)
 
     def _infer(self) -> None:
         with torch.no_grad():
@@ -306,6 +329,11 @@ class _Loop:
             nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
         if self.step.clip_grad_value is not None:
             nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def scalar_loss(result: Any) -> Any:
