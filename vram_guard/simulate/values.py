@@ -21,6 +21,9 @@ LARGEST_RECIPE = 2**20
 
 _ATTRIBUTE = "_vram_guard_recipe"
 
+#: Stands where a tensor was among an operator's arguments.
+_TENSOR = object()
+
 #: Tests for NaN and infinity, whose answer is taken for granted where nothing is known: a healthy step.
 _HEALTHY: dict[str, bool] = {
     "aten::isnan": False,
@@ -81,10 +84,12 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.
     if any(isinstance(value, torch.Tensor) for value in on_cpu.values()):
         return
     memory: list[torch.Tensor] = []
+    # Not the tensors themselves: a recipe must not keep memory alive that the step has freed.
+    arguments = _without_tensors(args)
 
     def made() -> torch.Tensor:
         if not memory:
-            memory.append(func(*_filled(args, iter(recipes)), **on_cpu))
+            memory.append(func(*_filled(arguments, iter(recipes)), **on_cpu))
         return memory[0]
 
     setattr(out, _ATTRIBUTE, made)
@@ -123,10 +128,21 @@ def _recipes(args: Any) -> list[Recipe] | None:
     return found
 
 
+def _without_tensors(args: Any) -> list[Any]:
+    return [
+        _TENSOR
+        if isinstance(value, torch.Tensor)
+        else _without_tensors(value)
+        if isinstance(value, (list, tuple))
+        else value
+        for value in args
+    ]
+
+
 def _filled(args: Any, recipes: Any) -> list[Any]:
     filled: list[Any] = []
     for value in args:
-        if isinstance(value, torch.Tensor):
+        if value is _TENSOR:
             filled.append(next(recipes)())
         elif isinstance(value, (list, tuple)):
             filled.append(_filled(value, recipes))
