@@ -30,11 +30,9 @@ DATA = Path(__file__).parent / "data"
 CAPABILITIES = {"A100": (8, 0), "RTX 3090": (8, 6), "RTX 4090": (8, 9), "B200": (10, 0)}
 
 #: Rows that cannot be reproduced, and why. They are listed, not dropped.
-_BESIDE = (
-    "about 2,084 MiB beside the operator's tensors, alike at every batch size: left by an earlier run in the process"
-)
+_BESIDE = "about 2,084 MiB beside the operator's tensors, alike at every batch size; what they were is not recorded"
 LEFT_OUT = {
-    "embedding": "12 GiB and more beside the operator's tensors were alive in that process (a compiled twin ran first)",
+    "embedding": "12 GiB and more beside the operator's tensors were alive; what they were is not recorded",
     "fused_linear_orpo_loss": _BESIDE,
     "fused_linear_cpo_loss": _BESIDE,
     "fused_linear_simpo_loss": _BESIDE,
