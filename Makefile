@@ -13,7 +13,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench test-matrix clean
+.PHONY: help install demo test lint format bench bench-peers gpu-measure gpu-compare test-matrix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -43,6 +43,16 @@ format: $(STAMP) ## let ruff put the format right
 
 bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode
 	$(BIN)/python benchmarks/bench_trace.py
+
+gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.measure
+
+gpu-compare: $(STAMP) ## predict without a GPU what was recorded on one; replay the allocator histories
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.compare
+
+bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/*/peers.md and the chart
+	$(BIN)/python -m pip install --quiet -c constraints.txt 'accelerate>=1.0' torch-kitsune==0.7.0
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.peers.bench
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"

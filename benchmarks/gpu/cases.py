@@ -1,0 +1,233 @@
+"""The cases: which training steps are measured on the GPU and predicted without it. Defined here once for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.step import Precision, TrainingStep, ZeroGrad
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training step to measure: plain values, so that a results file can carry it.
+
+    Attributes:
+        network: a key of ``networks.NETWORKS``.
+        batch_size: samples per micro-batch; 0 where ``fill`` decides.
+        fill: choose the batch size whose predicted reserved peak takes this share of what the allocator may reserve
+            on the card; above 1, the step is meant to run out of memory. 0: off.
+        precision, accumulate, zero_grad: as in TrainingStep.
+        optimizer: a key of :data:`OPTIMIZERS`.
+        clip: maximum gradient norm; 0: no clipping.
+        tf32: allow TF32 in matrix products and convolutions.
+        channels_last: memory format of weights and images.
+        checkpointing: activation checkpointing of the network's blocks.
+        save_on_cpu: activations wait on the host (``torch.autograd.graph.save_on_cpu``).
+        allocator: PYTORCH_CUDA_ALLOC_CONF of the process; "" for PyTorch's defaults.
+        history: keep the allocator's recorded history.
+        seconds: expected on an H100 with the process start: a guess until measured; it only orders and budgets.
+    """
+
+    network: str
+    batch_size: int = 0
+    fill: float = 0.0
+    precision: Precision = "32-true"
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    zero_grad: ZeroGrad = "after_step"
+    clip: float = 0.0
+    tf32: bool = False
+    channels_last: bool = False
+    checkpointing: bool = False
+    save_on_cpu: bool = False
+    allocator: str = ""
+    history: bool = False
+    seconds: float = 4.0
+
+    @property
+    def name(self) -> str:
+        """What tables call it; unique in the suite."""
+        size = f"fill{self.fill:g}" if self.fill else f"b{self.batch_size}"
+        parts = [self.network, size, self.precision, self.optimizer]
+        parts += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
+        parts += [self.zero_grad] if self.zero_grad != "after_step" else []
+        parts += [f"clip{self.clip:g}"] if self.clip else []
+        parts += [flag for flag in _FLAGS if getattr(self, flag)]
+        parts += [self.allocator] if self.allocator else []
+        return " ".join(parts)
+
+    def step(self) -> TrainingStep:
+        """The step itself, for the real loop and for the prediction alike.
+
+        Raises:
+            InvalidInputError: a results file names a network or an optimizer that this version does not have.
+        """
+        from benchmarks.gpu.networks import NETWORKS
+
+        network = _known(NETWORKS, self.network, "network")
+        return TrainingStep(
+            model=lambda: self._formatted(network.build(self.checkpointing)),
+            batch=lambda size: self._formatted_batch(network.batch(size)),
+            loss=_saved_on_cpu(network.loss) if self.save_on_cpu else network.loss,
+            optimizer=_known(OPTIMIZERS, self.optimizer, "optimizer"),
+            precision=self.precision,
+            accumulate=self.accumulate,
+            zero_grad=self.zero_grad,
+            clip_grad_norm=self.clip or None,
+        )
+
+    def same_step(self) -> tuple[tuple[str, Any], ...]:
+        """What decides the trace: equal for cases that differ in batch size or in the allocator only."""
+        aside = {"batch_size", "fill", "allocator", "history", "seconds", "tf32"}
+        return tuple((name, value) for name, value in asdict(self).items() if name not in aside)
+
+    def _formatted(self, model: torch.nn.Module) -> torch.nn.Module:
+        import torch
+
+        formatted: Any = model  # torch's annotations do not know `memory_format` alone
+        return formatted.to(memory_format=torch.channels_last) if self.channels_last else model
+
+    def _formatted_batch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        import torch
+
+        if not self.channels_last:
+            return batch
+        return {k: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for k, t in batch.items()}
+
+
+def _known(table: Mapping[str, T], name: str, field: str) -> T:
+    if name not in table:
+        raise InvalidInputError(f"case field {field!r} is {name!r}, which is not one of {', '.join(table)}")
+    return table[name]
+
+
+_FLAGS = ("tf32", "channels_last", "checkpointing", "save_on_cpu")
+
+
+def _saved_on_cpu(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def saved(model: Any, batch: Any) -> Any:
+        from torch.autograd.graph import save_on_cpu
+
+        with save_on_cpu():
+            return loss(model, batch)
+
+    return saved
+
+
+def _adamw_fused(parameters: Any) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def _torch_optim(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        import torch
+
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-4, **settings)
+        return optimizer
+
+    return make
+
+
+#: foreach is what PyTorch chooses on CUDA by itself.
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": _torch_optim("SGD", momentum=0.9),
+    "adam": _torch_optim("Adam"),
+    "adamw": _torch_optim("AdamW"),
+    "adamw_fused": _adamw_fused,
+}
+
+#: In order of importance: where the minutes do not suffice, the end is left out, and the results say so.
+CASES: tuple[Case, ...] = (
+    # One of each network, its history kept.
+    Case("gpt2", 8, history=True),
+    Case("resnet50", 32, optimizer="sgd", history=True),
+    Case("small_cnn", 128, optimizer="adam", history=True),
+    Case("bert", 16, history=True),
+    Case("llama", 8, precision="bf16-mixed", history=True),
+    Case("vit", 32, precision="16-mixed", history=True),
+    Case("lstm", 64, optimizer="adam", history=True),
+    Case("gru", 64, optimizer="adam", history=True),
+    Case("unet", 32, optimizer="adam", history=True),
+    Case("fno", 16, optimizer="adam", history=True),
+    Case("video", 16, optimizer="sgd", history=True),
+    Case("twins", 32, history=True),
+    # Precisions.
+    Case("resnet50", 64, precision="16-mixed", optimizer="sgd", history=True),
+    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", channels_last=True, history=True),
+    Case("resnet50", 64, optimizer="sgd", tf32=True),
+    Case("resnet50", 64, optimizer="sgd", channels_last=True, tf32=True),
+    Case("gpt2", 16, precision="bf16-mixed", history=True),
+    Case("gpt2", 16, precision="16-mixed"),
+    Case("gpt2", 8, tf32=True),
+    Case("gpt2", 16, precision="bf16-true"),
+    Case("bert", 32, precision="bf16-mixed", history=True),
+    Case("bert", 32, precision="16-mixed"),
+    Case("llama", 8),
+    Case("llama", 16, precision="16-mixed"),
+    Case("vit", 64, precision="bf16-mixed"),
+    Case("vit", 32),
+    Case("lstm", 128, precision="bf16-mixed", optimizer="adam"),
+    Case("lstm", 128, precision="16-mixed", optimizer="adam"),
+    Case("gru", 128, precision="bf16-mixed", optimizer="adam"),
+    Case("unet", 64, precision="16-mixed", optimizer="adam"),
+    Case("unet", 64, precision="bf16-mixed", optimizer="adam", channels_last=True),
+    Case("fno", 32, precision="bf16-mixed", optimizer="adam"),
+    Case("video", 32, precision="16-mixed", optimizer="sgd"),
+    Case("twins", 64, precision="bf16-mixed"),
+    Case("small_cnn", 256, precision="16-mixed", optimizer="sgd"),
+    Case("small_cnn", 256, optimizer="sgd", channels_last=True),
+    # Optimizers, and when gradients are freed.
+    Case("gpt2", 8, optimizer="adamw_fused"),
+    Case("gpt2", 8, optimizer="sgd"),
+    Case("gpt2", 8, clip=1.0, history=True),
+    Case("gpt2", 8, precision="16-mixed", clip=1.0),
+    Case("gpt2", 8, zero_grad="before_forward"),
+    Case("gpt2", 8, zero_grad="before_backward"),
+    Case("vit", 32, optimizer="adamw_fused", precision="16-mixed"),
+    Case("bert", 16, optimizer="adam", zero_grad="before_backward"),
+    # Techniques.
+    Case("gpt2", 8, accumulate=2, history=True),
+    Case("resnet50", 32, optimizer="sgd", accumulate=2, precision="16-mixed"),
+    Case("gpt2", 16, checkpointing=True, precision="bf16-mixed", history=True),
+    Case("bert", 32, checkpointing=True),
+    Case("llama", 16, checkpointing=True, precision="bf16-mixed"),
+    Case("unet", 64, checkpointing=True, optimizer="adam"),
+    Case("twins", 64, checkpointing=True),
+    Case("vit", 32, save_on_cpu=True, history=True, seconds=8),
+    Case("unet", 32, save_on_cpu=True, optimizer="adam", seconds=8),
+    # The allocator's settings.
+    Case("gpt2", 8, allocator="expandable_segments:True", history=True, seconds=10),
+    Case("resnet50", 64, optimizer="sgd", allocator="max_split_size_mb:128", history=True, seconds=10),
+    # Batch sizes. The last three of a network are chosen by the card: near the limit, and over it.
+    Case("resnet50", 1, optimizer="sgd"),
+    Case("resnet50", 7, optimizer="sgd"),
+    Case("resnet50", 128, optimizer="sgd"),
+    Case("gpt2", 1),
+    Case("gpt2", 24),
+    Case("lstm", 1, optimizer="adam"),
+    Case("fno", 1, optimizer="adam"),
+    Case("gpt2", fill=0.95, seconds=9, history=True),
+    Case("gpt2", fill=1.2, seconds=9),
+    Case("resnet50", fill=0.95, optimizer="sgd", precision="bf16-mixed", seconds=9),
+    Case("resnet50", fill=1.2, optimizer="sgd", precision="bf16-mixed", seconds=9),
+    Case("unet", fill=0.9, optimizer="adam", seconds=9),
+    Case("unet", fill=1.1, optimizer="adam", seconds=9),
+    Case("llama", fill=0.97, precision="bf16-mixed", seconds=9),
+    Case("llama", fill=1.05, precision="bf16-mixed", seconds=9),
+    Case("lstm", fill=0.9, optimizer="adam", seconds=9),
+)
+
+
+def find_cases(wanted: list[str]) -> list[Case]:
+    """The cases whose names contain one of the words; all of them for no word."""
+    return [case for case in CASES if not wanted or any(word in case.name for word in wanted)]

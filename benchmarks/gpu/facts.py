@@ -1,0 +1,112 @@
+"""What the machine is: GPU, driver, libraries, and how much of the GPU is in use, read outside any CUDA context."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from typing import Any
+
+from benchmarks.gpu.records import Machine
+
+MIB = 2**20
+
+
+def device_used() -> int | None:
+    """Bytes in use on the first visible GPU as NVML counts them, by any process; None where it cannot be asked.
+
+    Through nvidia-ml-py where that is installed, else through nvidia-smi. Neither makes a CUDA context.
+    """
+    used = _through_pynvml()
+    return used if used is not None else _smi_mebibytes("memory.used")
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version, "" where it cannot be asked."""
+    return _through_smi("driver_version") or ""
+
+
+def _through_pynvml() -> int | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(_first_visible())
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+
+
+def _first_visible() -> int:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return int(first) if first.isdigit() else 0
+
+
+def _smi_mebibytes(field: str) -> int | None:
+    text = _through_smi(field)
+    return int(text) * MIB if text is not None and text.isdigit() else None
+
+
+def _through_smi(field: str) -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, f"--id={_first_visible()}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def machine(used_before: int | None, device: str) -> Machine:
+    """Everything about this machine; on "cuda", makes a context and says what that took."""
+    import torch
+
+    common: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "transformers": _version("transformers"),
+        "cuda": torch.version.cuda or "",
+        "driver": driver_version(),
+    }
+    if device == "cpu":
+        nothing: dict[str, Any] = {"cudnn": 0, "compute_capability": [0, 0], "multiprocessors": 0, "total": 0}
+        return Machine(**common, **nothing, gpu="cpu", free=0, used_before=None, context=None)
+    torch.cuda.init()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    used = device_used()
+    properties = torch.cuda.get_device_properties(0)
+    return Machine(
+        **common,
+        gpu=properties.name,
+        cudnn=int(torch.backends.cudnn.version() or 0),
+        compute_capability=[properties.major, properties.minor],
+        multiprocessors=properties.multi_processor_count,
+        total=total,
+        free=free,
+        used_before=used_before,
+        context=used - used_before if used is not None and used_before is not None else None,
+    )
+
+
+def _version(distribution: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def folder_name(found: Machine) -> str:
+    """The folder "<gpu>-<torch>", fit for a file system."""
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", f"{found.gpu.removeprefix('NVIDIA ')}-{found.torch}").strip("-").lower()

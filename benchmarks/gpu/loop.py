@@ -1,0 +1,96 @@
+"""The training loop, for real: the same order of events as the symbolic one (vram_guard.simulate.run)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from vram_guard.step import TrainingStep
+
+_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+_TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+#: A GradScaler starts too high and skips updates until its scale fits: so many iterations are tried at most.
+MOST_ITERATIONS = 12
+
+
+class RealLoop:
+    """Model, optimizer and batch of one step on a device. As in a script, they live until the end.
+
+    Attributes:
+        updates: optimizer steps that were really made.
+        skipped: optimizer steps that the GradScaler refused.
+    """
+
+    def __init__(self, step: TrainingStep, batch_size: int, device: str) -> None:
+        self.step = step
+        self.batch_size = batch_size
+        self.device = device
+        self.dtype = _TRUE.get(step.precision)
+        model = step.model() if not isinstance(step.model, nn.Module) else step.model
+        self.model: Any = model.to(self.dtype).to(device).train()
+        assert step.optimizer is not None
+        self.optimizer = step.optimizer(self.model.parameters())
+        self.scaler = torch.amp.GradScaler(device) if step.precision == "16-mixed" else None
+        self.batch: Any = None
+        self.loss: Any = None
+        self.updates = 0
+        self.skipped = 0
+
+    def run(self, updates: int, after_update: Callable[[], None]) -> None:
+        """Iterate until so many updates were made; what the scaler refuses does not count."""
+        for _ in range(MOST_ITERATIONS):
+            self._iterate()
+            after_update()
+            if self.updates == updates:
+                return
+
+    def _iterate(self) -> None:
+        if self.step.zero_grad == "before_forward":
+            self.optimizer.zero_grad()
+        for micro in range(self.step.accumulate):
+            self.batch = pytree.tree_map(self._to_device, self.step.batch(self.batch_size))
+            self._forward()
+            if micro == 0 and self.step.zero_grad == "before_backward":
+                self.optimizer.zero_grad()
+            self._backward()
+        self._update()
+        if self.step.zero_grad == "after_step":
+            self.optimizer.zero_grad()
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype if tensor.is_floating_point() else None).to(self.device)
+
+    def _forward(self) -> None:
+        dtype = _AUTOCAST.get(self.step.precision)
+        if dtype is torch.float16 and self.device == "cpu":
+            dtype = torch.bfloat16  # only tries the code: float16 products take minutes there
+        with torch.autocast(self.device, dtype=dtype) if dtype else contextlib.nullcontext():
+            self.loss = self.step.loss(self.model, self.batch)
+
+    def _backward(self) -> None:
+        loss = self.loss if self.step.accumulate == 1 else self.loss / self.step.accumulate
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    def _update(self) -> None:
+        if self.step.clip_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.step.clip_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+            self.updates += 1
+            return
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        refused = self.scaler.get_scale() < before
+        self.skipped += refused
+        self.updates += not refused

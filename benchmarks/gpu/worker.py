@@ -1,0 +1,201 @@
+"""One case in a process of its own: train for real, and write down what the memory did."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.records import Measured
+
+#: Optimizer steps of every case: the second is the first with optimizer state, the third shows whether the peak of
+#: reserved memory still moves.
+UPDATES = 3
+
+#: Entries that the allocator's recorder keeps. A step of these cases has 2,000 to 30,000.
+MOST_ENTRIES = 200_000
+
+#: Characters of a traceback that are kept, from its end.
+LONGEST_MESSAGE = 6000
+
+
+def serve(connection: Any, job: str, arguments: tuple[Any, ...]) -> None:
+    """The child's main function: run the job, answer (result, None) or (None, traceback) as JSON text."""
+    jobs: dict[str, Callable[..., Any]] = {
+        "case": _case_as_data,
+        "machine": _machine_as_data,
+        "probes": _probes,
+        "fill": _fill,
+    }
+    try:
+        answer: tuple[Any, str | None] = (jobs[job](*arguments), None)
+    except BaseException:  # noqa: BLE001 - also SystemExit of user code: the parent must hear of it
+        answer = (None, traceback.format_exc()[-LONGEST_MESSAGE:])
+    connection.send_bytes(json.dumps(answer).encode())
+    connection.close()
+
+
+def _case_as_data(case: Case, batch_size: int, device: str, used_before: int | None) -> Any:
+    measured, history = run_case(case, batch_size, device, used_before)
+    return {"measured": measured, "history": history}
+
+
+def _machine_as_data(device: str, used_before: int | None) -> Any:
+    from dataclasses import asdict
+
+    from benchmarks.gpu.facts import machine
+
+    return asdict(machine(used_before, device))
+
+
+def _probes() -> Any:
+    from benchmarks.gpu.probes import all_probes
+
+    return all_probes()
+
+
+def _fill(case: Case, free: int, capability: tuple[int, int]) -> int:
+    """The batch size at which the predicted peak takes ``case.fill`` of ``free`` bytes. Sees no GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from vram_guard.simulate import trace
+    from vram_guard.timeline import largest_that_fits
+
+    timeline = trace(case.step(), compute_capability=capability)
+    wanted = int(free * case.fill)
+    return max(1, largest_that_fits(lambda size: timeline.replay(size).peak_reserved <= wanted, 2**20))
+
+
+def run_case(
+    case: Case, batch_size: int, device: str, used_before: int | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Train the case and measure.
+
+    Args:
+        case: what to train.
+        batch_size: samples per micro-batch.
+        device: "cuda", or "cpu" to try the case's code without measuring anything.
+        used_before: NVML's use of the device before this process made its context.
+
+    Returns:
+        The fields of :class:`Measured` except case and seconds, and the compacted history where one was kept.
+    """
+    run = _OnCuda(case, used_before) if device == "cuda" else _OnCpu()
+    found: dict[str, Any] = {"batch_size": batch_size, "used_before": used_before, **run.before()}
+    peaks: list[list[int]] = []
+    loop = None
+    import torch
+
+    from benchmarks.gpu.loop import RealLoop
+
+    torch.manual_seed(0)
+    try:
+        loop = RealLoop(case.step(), batch_size, device)
+        loop.run(UPDATES if device == "cuda" else 1, lambda: peaks.append(run.peak()))
+        found["status"] = "ok"
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        found.update(status="out of memory", message=str(error)[:LONGEST_MESSAGE])
+        peaks.append(run.peak())
+    found["peaks"] = [peak for peak in peaks if peak]
+    if loop is not None:
+        found.update(updates=loop.updates, skipped_updates=loop.skipped)
+    after, history = run.after()
+    return {**found, **after}, history
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device was full: the allocator's own error, or a library that could not get its part."""
+    import torch
+
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+
+
+_SIGNS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+class _OnCpu:
+    """Nothing to measure."""
+
+    def before(self) -> dict[str, Any]:
+        return {}
+
+    def peak(self) -> list[int]:
+        return []
+
+    def after(self) -> tuple[dict[str, Any], None]:
+        return {}, None
+
+
+class _OnCuda:
+    """The device's memory around one run."""
+
+    def __init__(self, case: Case, used_before: int | None) -> None:
+        self.case = case
+        self.used_before = used_before
+        self.used_context: int | None = None
+
+    def before(self) -> dict[str, Any]:
+        """Make the context, see what is free, start the recorder."""
+        import torch
+
+        from benchmarks.gpu.facts import device_used
+
+        torch.backends.cuda.matmul.allow_tf32 = self.case.tf32
+        torch.backends.cudnn.allow_tf32 = self.case.tf32
+        torch.cuda.init()
+        torch.cuda.synchronize()
+        self.free, _ = torch.cuda.mem_get_info()
+        self.used_context = device_used()
+        if self.case.history:
+            torch.cuda.memory._record_memory_history(  # noqa: SLF001 - there is no public way
+                "all", context="alloc", stacks="python", max_entries=MOST_ENTRIES
+            )
+        return {"free": self.free, "used_context": self.used_context}
+
+    def peak(self) -> list[int]:
+        import torch
+
+        torch.cuda.synchronize()
+        allocations = int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
+        return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), allocations]
+
+    def after(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What the device shows at the end; the history, and which blocks were cuBLAS's workspaces."""
+        import torch
+
+        from benchmarks.gpu.facts import device_used
+        from benchmarks.gpu.history import compacted, library_workspaces
+
+        torch.cuda.synchronize()
+        still_free, _ = torch.cuda.mem_get_info()
+        found: dict[str, Any] = {
+            "used_after": device_used(),
+            "outside": self.free - still_free - torch.cuda.memory_reserved(),
+            "alloc_retries": int(torch.cuda.memory_stats().get("num_alloc_retries", 0)),
+        }
+        if not self.case.history:
+            return found, None
+        snapshot = torch.cuda.memory._snapshot()  # noqa: SLF001
+        history = compacted(snapshot)
+        entries = len(snapshot["device_traces"][0])
+        del snapshot
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+        later = torch.cuda.memory._snapshot()  # noqa: SLF001
+        if entries < MOST_ENTRIES:  # a full recorder has dropped its beginning
+            found["workspaces"] = library_workspaces(later, entries)
+        return {**found, "has_history": True}, history
+
+
+def measured_from(case: Case, data: dict[str, Any], seconds: float) -> Measured:
+    """What a child answered as a record."""
+    return Measured(case=case, seconds=round(seconds, 2), **data)
+
+
+def clock() -> float:
+    """Seconds; tests replace it."""
+    return time.monotonic()

@@ -1,0 +1,1 @@
+"""Beside what one would pick instead: every estimator on the same training steps."""

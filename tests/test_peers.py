@@ -1,0 +1,193 @@
+"""The comparison with other estimators: formulas by their own examples, and the pages that come out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.peers import bench, formulas, pages, tools
+from benchmarks.peers.workloads import Measurement, Workload, workloads
+
+GB = 10**9
+MEM_TRACKER = "torch.distributed._tools.mem_tracker"
+
+
+def no_model():
+    raise RuntimeError("cannot be built")
+
+
+# Formulas, held to the examples that their sources print
+
+
+def test_deepspeeds_own_example_of_t5_3b_on_eight_gpus():
+    """Its documentation: 2851M parameters, 32M in the largest layer: 15.93 GB and 6.10 GB a GPU (in 2**30 bytes)."""
+    model = formulas.Model(2_851_000_000, 32_000_000)
+    assert round(formulas.deepspeed_zero2(model, gpus=8) / 2**30, 2) == 15.93
+    assert formulas.deepspeed_zero3(model, gpus=8) / 2**30 == pytest.approx(6.10, abs=0.011)
+
+
+def test_deepspeeds_own_example_of_t5_large_on_four_gpus():
+    model = formulas.Model(737_670_000, 32_900_000)
+    assert formulas.deepspeed_zero3(model, gpus=4) >> 20 == 3291
+
+
+def test_the_grid_guides_formula():
+    # 8 x 1 x 128 x 128 x 256 x 4 bytes x 10 layers, by hand. (The guide's printed example says eight times as much.)
+    assert formulas.grid_guide_activations(8, 1, 128, 128, 256, 10) == 134_217_728 * 10
+    assert formulas.grid_guide(7000) == 10_000
+
+
+def test_the_twin_guides_formula():
+    assert formulas.twin_guide(1000, 1, 0) == 16_000
+    assert formulas.twin_guide(1000, 2, 0) == 20_000
+    # 5 billion parameters of the guide's example, float16 there: 4 x 5 x 2 GB = 40 GB; float32 doubles it.
+    assert formulas.twin_guide(5 * GB, 1, 0) == 80 * GB
+    assert formulas.twin_guide(0, 1, 10) == 50
+
+
+# Tools
+
+
+def small(**changes):
+    step = workloads()["fno"]
+    step.batch_size = 2
+    for name, value in changes.items():
+        setattr(step, name, value)
+    return step
+
+
+@pytest.fixture
+def one_small(monkeypatch):
+    monkeypatch.setattr(tools, "workloads", lambda: {"fno": small()})
+
+
+@pytest.mark.parametrize("tool", ["vram_guard", "MemTracker", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", "guide: twin"])
+def test_a_tool_answers(one_small, tool):
+    if tool == "MemTracker":
+        pytest.importorskip(MEM_TRACKER, reason="this torch has no MemTracker")
+    row = tools.ask(tool, "fno")
+    assert row["why"] == ""
+    assert row["predicted"] > 0
+    assert row["seconds"] >= 0
+
+
+def test_ours_and_torchs_tracker_agree_on_the_order_of_magnitude(one_small):
+    pytest.importorskip(MEM_TRACKER, reason="this torch has no MemTracker")
+    ours, theirs = (tools.ask(tool, "fno")["predicted"] for tool in ("vram_guard", "MemTracker"))
+    assert 0.3 < theirs / ours < 1.1
+
+
+def test_accelerate_counts_the_weights_four_times(one_small):
+    pytest.importorskip("accelerate")
+    parameters = tools._counted(small()).parameters
+    assert tools.ask("Accelerate", "fno")["predicted"] == 4 * 4 * parameters
+
+
+def test_frozen_and_tied_parameters():
+    twins = workloads()["twins"]
+    assert tools._counted(twins).parameters == 2 * tools._counted(twins, trained_only=True).parameters
+    assert tools._counted(workloads()["gpt2"]).parameters == 124_439_808  # published; the embedding is tied
+    assert tools._counted(workloads()["vgg16"]).parameters == 138_357_544
+
+
+def test_what_does_not_apply_says_so(monkeypatch):
+    monkeypatch.setattr(tools, "workloads", lambda: {"fno": small(layers=None)})
+    row = tools.ask("guide: grid", "fno")
+    assert row["predicted"] is None
+    assert "layers of different sizes" in row["why"]
+
+
+def test_what_is_not_installed_is_listed_with_the_reason(one_small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kitsune", None)
+    row = tools.ask("torch-kitsune", "fno")
+    assert (row["predicted"], row["why"]) == (None, "not installed: pip install torch-kitsune")
+
+
+def test_a_tool_that_fails_is_told_with_its_traceback(one_small, monkeypatch):
+    def fails(step):
+        raise ValueError("no such thing")
+
+    monkeypatch.setitem(tools.TOOLS, "bad", tools.Tool("bad", fails))
+    row = tools.ask("bad", "fno")
+    assert row["why"] == "failed: ValueError: no such thing"
+    assert "in fails" in row["traceback"]
+
+
+def test_a_sample_has_no_batch_dimension():
+    assert workloads()["resnet50"].sample_shape == (3, 224, 224)
+    assert workloads()["T5-small"].sample_shape == (128,)
+
+
+# The command
+
+
+def asked_slowly(tool, step):
+    time.sleep(30)
+
+
+def test_a_tool_that_hangs_is_left_behind(monkeypatch):
+    monkeypatch.setattr(bench, "ask", asked_slowly)
+    began = time.monotonic()
+    answers = bench.ask_everything(["fno"], ["MemTracker"], limit=0.5)
+    assert answers["MemTracker", "fno"]["why"] == "no answer within 0.5 s"
+    assert time.monotonic() - began < 25
+
+
+@pytest.fixture
+def report():
+    measured = Measurement(10 * 2**30, "RTX 3060", (8, 6))
+    steps = {
+        "a": Workload(
+            "a", "A, 1 x 2, AdamW", 1, no_model, lambda size: {}, lambda model, batch: None, measured=measured
+        ),
+        "b": Workload("b", "B, 3 x 4, AdamW", 1, no_model, lambda size: {}, lambda model, batch: None),
+    }
+    answers = {
+        ("vram_guard", "a"): {"predicted": 9 * 2**30, "seconds": 0.5, "why": ""},
+        ("vram_guard", "b"): {"predicted": 2**30, "seconds": 1.5, "why": ""},
+        ("guide: grid", "a"): {"predicted": None, "seconds": None, "why": "does not apply"},
+        ("guide: grid", "b"): {"predicted": None, "seconds": None, "why": "does not apply"},
+    }
+    return bench.as_report(steps, ["vram_guard", "guide: grid"], answers)
+
+
+@pytest.mark.parametrize(("words", "missing"), [(pages.EN, "no answer"), (pages.ZH, "无法回答")])
+def test_the_page_shows_answers_errors_seconds_and_reasons(report, words, missing):
+    page = pages.page(report, words)
+    assert f"| A, 1 x 2, AdamW | 10.00 (RTX 3060) | 9.00 (-10.0%) | {missing} |" in page
+    assert f"| B, 3 x 4, AdamW | - | 1.00 | {missing} |" in page
+    assert "10.0% (1/1) | - |" in page
+    assert "| vram_guard | 1.00 | 1.50 | 2/2 |" in page
+    assert "- guide: grid: does not apply (A, B)" in page
+
+
+def test_both_languages_say_what_every_tool_cannot_answer():
+    assert set(pages.EN.limits) == set(pages.ZH.limits) == set(tools.TOOLS)
+
+
+def test_the_chart_is_drawn_also_where_a_tool_has_no_answer(report, tmp_path):
+    from benchmarks.peers.chart import draw
+
+    draw(report, tmp_path / "images" / "peers.png")
+    assert (tmp_path / "images" / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_writes_everything(tmp_path, capsys):
+    arguments = ["--only", "fno", "--tools", "vram_guard", "guide: grid", "--out", str(tmp_path)]
+    assert bench.main([*arguments, "--json", str(tmp_path / "peers.json")]) == 0
+    assert "FNO" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert row["answers"]["vram_guard"]["predicted"] > row["answers"]["guide: grid"]["predicted"] > 0
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert written == ["en/peers.md", "images/peers.png", "peers.json", "zh_cn/peers.md"]
+
+
+def test_no_workload_of_that_name(capsys):
+    assert bench.main(["--only", "nonsense"]) == 2
+    assert "no workload contains nonsense" in capsys.readouterr().err
