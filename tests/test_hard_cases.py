@@ -401,3 +401,30 @@ def test_traces_cannot_be_nested() -> None:
 
     with pytest.raises(UnsupportedStepError, match="running already"):
         trace(step_of(linear, loss))
+
+
+def test_a_model_without_trainable_parameters_is_a_forward_pass() -> None:
+    frozen = nn.Linear(16, 16).requires_grad_(False)
+    found = estimate(step_of(frozen), 4)
+    assert found.breakdown["gradients"] == 0
+    assert estimate(step_of(nn.Sequential(nn.ReLU())), 4).peak_allocated > 0
+
+
+def test_a_loss_of_none_is_said() -> None:
+    with pytest.raises(UnsupportedStepError, match="returned None"):
+        trace(step_of(linear, lambda m, b: m(b) and None if False else [m(b), None][1]))
+
+
+def test_a_weight_of_the_loss_outside_the_model_is_taken() -> None:
+    weights = torch.ones(16)
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device=batch.device), weights)
+
+    assert trace(step_of(linear, loss)).tier in ("symbolic", "partly symbolic")
+
+
+def test_logsumexp_holds_a_copy_of_its_input() -> None:
+    timeline = run_step(step_of(linear, lambda m, b: m(b).logsumexp(-1).sum()), 64, AMPERE)
+    held = [b for b in timeline.blocks if "logsumexp" in b.operator and b.size.base == 64 * 16 * 4]
+    assert held

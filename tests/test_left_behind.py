@@ -11,6 +11,7 @@ from architectures import BY_NAME, adamw
 from torch import nn
 from torch.nn import functional as F
 
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.simulate import estimate, trace
 from vram_guard.simulate.pretend import TENSOR_ATTRIBUTES
 from vram_guard.step import TrainingStep
@@ -165,7 +166,7 @@ def test_hooks_of_other_libraries_survive() -> None:
     handle = model.norm.register_forward_hook(lambda *_: seen.append("hook"))
     trace(BY_NAME["decoder"].step(model=model))
     assert list(model.norm._forward_hooks) == [handle.id]
-    assert len(seen) == 4  # two steps at two sizes: hooks run as in training
+    assert len(seen) == 6  # two steps at three sizes: hooks run as in training
 
 
 def test_what_was_taken_from_torch_cuda_during_a_trace_stops_pretending() -> None:
@@ -189,3 +190,120 @@ def test_what_was_taken_from_torch_cuda_during_a_trace_stops_pretending() -> Non
     except RuntimeError:  # what the real class says on a torch without CUDA
         return
     assert type(made) is real_event
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing_behind() -> None:
+    """A timer presses Ctrl-C at moments spread over a whole trace, the restoring included."""
+    import os
+    import signal
+    import time
+
+    model = Untidy()
+    step = untidy_step(model)
+    trace(step)
+    start = time.perf_counter()
+    trace(step)
+    whole = time.perf_counter() - start
+    before, process = fingerprint(model), process_state()
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    interrupted = 0
+    try:
+        for moment in range(24):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, whole * (moment + 0.5) / 20)
+                trace(step)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert_same(before, fingerprint(model))
+            assert process == process_state()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert interrupted >= 5
+
+
+def test_switches_that_a_step_turns_are_turned_back() -> None:
+    def loss(model, batch):
+        torch.set_default_device("cuda")
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(True)
+        torch.backends.cudnn.benchmark = True
+        torch.autograd.set_detect_anomaly(True)
+        torch.set_autocast_enabled("cpu", True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        return model(batch).sum()
+
+    model = nn.Linear(6, 6)
+    before = process_state()
+    switches = (torch.backends.cudnn.benchmark, torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu"))
+    trace(untidy_step(model, loss=loss))
+    assert before == process_state()
+    assert switches == (torch.backends.cudnn.benchmark, torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu"))
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.ones(2).device.type == "cpu"
+
+
+def test_nested_containers_and_deques_are_put_back() -> None:
+    import collections
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.recent: collections.deque = collections.deque(maxlen=3)
+            self.nest: dict = {"a": {"b": [1]}, "c": ([],)}
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.recent.append(y)
+            self.nest["a"]["b"].append(y)
+            self.nest["c"][0].append(y)
+            return y
+
+    model = Remembers()
+    trace(untidy_step(model))
+    assert not model.recent
+    assert model.nest == {"a": {"b": [1]}, "c": ([],)}
+
+
+def test_real_tensors_that_a_step_writes_to_hold_what_they_held() -> None:
+    """An average of the weights kept outside the model, a counter, a second model's gradients."""
+    model, average, counter = nn.Linear(6, 6), torch.ones(6), torch.zeros(1)
+    model(torch.randn(2, 6)).sum().backward()
+    gradient = model.weight.grad
+
+    def loss(module, batch):
+        average.mul_(0.5).add_(1)
+        torch._foreach_add_([counter], 1)
+        model.weight.grad = None
+        return module(batch).sum()
+
+    parameter = model.weight
+
+    def spoils(module, batch):
+        parameter.grad = None
+        return loss(module, batch)
+
+    trace(untidy_step(model, loss=spoils))
+    assert torch.equal(average, torch.ones(6))
+    assert counter.item() == 0
+    assert model.weight.grad is gradient
+
+
+def test_an_optimizer_over_the_real_parameters_is_refused_before_it_trains_them() -> None:
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 6)).sum().backward()
+    before = model.weight.detach().clone()
+    step = TrainingStep(model, lambda b: torch.randn(b, 6), lambda m, b: m(b).sum(), lambda parameters: optimizer)
+    with pytest.raises(UnsupportedStepError, match="other parameters than those it was given"):
+        trace(step)
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is not None
+
+
+def test_a_trace_works_where_gradients_are_switched_off() -> None:
+    with torch.no_grad():
+        assert trace(untidy_step(nn.Linear(6, 6))).tier == "symbolic"
+        assert not torch.is_grad_enabled()

@@ -189,3 +189,21 @@ def test_gradients_that_others_hold_are_not_summed_in_place() -> None:
     allocations = [timeline.blocks[e].size.base for e in timeline.events[start:] if e >= 0]
     real = [size for size in _real_allocations(step, 32) if size > 0]
     assert [size for size in allocations if size >= 1024] == real
+
+
+@pytest.mark.parametrize("kind", ["quadratic", "padded", "threshold"])
+def test_sizes_that_are_not_affine_are_never_taken_for_affine(kind: str) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        if kind == "quadratic":  # contrastive losses compare each sample with each
+            return F.cross_entropy(out @ out.T, torch.arange(len(batch), device=batch.device))
+        if kind == "padded":
+            out = F.pad(out, (0, 0, 0, -len(out) % 8))
+        elif len(batch) >= 8:
+            out = out.clone()
+        return out.pow(2).sum()
+
+    step = TrainingStep(lambda: nn.Linear(64, 64), lambda b: torch.randn(b, 64), loss, adamw)
+    timeline = trace(step)
+    assert timeline.retrace is not None
+    assert timeline.at(512).peak_allocated == run_step(step, 512, AMPERE).at(512).peak_allocated

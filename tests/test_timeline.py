@@ -7,7 +7,7 @@ import torch
 from architectures import BY_NAME, adamw
 from torch import nn
 
-from vram_guard.simulate import estimate, trace
+from vram_guard.simulate import CHECKED_SIZE, estimate, trace
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Affine, Block, Gate, Phase, Timeline, largest_that_fits, merge_affine
 
@@ -86,15 +86,15 @@ def test_merging_demands_one_sequence_and_whole_bytes_per_sample() -> None:
 
 def test_code_that_changes_its_way_for_large_batches_is_found_by_the_check() -> None:
     def loss(model, batch):
-        if batch.shape[0] > 8:
+        if batch.shape[0] > 40:
             return sum(model(part).sum() for part in batch.chunk(2))
         return model(batch).sum()
 
     step = TrainingStep(lambda: nn.Linear(64, 64), lambda b: torch.randn(b, 64), loss, adamw)
-    assert trace(step).retrace is None  # two small sizes cannot know
-    checked = trace(step, check_at=16)
+    assert trace(step).retrace is None  # smaller sizes cannot know
+    checked = trace(step, check_at=48)
     assert checked.retrace is not None
-    assert checked.at(16).peak_allocated == estimate(step, 16).peak_allocated
+    assert checked.at(48).peak_allocated == estimate(step, 48).peak_allocated
     assert trace(step, check_at=7).retrace is None
 
 
@@ -113,4 +113,4 @@ def test_another_batch_size_is_answered_without_another_trace() -> None:
         made.at(s).peak_reserved for s in (1, 8, 512)
     )
     assert len(calls) == before
-    assert set(calls) == {2, 3}
+    assert set(calls) == {2, 3, CHECKED_SIZE}

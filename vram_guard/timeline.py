@@ -334,9 +334,10 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
 
 def _line_through(low: int, high: int, small: int, span: int) -> Affine | None:
     per_sample, rest = divmod(high - low, span)
-    if rest or per_sample < 0:
+    base = low - per_sample * small
+    if rest or per_sample < 0 or base < 0:
         return None
-    return Affine(low - per_sample * small, per_sample)
+    return Affine(base, per_sample)
 
 
 def _union(one: Sequence[Note], other: Sequence[Note]) -> tuple[Note, ...]:

@@ -148,7 +148,7 @@ class _Traces:
             self._progress(f"tracing the step in {precision}{' in micro-batches' if split else ''}")
             changes = {"accumulate": 2, "whole_batch": True} if split else {}
             step = self._step.with_(precision=precision, **changes)
-            # The user's own batch size is the one that has to be right, not only two small ones.
-            check_at = None if split else self._batch_size
+            # The law is checked where it is used: at the user's own batch size, and at the largest micro-batch.
+            check_at = max(1, self._batch_size // 2) if split else self._batch_size
             self._traced[key] = trace(step, compute_capability=self._capability, check_at=check_at)
         return self._traced[key]

@@ -15,6 +15,10 @@ TRACED_SIZES = (2, 3)
 #: NVIDIA A100: what a step is traced for unless the caller names another GPU.
 DEFAULT_CAPABILITY = (8, 0)
 
+#: Where the law is checked unless the caller names a size: far from the traced ones, a multiple of nothing. Sizes that
+#: grow with the square of the batch, padding to multiples and code for large batches show here.
+CHECKED_SIZE = 37
+
 #: In the notes of steps whose sizes come from the values in the batch.
 FROM_VALUES = "depends on the values in the batch"
 
@@ -26,14 +30,15 @@ def trace(
 ) -> Timeline:
     """Two consecutive training steps as allocations and frees, for every batch size.
 
-    The step runs twice, on symbolic tensors, at two small batch sizes; no arithmetic is done, no GPU is touched and
-    the user's objects come back bit-identical. Where the sequence itself depends on the batch size, or sizes depend
-    on the values in the batch, the timeline says so in its notes and traces each size that it is asked for.
+    The step runs three times, on symbolic tensors: at two small batch sizes, which give the law, and at a larger one,
+    which checks it. No arithmetic is done, no GPU is touched and the user's objects come back bit-identical. Where the
+    sequence itself depends on the batch size, or sizes depend on the values in the batch, the timeline says so in its
+    notes and traces each size that it is asked for.
 
     Args:
         step: what is trained.
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
-        check_at: also trace this batch size and compare: finds code that takes another way for large batches.
+        check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
 
     Raises:
         UnsupportedStepError: the step cannot be run symbolically at all.
@@ -41,17 +46,16 @@ def trace(
     """
     from vram_guard.simulate.run import run_step
 
-    if check_at is not None:
-        checked_count("check_at", check_at)
+    check_at = CHECKED_SIZE if check_at is None else checked_count("check_at", check_at)
+    if check_at in TRACED_SIZES:
+        check_at = CHECKED_SIZE
     small, large = (run_step(step, size, compute_capability) for size in TRACED_SIZES)
     merged = merge_affine(small, large)
     from_values = any(FROM_VALUES in note.message for note in small.notes)
     if merged is not None and not from_values:
-        if check_at is None or check_at in TRACED_SIZES:
-            return merged
         direct = run_step(step, check_at, compute_capability)
         if direct.events == merged.events and direct.sizes(check_at) == merged.sizes(check_at):
-            return merged
+            return replace(merged, traced=(*TRACED_SIZES, check_at))
 
     def retrace(batch_size: int) -> Timeline:
         exact = run_step(step, batch_size, compute_capability)

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vram_guard.errors import UnsupportedOperatorError
 from vram_guard.simulate import fast, values
+from vram_guard.simulate.interrupts import Interrupts
+from vram_guard.simulate.journal import Journal
 from vram_guard.simulate.kernels import HANDLERS, Matmuls, stand_in_result
 from vram_guard.simulate.pretend import Pretence, is_dense, is_symbolic
 from vram_guard.simulate.recorder import Recorder
@@ -28,10 +31,14 @@ Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class SymbolicMode(TorchDispatchMode):
     """Runs operators on symbolic tensors (shapes only) and tells the recorder what they allocate."""
 
-    def __init__(self, recorder: Recorder, state: Pretence, capability: tuple[int, int]) -> None:
+    def __init__(
+        self, recorder: Recorder, state: Pretence, capability: tuple[int, int], interrupts: Interrupts
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.state = state
+        self.interrupts = interrupts
+        self.journal = Journal()
         self.matmuls = Matmuls(recorder, capability)
         self._plans: dict[Any, Runner] = {}
         self._rules: dict[Any, fast.Rule | None] = {}
@@ -51,6 +58,8 @@ class SymbolicMode(TorchDispatchMode):
         if plan is None:
             plan = self._plans[func] = self._plan_for(func)
         self.operations += 1
+        if self.interrupts.pending:
+            self.interrupts.deliver()
         before = self.state.in_kernel
         self.state.in_kernel = True
         try:
@@ -107,6 +116,14 @@ class SymbolicMode(TorchDispatchMode):
             if not _any_symbolic(args):
                 raise
             return stand_in_result(self.recorder, func, args, kwargs, error)
+        except (RuntimeError, IndexError) as error:
+            # Either the user's mistake, or torch's code for meta tensors cannot do what its real kernels can.
+            if not _any_symbolic(args):
+                raise
+            try:
+                return stand_in_result(self.recorder, func, args, kwargs, error)
+            except UnsupportedOperatorError:
+                raise error from None
 
     def _generic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
@@ -150,6 +167,7 @@ class SymbolicMode(TorchDispatchMode):
             if not is_symbolic(target):
                 if _any_symbolic(args[1:]):
                     return target  # symbolic data arrives in host memory: nothing to write
+                self.journal.before_write(target)
             else:
                 self._forget(target)
         if kwargs and isinstance(kwargs.get("out"), torch.Tensor):
@@ -207,6 +225,8 @@ class SymbolicMode(TorchDispatchMode):
         tensors = args[0]
         if tensors and is_symbolic(tensors[0]):
             return None
+        for tensor in tensors:
+            self.journal.before_write(tensor)
         return func(*args, **kwargs)
 
     def _foreach_new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -201,6 +201,8 @@ def embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     out = torch.empty((rows, grad.shape[-1]), dtype=grad.dtype, device="meta")
     name = str(func)
     recorder.track(out, name)
+    if not grad.is_contiguous():  # Embedding.cu begins with grad.contiguous()
+        recorder.temporary(grad.numel() * grad.element_size(), name)
     count = indices.numel()
     recorder.gated_temporary(2 * count * 8, count, EMBEDDING_SORT_ABOVE, name)
     return out
@@ -347,6 +349,9 @@ def stand_in_result(
     def real(value: Any) -> Any:
         nonlocal size
         if isinstance(value, torch.Tensor) and is_symbolic(value):
+            known = values.compute(value)
+            if known is not None:
+                return known
             size += value.numel() * value.element_size()
             if size > LARGEST_STAND_IN:
                 raise UnsupportedOperatorError(_no_kernel(recorder, name, "and its inputs are too large to try"))
@@ -389,7 +394,18 @@ def _no_kernel(recorder: Recorder, name: str, why: str) -> str:
     )
 
 
+def logsumexp(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result; for the call the maxima and ``(input - maxima).exp()`` in full (``ReduceOps.cpp``)."""
+    out = func(*args, **kwargs)
+    name = str(func)
+    recorder.track(out, name)
+    size = args[0].element_size() if args[0].is_floating_point() else 4
+    recorder.together([out.numel() * size, args[0].numel() * size], name)
+    return out
+
+
 HANDLERS: dict[str, Handler] = {
+    "aten::logsumexp": logsumexp,
     "aten::convolution": convolution,
     "aten::convolution_backward": convolution_backward,
     "aten::embedding_dense_backward": embedding_backward,

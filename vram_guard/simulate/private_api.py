@@ -53,6 +53,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.utils._pytree:tree_map", "batches of any structure", "test_one_example_batch_is_resized"),
     PrivateName("torch.cuda:_lazy_init", "no CUDA context is opened", _ASKED),
     PrivateName("torch.cuda:_lazy_call", "seeding is not queued for a later context", _CHECKPOINT),
+    PrivateName("torch:_GLOBAL_DEVICE_CONTEXT", "the default device is put back", "test_switches_that_a_step_turns"),
     PrivateName("torch.nn:Module._compiled_call_impl", "compiled modules are noticed", "test_compiled_models"),
 )
 

@@ -82,6 +82,9 @@ class Recorder:
 
     def track(self, tensor: torch.Tensor, operator: str) -> None:
         """Count the tensor's storage, if it is new."""
+        if tensor.layout != torch.strided:
+            self.note(f"{operator} makes a sparse tensor, which is not counted", operator, tier="partly symbolic")
+            return
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key in self._live or key in self._host:
@@ -172,6 +175,8 @@ class Recorder:
 
     def on_host(self, tensor: torch.Tensor) -> bool:
         """Whether this symbolic tensor lives in host memory (it was moved there)."""
+        if tensor.layout != torch.strided:
+            return False
         return bool(self._host) and tensor.untyped_storage()._cdata in self._host
 
     def mark_host(self, tensor: torch.Tensor) -> None:

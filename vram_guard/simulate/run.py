@@ -18,6 +18,7 @@ from vram_guard.simulate.autocast import cuda_autocast
 from vram_guard.simulate.batches import batch_source, map_tensors
 from vram_guard.simulate.composites import cuda_composites
 from vram_guard.simulate.dispatch import SymbolicMode, device_of_factories
+from vram_guard.simulate.interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.pretend import Pretence, is_symbolic, pretend_cuda, replaced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.recorder import Recorder
@@ -53,8 +54,14 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -
     if not _one_at_a_time.acquire(blocking=False):
         raise UnsupportedStepError("a trace is running already; traces cannot be nested or run in two threads")
     try:
-        with process_state_restored(), _garbage_collector_paused():
-            return _Run(step, batch_size, capability).timeline()
+        with (
+            interrupts_held_back() as interrupts,
+            process_state_restored(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _garbage_collector_paused(),
+        ):
+            return _Run(step, batch_size, capability, interrupts).timeline()
     finally:
         _one_at_a_time.release()
 
@@ -74,17 +81,21 @@ def _garbage_collector_paused() -> Iterator[None]:
 class _Run:
     """One trace: its recorder, its pretence, and the loop."""
 
-    def __init__(self, step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> None:
+    def __init__(
+        self, step: TrainingStep, batch_size: int, capability: tuple[int, int], interrupts: Interrupts
+    ) -> None:
         self.step = step
         self.batch_size = batch_size
         self.capability = capability
+        self.interrupts = interrupts
         self.recorder = Recorder()
         self.pretence = Pretence(self.recorder.on_host, _listed)
-        self.mode = SymbolicMode(self.recorder, self.pretence, capability)
+        self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
 
     def timeline(self) -> Timeline:
         step = self.step
-        with self._as_if_on_cuda():
+        with contextlib.ExitStack() as stack, self._as_if_on_cuda():
+            stack.callback(self.mode.journal.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
             self._note_hooks(model)
@@ -119,7 +130,7 @@ class _Run:
 
     def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
         """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
-        with SymbolicMode(Recorder(), self.pretence, self.capability):
+        with SymbolicMode(Recorder(), self.pretence, self.capability, self.interrupts):
             return build_symbolically(constructor)
 
     def _note_hooks(self, model: nn.Module) -> None:
@@ -183,7 +194,17 @@ class _Run:
         self.recorder.permanent(pending, "DistributedDataParallel", "gradients") if pending else None
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        return None if self.step.optimizer is None else self.step.optimizer(model.parameters())
+        """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
+        if self.step.optimizer is None or not any(p.requires_grad for p in model.parameters()):
+            return None
+        optimizer = self.step.optimizer(model.parameters())
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all(is_symbolic(p) for p in own):
+            raise UnsupportedStepError(
+                "optimizer(parameters) returned an optimizer over other parameters than those it was given; a trace "
+                "must not train them. Build it inside the callable: lambda parameters: torch.optim.AdamW(parameters)"
+            )
+        return optimizer
 
     def _lower_bound(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, why: str) -> None:
         """The step could not be followed: weights, gradients and optimizer state are known all the same."""
@@ -303,6 +324,8 @@ class _Loop:
             self.recorder.phase("optimizer", number)
             self.optimizer.zero_grad()
         self.recorder.phase("backward", number)
+        if self.loss is None:
+            raise UnsupportedStepError("loss(model, batch) returned None, so there is nothing to run backward")
         loss = self.loss if self.step.accumulate == 1 else self.loss / self.step.accumulate
         if self.scaler is not None:
             loss = self.scaler.scale(loss)

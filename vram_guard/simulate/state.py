@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,31 +16,63 @@ from torch import nn
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.simulate.pretend import is_dense, is_symbolic
 
-_PLAIN = (list, dict, set, tuple)
+_CONTAINERS = (list, dict, set, deque, tuple)
 
 
 @contextlib.contextmanager
 def process_state_restored() -> Iterator[None]:
-    """RNG of torch, NumPy and Python, default dtype and device, grad mode, deterministic flags: as before."""
+    """RNG of torch, NumPy and Python, default dtype and device, and torch's switches (below): as before."""
     torch_rng = torch.get_rng_state()
     python_rng = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_rng = numpy.random.get_state() if numpy is not None else None
     default_dtype = torch.get_default_dtype()
     grad_enabled = torch.is_grad_enabled()
-    autocast_dtype = torch.get_autocast_dtype("cuda")
-    autocast_enabled = torch.is_autocast_enabled("cuda")
+    default_device = _default_device()
+    switches = [(setter, getter()) for getter, setter in _switches()]
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cuda", autocast_enabled)
-        torch.set_autocast_dtype("cuda", autocast_dtype)
+        for setter, value in switches:
+            setter(value)
+        if _default_device() != default_device:
+            _set_default_device(default_device)
         torch.set_grad_enabled(grad_enabled)
         torch.set_default_dtype(default_dtype)
         if numpy is not None:
             numpy.random.set_state(numpy_rng)
         random.setstate(python_rng)
         torch.set_rng_state(torch_rng)
+
+
+def _default_device() -> torch.device | None:
+    """What ``torch.set_default_device`` was last told; None where it never was."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _set_default_device(device: torch.device | None) -> None:
+    torch.set_default_device(device)
+    if device is None and hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context  # torch 2.4 cannot read the None that it leaves there
+
+
+def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Getter and setter of each global switch that a training step may touch."""
+    for kind in ("cuda", "cpu"):
+        yield partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+        yield partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
+    yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    yield torch.is_anomaly_enabled, torch.set_anomaly_enabled
+    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    for name in ("benchmark", "deterministic", "enabled", "allow_tf32"):
+        yield partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)
+    sdp = torch.backends.cuda
+    yield sdp.flash_sdp_enabled, sdp.enable_flash_sdp
+    yield sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp
+    yield sdp.math_sdp_enabled, sdp.enable_math_sdp
+    yield sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp
 
 
 def check_module(model: nn.Module) -> None:
@@ -130,6 +164,7 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     substitution = Substitution(dtype)
     modules = list(model.modules())
     saved = [(module, dict(vars(module)), _contents(module)) for module in modules]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         moved: list[torch.Tensor] = []
         for module in modules:
@@ -154,18 +189,33 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
             vars(module).update(attributes)
             for container, content in contents:
                 _refill(container, content)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:  # the user's own code may know the real parameters
+                parameter.grad = gradient
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The mutable containers among a module's attributes, each with a copy of what it holds."""
-    held = vars(module).values()
-    return [
-        (value, value.copy()) for value in held if isinstance(value, (list, dict, set)) or hasattr(value, "popitem")
-    ]
+    """The mutable containers among a module's attributes, nested ones too, each with a copy of what it holds."""
+    found: list[tuple[Any, Any]] = []
+    pending: list[Any] = [value for name, value in vars(module).items() if name != "_modules"]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or not isinstance(value, _CONTAINERS):
+            continue
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            found.append((value, value.copy()))
+        pending += value.values() if isinstance(value, dict) else value
+    # The modules themselves are restored as they are, but which of them there are may change.
+    return [*found, (module._modules, module._modules.copy())]
 
 
 def _refill(container: Any, content: Any) -> None:
-    if isinstance(container, list):
+    if isinstance(container, deque):
+        container.clear()
+        container.extend(content)
+    elif isinstance(container, list):
         if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
             container[:] = content
     elif isinstance(container, dict):
