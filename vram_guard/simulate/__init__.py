@@ -44,11 +44,12 @@ def trace(
         UnsupportedStepError: the step cannot be run symbolically at all.
         Exception: whatever the user's own code raises, with its own traceback.
     """
-    from vram_guard.simulate.run import run_step
+    from vram_guard.simulate.run import run_step, with_built_model
 
     check_at = CHECKED_SIZE if check_at is None else checked_count("check_at", check_at)
     if check_at in TRACED_SIZES:
         check_at = CHECKED_SIZE
+    step = with_built_model(step, compute_capability)
     small, large = (run_step(step, size, compute_capability) for size in TRACED_SIZES)
     merged = merge_affine(small, large)
     from_values = any(FROM_VALUES in note.message for note in small.notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -48,9 +49,24 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
+    with _alone() as interrupts:
+        return _Run(step, batch_size, capability, interrupts).timeline()
+
+
+def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> TrainingStep:
+    """The step with its model built, symbolically, so that several traces share it."""
+    if isinstance(step.model, nn.Module):
+        return step
+    with _alone() as interrupts:
+        return step.with_(model=_Run(step, 1, capability, interrupts).build())
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[Interrupts]:
+    """One trace at a time, in a process that afterwards is as before."""
     check_torch()
     # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
-
+    importlib.import_module("torch._dynamo")
     if not _one_at_a_time.acquire(blocking=False):
         raise UnsupportedStepError("a trace is running already; traces cannot be nested or run in two threads")
     try:
@@ -61,7 +77,7 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -
             torch.enable_grad(),
             _garbage_collector_paused(),
         ):
-            return _Run(step, batch_size, capability, interrupts).timeline()
+            yield interrupts
     finally:
         _one_at_a_time.release()
 
@@ -117,6 +133,11 @@ class _Run:
             compute_capability=self.capability,
             precision=step.precision,
         )
+
+    def build(self) -> nn.Module:
+        """The model of the step's constructor, on symbolic parameters."""
+        with self._as_if_on_cuda():
+            return self._build(self.step.model)
 
     @contextlib.contextmanager
     def _as_if_on_cuda(self) -> Iterator[None]:
