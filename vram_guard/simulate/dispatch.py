@@ -139,20 +139,12 @@ class SymbolicMode(TorchDispatchMode):
         elif self.recorder.has_host_tensors:
             to_host = self._all_on_host(args)
         out = self._run(func, args, kwargs)
-        if isinstance(out, torch.Tensor):
-            if is_symbolic(out):
-                if to_host:
-                    self.recorder.mark_host(out)
-                else:
-                    self.recorder.track(out, func.__str__())
-                values.derive(func, args, kwargs, out)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, torch.Tensor) and is_symbolic(item):
-                    if to_host:
-                        self.recorder.mark_host(item)
-                    else:
-                        self.recorder.track(item, func.__str__())
+        if to_host:
+            self._mark_host(out)
+        else:
+            self._track(func, out)
+        if isinstance(out, torch.Tensor) and is_symbolic(out):
+            values.derive(func, args, kwargs, out)
         return out
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,6 +245,11 @@ class SymbolicMode(TorchDispatchMode):
         elif isinstance(out, (tuple, list)):
             for item in out:
                 self._track(func, item)
+
+    def _mark_host(self, out: Any) -> None:
+        for tensor in _tensors((out,)):
+            if is_symbolic(tensor):
+                self.recorder.mark_host(tensor)
 
     def _all_on_host(self, args: Any) -> bool:
         symbolic = [tensor for tensor in _tensors(args) if is_symbolic(tensor)]
