@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ class TrainingStep:
             run (the guard splits batches so); False: each micro-batch is loaded by itself.
         prepare: called once with the model, on the pretend device, before the optimizer is made
             (what a framework does there: ``configure_model``, wrapping blocks, ...).
+        recipe: techniques that are switched on for the step, see :class:`Recipe`.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -76,6 +78,7 @@ class TrainingStep:
     data_parallel_ranks: int = 1
     whole_batch: bool = False
     prepare: Callable[[Any], None] | None = None
+    recipe: Recipe = AS_WRITTEN
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -1,0 +1,61 @@
+"""Recipe: how a training step is run, beyond what its author wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from vram_guard.errors import InvalidInputError
+
+OptimizerForm = Literal["as-written", "fused", "for-loop", "8bit"]
+OPTIMIZER_FORMS: tuple[str, ...] = get_args(OptimizerForm)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The techniques that are switched on. Modules are named as in ``model.named_modules()``.
+
+    The same recipe is traced and applied: a trace installs it on the symbolic model with the very functions that
+    install it on the real one.
+
+    Attributes:
+        checkpoint: modules that keep only their inputs and compute their forward again in the backward pass.
+        offload_activations: modules whose saved tensors wait in host memory for the backward pass; "" is the whole
+            model. Disjoint from ``checkpoint``.
+        frozen_on_host: modules without trained parameters whose weights wait in host memory and come to the GPU
+            only for their forward.
+        optimizer: "fused" (one kernel, no temporaries), "for-loop" (no foreach lists), "8bit" (8-bit AdamW).
+        optimizer_on_host: optimizer states, and the step itself, live in host memory.
+        parameters_on_host: modules whose parameters, gradients and optimizer states live in host memory and come to
+            the GPU one module at a time (FSDP2).
+    """
+
+    checkpoint: tuple[str, ...] = ()
+    offload_activations: tuple[str, ...] = ()
+    frozen_on_host: tuple[str, ...] = ()
+    optimizer: OptimizerForm = "as-written"
+    optimizer_on_host: bool = False
+    parameters_on_host: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_FORMS:
+            raise InvalidInputError(f"optimizer form {self.optimizer!r} is not one of {', '.join(OPTIMIZER_FORMS)}")
+        for name in ("checkpoint", "offload_activations", "frozen_on_host", "parameters_on_host"):
+            paths = getattr(self, name)
+            if isinstance(paths, str):
+                raise InvalidInputError(f"{name} must be a tuple of module names, not the text {paths!r}")
+            object.__setattr__(self, name, tuple(paths))
+        both = set(self.checkpoint) & set(self.offload_activations)
+        if both:
+            raise InvalidInputError(f"{', '.join(sorted(both))}: a module is either checkpointed or offloaded, not both")
+
+    def __bool__(self) -> bool:
+        """Whether anything is switched on."""
+        return self != AS_WRITTEN
+
+    def with_(self, **changes: Any) -> Recipe:
+        """The same recipe with some fields changed."""
+        return replace(self, **changes)
+
+
+AS_WRITTEN = Recipe()
