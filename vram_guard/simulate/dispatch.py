@@ -18,6 +18,7 @@ from vram_guard.simulate.journal import Journal
 from vram_guard.simulate.kernels import HANDLERS, Matmuls, stand_in_result
 from vram_guard.simulate.pretend import Pretence, is_dense, is_symbolic
 from vram_guard.simulate.recorder import Recorder
+from vram_guard.simulate.work import Meter
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -40,6 +41,7 @@ class SymbolicMode(TorchDispatchMode):
         self.interrupts = interrupts
         self.journal = Journal()
         self.matmuls = Matmuls(recorder, capability)
+        self.meter = Meter(recorder)
         self._plans: dict[Any, Runner] = {}
         self._rules: dict[Any, fast.Rule | None] = {}
         self.operations = 0
@@ -54,6 +56,8 @@ class SymbolicMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper around tensors (8-bit states): it calls again for what it wraps
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = self._plan_for(func)
@@ -63,7 +67,10 @@ class SymbolicMode(TorchDispatchMode):
         before = self.state.in_kernel
         self.state.in_kernel = True
         try:
-            return plan(func, args, kwargs or {})
+            out = plan(func, args, kwargs or {})
+            if self.recorder.measured:
+                self.meter.weigh(func, args, kwargs or {}, out)
+            return out
         finally:
             self.state.in_kernel = before
 
@@ -134,10 +141,12 @@ class SymbolicMode(TorchDispatchMode):
             elif device.type == "cpu" and _any_symbolic(args):
                 kwargs = {**kwargs, "device": _META}
                 to_host = True
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
+            elif device.type == "meta" and self.recorder.has_host_tensors:
+                to_host = self._all_on_host(args)  # a change of type only: it stays where it is
         elif self.recorder.has_host_tensors:
             to_host = self._all_on_host(args)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         out = self._run(func, args, kwargs)
         if to_host:
             self._mark_host(out)

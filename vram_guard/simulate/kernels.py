@@ -442,4 +442,7 @@ HANDLERS: dict[str, Handler] = {
     "aten::_fused_adamw_": nothing_new,
     "aten::_fused_sgd_": nothing_new,
     "aten::_fused_adagrad_": nothing_new,
+    # bitsandbytes/backends/cuda/ops.py: the kernels write in place.
+    "bitsandbytes::optimizer_update_8bit_blockwise": nothing_new,
+    "bitsandbytes::optimizer_update_32bit": nothing_new,
 }

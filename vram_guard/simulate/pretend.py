@@ -83,6 +83,8 @@ def _tensor_attributes(state: Pretence) -> dict[str, Any]:
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not state.in_kernel:
             args, kwargs = _on_meta(self, args, kwargs, state)
+            if _real_is_meta(self) and state.on_host(self):
+                return _from_host(self, args, kwargs)
         return _base.to(self, *args, **kwargs)
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -184,6 +186,22 @@ def _on_meta(
     return args, kwargs
 
 
+def _from_host(self: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``Tensor.to`` of a symbolic tensor in host memory, its arguments as :func:`_on_meta` left them.
+
+    Both places are the meta device, so torch would take a move to the GPU for none at all, and a move to where the
+    tensor is already for one.
+    """
+    device = args[0] if args and isinstance(args[0], torch.device) else kwargs.get("device")
+    if device is None:
+        return _base.to(self, *args, **kwargs)
+    dtype = next((value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)), None)
+    if device.type == "cpu":
+        return _base.to(self, self.dtype if dtype is None else dtype)
+    moved: torch.Tensor = torch.ops.aten._to_copy(self, dtype=dtype, device=_CUDA)
+    return moved
+
+
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.tensor`` and ``torch.as_tensor``, which would open the GPU before anybody can step in."""
 
@@ -239,6 +257,8 @@ class _NullContext:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "record_event":
+            return lambda *args, **kwargs: _NullContext()
         return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else None
 
 
