@@ -87,6 +87,33 @@ class Phase(NamedTuple):
     start: int
 
 
+#: What an operator computes with. "vector": ordinary cores, a few operations an element, so that memory decides;
+#: "fp32", "fp64": matrix products on ordinary cores; "3xtf32": float32 in three passes of TF32; "host": the CPU.
+Unit = Literal["vector", "fp32", "tf32", "3xtf32", "fp16", "bf16", "fp64", "host"]
+
+
+class Work(NamedTuple):
+    """What one operator of the second training step computes and moves."""
+
+    operator: str
+    """"aten.addmm.default"."""
+    module: str
+    """Dotted path of the module whose forward (or whose backward) ran it; "" outside any module."""
+    phase: Literal["setup", "batch", "forward", "backward", "optimizer"]
+    recomputed: bool
+    """Part of a forward that runs again inside the backward pass (activation checkpointing)."""
+    flops: Affine
+    moved: Affine
+    """Bytes read and written, each tensor once."""
+    unit: Unit
+    launches: int = 1
+    """Kernels it starts."""
+    transfer: Affine = Affine(0, 0)
+    """Bytes between host and device."""
+    micro_batch: int = 0
+    """Which micro-batch of the optimizer step, from 0; the optimizer's own work belongs to the last one."""
+
+
 class Note(NamedTuple):
     """Something the reader of an answer has to know: what was bounded, assumed or left out, and where."""
 
@@ -149,6 +176,8 @@ class Timeline:
     notes: tuple[Note, ...] = ()
     compute_capability: tuple[int, int] = (8, 0)
     precision: str = "32-true"
+    work: tuple[Work, ...] = field(default=(), repr=False)
+    """What the operators of the second step compute and move, in order; empty where that is not known."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -329,7 +358,35 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         notes=_union(low.notes, high.notes),
         compute_capability=low.compute_capability,
         precision=low.precision,
+        work=_merged_work(low.work, high.work, small, large),
     )
+
+
+def _merged_work(low: Sequence[Work], high: Sequence[Work], small: int, large: int) -> tuple[Work, ...]:
+    """Work at every batch size from two of them; none where the operators are not the same."""
+    if len(low) != len(high) or any(one.operator != other.operator for one, other in zip(low, high, strict=True)):
+        return ()
+    return tuple(
+        one._replace(
+            flops=_near_line(one.flops.base, other.flops.base, small, large),
+            moved=_near_line(one.moved.base, other.moved.base, small, large),
+            launches=max(one.launches, other.launches),
+            transfer=_near_line(one.transfer.base, other.transfer.base, small, large),
+        )
+        for one, other in zip(low, high, strict=True)
+    )
+
+
+def _near_line(low: int, high: int, small: int, large: int) -> Affine:
+    """The line through two sizes, which never falls and is never below 0: work is a model, not a promise of bytes.
+
+    What grows faster than the batch gets the line from 0 through the larger size.
+    """
+    if high <= low:
+        return Affine(max(low, high), 0)
+    per_sample = (high - low) // (large - small)
+    base = high - per_sample * large
+    return Affine(base, per_sample) if base >= 0 else Affine(0, -(-high // large))
 
 
 def _line_through(low: int, high: int, small: int, span: int) -> Affine | None:

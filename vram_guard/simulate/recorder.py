@@ -48,6 +48,10 @@ class Recorder:
         self.in_backward = False
         self.batch_factor = 1
         """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
+        self.measured = False
+        """Whether the second step is running, whose work is weighed: the first one still sets things up."""
+        self.micro_batch = 0
+        """Which micro-batch of the optimizer step is running, from 0."""
         self._sizes: list[int] = []
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
@@ -66,9 +70,18 @@ class Recorder:
         """A new phase begins; what it allocates has ``category`` unless something better is known."""
         if self.phases and self.phases[-1].name == "forward" and name != "forward":
             self._settle_forward()
+        self._count_micro_batches(name, step)
         self.phases.append(Phase(name, step, len(self.events)))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"
+
+    def _count_micro_batches(self, name: str, step: int) -> None:
+        self.measured = step == 2
+        before = self.phases[-1] if self.phases else None
+        if before is None or before.step != step:
+            self.micro_batch = 0
+        elif before.name == "backward" and name in ("batch", "forward"):
+            self.micro_batch += 1
 
     def _settle_forward(self) -> None:
         """What the forward pass made and left alive are the activations; the rest were temporaries."""
@@ -192,6 +205,17 @@ class Recorder:
         return bool(self._host)
 
     # --- where it came from -------------------------------------------------------------------------------
+
+    def module_now(self) -> str:
+        """Path of the module whose forward, or whose backward, is running; "" outside any."""
+        if not self.in_backward or len(self.modules) > 1:
+            return self.modules[-1]
+        node = torch._C._current_autograd_node()
+        if self._nodes and node is not None:
+            at = bisect_left(self._nodes, node._sequence_nr())
+            if at < len(self._nodes):
+                return self._node_origins[at][0]
+        return self.modules[-1]
 
     def _origin(self) -> tuple[str, str]:
         if self.in_backward:

@@ -132,6 +132,7 @@ class _Run:
             notes=tuple(self.recorder.notes),
             compute_capability=self.capability,
             precision=step.precision,
+            work=self.mode.meter.work(),
         )
 
     def build(self) -> nn.Module:
@@ -325,6 +326,7 @@ class _Loop:
             moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_META)
             values.known(moved, tensor)
         self.recorder.track(moved, "")
+        self.mode.meter.loaded(moved)
         return moved.requires_grad_() if tensor.requires_grad else moved
 
     def _forward(self, number: int) -> None:
