@@ -29,3 +29,11 @@ class UnsupportedOperatorError(UnsupportedStepError):
 
 class DoesNotFitError(VramGuardError, RuntimeError):
     """``mode="strict"``, or nothing that is allowed makes the step fit; names the nearest miss in bytes."""
+
+
+class UnsupportedTechniqueError(VramGuardError, RuntimeError):
+    """A technique cannot be used with this model, optimizer or step; names what stands in the way."""
+
+
+class MissingLibraryError(VramGuardError, ImportError):
+    """A technique is applied by a library that is not installed; says which to install."""
