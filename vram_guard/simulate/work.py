@@ -1,145 +1,20 @@
 """Work: how much each operator of a step computes and moves, for the cost model (``vram_guard.plan.cost``).
 
-FLOPs are those of ``torch.utils.flop_counter`` (a multiplication and an addition are two), worked out here directly
-for the operators that every model calls thousands of times, from torch's registry for the rest. They differ from it in
-two places, where the kernels do: a convolution's backward divides by its groups, and causal attention computes half
-of the scores (the fused kernels skip the blocks above the diagonal; flop_counter says of itself that it does not
-account for that). cuDNN's recurrent layers have no formula in torch: every weight is used once a sample and time step,
-twice that in the backward pass. All other operators count no FLOPs: a few operations an element never take longer than
-moving the element, on any GPU.
-
 Bytes are what the results and operands take, each once: an operator that overwrites its target reads it as well, except
 where it only fills it; what picks rows reads as much as it returns. Caches are left out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
+from vram_guard.simulate.flops import RECURRENT, Args, Formula, formula_of, unit_of
 from vram_guard.simulate.pretend import is_symbolic
 from vram_guard.simulate.recorder import Recorder
 from vram_guard.timeline import Affine, Unit, Work
-
-_Args = tuple[Any, ...]
-_Flops = Callable[[_Args, dict[str, Any], Any], int]
-
-
-# --- floating-point operations ------------------------------------------------------------------------------------
-
-
-def _mm(args: _Args, _kwargs: dict[str, Any], _out: Any) -> int:
-    left, right = args[-2:]
-    return 2 * left.numel() * int(right.shape[-1])
-
-
-def _convolution(args: _Args, _kwargs: dict[str, Any], out: torch.Tensor) -> int:
-    source, weight, transposed = args[0], args[1], args[6]
-    places = source if transposed else out  # each of them meets the whole filter once
-    return 2 * int(source.shape[0]) * math.prod(places.shape[2:]) * weight.numel()
-
-
-def _convolution_backward(args: _Args, kwargs: dict[str, Any], _out: Any) -> int:
-    """Each of the two gradients takes the multiplications of the forward pass."""
-    grad, source, weight = args[:3]
-    wanted = args[10]
-    forward = _convolution((source, weight, None, None, None, None, args[7]), kwargs, grad)
-    return forward * (int(wanted[0]) + int(wanted[1]))
-
-
-def _attention(flops: int, index: int, args: _Args, kwargs: dict[str, Any]) -> int:
-    causal = args[index] if len(args) > index else kwargs.get("is_causal", False)
-    return flops // 2 if causal else flops
-
-
-def _attention_forward(causal_at: int) -> _Flops:
-    """Query times keys, and scores times values."""
-
-    def flops(args: _Args, kwargs: dict[str, Any], _out: Any) -> int:
-        query, key, value = args[:3]
-        scores = 2 * int(query.numel() // query.shape[-1]) * int(key.shape[-2])
-        return _attention(scores * (query.shape[-1] + value.shape[-1]), causal_at, args, kwargs)
-
-    return flops
-
-
-def _attention_backward(causal_at: int) -> _Flops:
-    """Five products: the scores again, their gradient, and those of query, key and value."""
-
-    def flops(args: _Args, kwargs: dict[str, Any], _out: Any) -> int:
-        query, key, value = args[1:4]
-        scores = 2 * int(query.numel() // query.shape[-1]) * int(key.shape[-2])
-        return _attention(scores * (3 * query.shape[-1] + 2 * value.shape[-1]), causal_at, args, kwargs)
-
-    return flops
-
-
-def _recurrent(args: _Args, _kwargs: dict[str, Any], _out: Any) -> int:
-    source, weights = args[:2]
-    samples = source.numel() // max(1, int(source.shape[-1]))
-    return 2 * samples * sum(weight.numel() for weight in weights if weight.dim() > 1)
-
-
-def _recurrent_backward(args: _Args, kwargs: dict[str, Any], out: Any) -> int:
-    return 2 * _recurrent(args, kwargs, out)
-
-
-_MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
-_RECURRENT = frozenset({"aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"})
-_BY_CUDNN = _RECURRENT | {"aten::convolution", "aten::convolution_backward"}
-
-FLOPS: dict[str, _Flops] = {
-    **dict.fromkeys(_MATMULS, _mm),
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-    "aten::_scaled_dot_product_flash_attention": _attention_forward(4),
-    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward(11),
-    "aten::_scaled_dot_product_efficient_attention": _attention_forward(6),
-    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
-    "aten::_scaled_dot_product_cudnn_attention": _attention_forward(6),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward(14),
-    "aten::_cudnn_rnn": _recurrent,
-    "aten::_cudnn_rnn_backward": _recurrent_backward,
-}
-
-
-def _flops_of(func: Any) -> _Flops | None:
-    own = FLOPS.get(func._schema.name)
-    if own is not None:
-        return own
-    formula: Any = flop_registry.get(func._overloadpacket)
-    if formula is None:
-        return None
-    return lambda args, kwargs, out: int(formula(*args, **kwargs, out_val=out))
-
-
-def _unit(name: str, dtype: torch.dtype) -> Unit:
-    """What computes an operator of this dtype: torch lets cuDNN use TF32, and matrix products only on request."""
-    if dtype == torch.float16:
-        return "fp16"
-    if dtype == torch.bfloat16:
-        return "bf16"
-    if dtype == torch.float64:
-        return "fp64"
-    if "efficient_attention" in name:
-        return "3xtf32"  # gemm_kernel_utils.h: OpMultiplyAddFastF32 from compute capability 8.0 on
-    return "tf32" if _tf32(name) else "fp32"
-
-
-def _tf32(name: str) -> bool:
-    try:
-        if name in _BY_CUDNN:
-            return bool(torch.backends.cudnn.allow_tf32)
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # old and new switches were both set, and torch will not say which holds
-        return name in _BY_CUDNN
-
-
-# --- bytes --------------------------------------------------------------------------------------------------------
 
 #: Results that no kernel writes.
 _NO_KERNEL = frozenset(
@@ -212,7 +87,7 @@ class _Kind(NamedTuple):
 
     name: str
     operator: str
-    flops: _Flops | None
+    flops: Formula | None
     written: tuple[int, ...]
     """Positions of the arguments that it overwrites."""
     fills: bool
@@ -232,12 +107,12 @@ def _kind(func: Any) -> _Kind | None:
     return _Kind(
         name=name,
         operator=str(func),
-        flops=_flops_of(func),
+        flops=formula_of(func),
         written=written,
         fills=name in _FILLS,
         gathers=name in _GATHERS,
         scatters=name in _SCATTERS,
-        lists=name.startswith("aten::_foreach_") or name in _FUSED or name.startswith("aten::_amp_foreach"),
+        lists=name.startswith(("aten::_foreach_", "aten::_amp_foreach")) or name in _FUSED,
     )
 
 
@@ -275,7 +150,7 @@ class Meter:
         if self._recorder.measured:
             self._add("aten.copy_.default", 0, 0, "vector", 1, _size(tensor) * self._recorder.batch_factor)
 
-    def weigh(self, func: Any, args: _Args, kwargs: dict[str, Any], out: Any) -> None:
+    def weigh(self, func: Any, args: Args, kwargs: dict[str, Any], out: Any) -> None:
         """Note what one operator has computed and moved."""
         kind = self._kinds.get(func, _UNKNOWN)
         if kind is _UNKNOWN:
@@ -287,66 +162,54 @@ class Meter:
         except (RuntimeError, NotImplementedError):  # a sparse tensor, or an argument that is no dense memory
             return
 
-    def _weigh(self, kind: _Kind, args: _Args, kwargs: dict[str, Any], out: Any) -> None:
-        operands = (*args, *kwargs.values()) if kwargs else args
-        on_device, on_host, pretended = self._places((operands, out))
-        if not on_device:
-            if pretended:  # symbolic memory of the host: what real tensors do there is the user's own business
-                self._add(kind.operator, 0, self._moved(kind, args, kwargs, operands, out), "host", 1, 0)
+    def _weigh(self, kind: _Kind, args: Args, kwargs: dict[str, Any], out: Any) -> None:
+        on_host = self._recorder.on_host if self._recorder.has_host_tensors else None
+        given = _look(args, on_host)
+        if kwargs:
+            given = _both(given, _look(kwargs.values(), on_host))
+        made = _look((out,), on_host)
+        if not (given.on_device or made.on_device):
+            if given.pretended or made.pretended:  # what real tensors do on the host is the user's own business
+                self._add(kind.operator, 0, self._moved(kind, args, kwargs, given.size, made.size), "host", 1, 0)
             return
-        if on_host and kind.name in _COPIES:
+        if kind.name in _COPIES and (given.on_host or made.on_host):
             self._add(kind.operator, 0, 0, "vector", 1, _bytes((args[1 if kind.written else 0],)))
             return
         flops = 0
         unit: Unit = "vector"
         if kind.flops is not None:
-            flops = kind.flops(args, kwargs, out)
-            unit = _unit(kind.name, next(t.dtype for t in _tensors(args) if t.dtype.is_floating_point))
-        self._add(
-            kind.operator,
-            flops,
-            self._moved(kind, args, kwargs, operands, out),
-            unit,
-            self._launches(kind, args, out),
-            0,
-        )
+            dtype = next((tensor.dtype for tensor in _tensors(args)), torch.float32)
+            unit = unit_of(kind.name, dtype)
+            flops = int(kind.flops(args, kwargs, out))
+            if dtype.is_complex:
+                flops *= 4
+        moved = self._moved(kind, args, kwargs, given.size, made.size)
+        self._add(kind.operator, flops, moved, unit, self._launches(kind, args, out), 0)
 
-    def _places(self, values: _Args) -> tuple[bool, bool, bool]:
-        """Whether anything is on the device, anything but numbers on the host, anything symbolic on the host."""
-        device, host, pretended = False, False, False
-        hosts = self._recorder.has_host_tensors
-        for tensor in _tensors(values):
-            if is_symbolic(tensor):
-                if hosts and self._recorder.on_host(tensor):
-                    pretended = True
-                else:
-                    device = True
-            elif tensor.dim():
-                host = True
-        return device, host or pretended, pretended
-
-    def _moved(self, kind: _Kind, args: _Args, kwargs: dict[str, Any], operands: _Args, out: Any) -> int:
+    def _moved(self, kind: _Kind, args: Args, kwargs: dict[str, Any], given: int, made: int) -> int:
         if kind.gathers:
-            return 2 * _bytes((out,)) + _bytes(args[1:])
+            return 2 * made + _bytes(args[1:])
         if kind.scatters:
             return 2 * _bytes(args[1:])
-        total = _bytes(operands)
         if not kind.written:
-            return total + _bytes((out,))
+            return given + made
+        if kind.fills:
+            return given
         written = [args[i] for i in kind.written if i < len(args)]
         if kind.name in _FUSED and kwargs.get("grad_scale") is None and len(written) > 1:
             del written[1]
-        return total if kind.fills else total + _bytes(tuple(written))
+        return given + _bytes(tuple(written))
 
-    def _launches(self, kind: _Kind, args: _Args, out: Any) -> int:
+    def _launches(self, kind: _Kind, args: Args, out: Any) -> int:
         if kind.lists:
             given = (*args, out) if isinstance(out, (list, tuple)) else args
-            return launches_of([v for v in given if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])])
-        if kind.name in _RECURRENT:
+            return launches_of([list(v) for v in given if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])])
+        if kind.name in RECURRENT:
             # One step after the other; layers of one step wait for each other too.
             source, weights, per_layer = args[:3]
             batch_first = args[14 if kind.name.endswith("backward") else 10]
-            return max(1, int(source.shape[1 if batch_first else 0]) * (len(weights) // max(1, per_layer)))
+            steps = int(source.shape[1 if batch_first else 0])
+            return max(1, steps * (len(weights) // int(per_layer)))
         return 1
 
     def _add(self, operator: str, flops: int, moved: int, unit: Unit, launches: int, transfer: int) -> None:
@@ -358,8 +221,8 @@ class Meter:
                 recorder.module_now(),
                 recorder.phases[-1].name,
                 recomputed,
-                int(flops),
-                int(moved),
+                flops,
+                moved,
                 unit,
                 launches,
                 transfer,
@@ -368,7 +231,47 @@ class Meter:
         )
 
 
-def _bytes(values: _Args) -> int:
+class _Seen(NamedTuple):
+    """What a look at some tensors found."""
+
+    size: int
+    on_device: bool
+    on_host: bool
+    """Anything but numbers in host memory."""
+    pretended: bool
+    """Anything symbolic in host memory."""
+
+
+def _look(values: Iterable[Any], placed_on_host: Callable[[torch.Tensor], bool] | None) -> _Seen:
+    size, on_device, on_host, pretended = 0, False, False, False
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            size += _size(value)
+            if not is_symbolic(value):
+                on_host = on_host or value.dim() > 0
+            elif placed_on_host is not None and placed_on_host(value):
+                on_host = pretended = True
+            else:
+                on_device = True
+        elif isinstance(value, (list, tuple)):
+            found = _look(value, placed_on_host)
+            size += found.size
+            on_device = on_device or found.on_device
+            on_host = on_host or found.on_host
+            pretended = pretended or found.pretended
+    return _Seen(size, on_device, on_host, pretended)
+
+
+def _both(one: _Seen, other: _Seen) -> _Seen:
+    return _Seen(
+        one.size + other.size,
+        one.on_device or other.on_device,
+        one.on_host or other.on_host,
+        one.pretended or other.pretended,
+    )
+
+
+def _bytes(values: Args) -> int:
     return sum(_size(tensor) for tensor in _tensors(values))
 
 
