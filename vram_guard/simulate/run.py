@@ -30,6 +30,7 @@ from vram_guard.simulate.state import (
     symbolic_model,
 )
 from vram_guard.step import TrainingStep
+from vram_guard.techniques import install
 from vram_guard.timeline import Timeline
 
 _META = torch.device("meta")
@@ -107,6 +108,7 @@ class _Run:
         self.recorder = Recorder()
         self.pretence = Pretence(self.recorder.on_host, _listed)
         self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
+        self.take_off: Callable[[], None] = lambda: None
 
     def timeline(self) -> Timeline:
         step = self.step
@@ -175,6 +177,7 @@ class _Run:
                 recorder.close()
         finally:
             recorder.close()
+            self.take_off()
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
@@ -197,6 +200,7 @@ class _Run:
         recorder.classify(model.parameters(), "parameters")
         if self.step.prepare is not None:
             self.step.prepare(model)
+        self.take_off = install(model, self.step.recipe)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)

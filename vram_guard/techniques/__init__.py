@@ -2,6 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vram_guard.techniques.blocks import ModelBlock, find_blocks, named_blocks
 from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, OptimizerForm, Recipe
 
-__all__ = ["AS_WRITTEN", "OPTIMIZER_FORMS", "OptimizerForm", "Recipe"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "AS_WRITTEN",
+    "OPTIMIZER_FORMS",
+    "ModelBlock",
+    "OptimizerForm",
+    "Recipe",
+    "find_blocks",
+    "install",
+    "named_blocks",
+]
+
+
+def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
+    """Switch on what the recipe asks of the model itself; all of it, or nothing.
+
+    The optimizer's part of a recipe is no business of the model.
+
+    Returns:
+        A function that takes everything off again.
+
+    Raises:
+        InvalidInputError: the recipe names a module that the model does not have.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def take_off() -> None:
+        while undo:
+            undo.pop()()
+
+    try:
+        if recipe.checkpoint:
+            from vram_guard.techniques.checkpointing import checkpoint_modules
+
+            undo.append(checkpoint_modules(model, recipe.checkpoint))
+        if recipe.offload_activations:
+            from vram_guard.techniques.activation_offload import offload_activations
+
+            undo.append(offload_activations(model, recipe.offload_activations))
+    except BaseException:
+        take_off()
+        raise
+    return take_off
