@@ -49,6 +49,7 @@ class GPU:
             where the card has no such tensor cores.
         pcie_generation, pcie_lanes: link to the host; None where it is another link, or unknown.
         sources: pairs (figure, key of a document), see :func:`source_of`.
+        host_link_bandwidth: bytes a second to the host, one way, over a link that is not PCIe; else None.
     """
 
     name: str
@@ -67,6 +68,7 @@ class GPU:
     pcie_generation: int | None
     pcie_lanes: int | None
     sources: tuple[tuple[str, str], ...]
+    host_link_bandwidth: int | None = None
 
     @property
     def supports_bf16(self) -> bool:
@@ -84,6 +86,11 @@ class GPU:
         if self.pcie_generation is None or self.pcie_lanes is None:
             return None
         return int(_PCIE_BYTES_PER_LANE[self.pcie_generation] * self.pcie_lanes)
+
+    @property
+    def host_bandwidth(self) -> int | None:
+        """Bytes a second between host and card, one way, at most, over whatever link; None where unknown."""
+        return self.host_link_bandwidth if self.host_link_bandwidth is not None else self.pcie_bandwidth
 
     @property
     def driver_reserved(self) -> int:

@@ -1,0 +1,44 @@
+"""Which modules hold the activations that wait for the backward pass (pure over a timeline)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vram_guard.timeline import Timeline
+
+
+def activation_bytes(timeline: Timeline, batch_size: int) -> dict[str, int]:
+    """Module path -> requested bytes of its activations at the end of a forward pass, largest first.
+
+    Those of the second step's first micro-batch: what checkpointing or offloading a module can take off the GPU until
+    the backward pass. A module's own only; sum over its inner modules for the whole of it. A timeline without a second
+    step gives that of its last forward pass.
+    """
+    timeline = timeline.exact(batch_size)
+    by_module: dict[str, int] = {}
+    for index in _alive(timeline):
+        block = timeline.blocks[index]
+        if block.category == "activations":
+            by_module[block.module] = by_module.get(block.module, 0) + block.bytes_at(batch_size)
+    return dict(sorted(by_module.items(), key=lambda item: -item[1]))
+
+
+def _alive(timeline: Timeline) -> list[int]:
+    """Blocks alive when that forward pass ends."""
+    alive: dict[int, None] = {}
+    for event in timeline.events[: _end_of_forward(timeline)]:
+        if event >= 0:
+            alive[event] = None
+        else:
+            alive.pop(~event, None)
+    return list(alive)
+
+
+def _end_of_forward(timeline: Timeline) -> int:
+    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
+    forwards = [(phase, end) for phase, end in zip(timeline.phases, ends, strict=True) if phase.name == "forward"]
+    second = [end for phase, end in forwards if phase.step == 2]
+    if second:
+        return second[0]
+    return forwards[-1][1] if forwards else 0
