@@ -51,14 +51,14 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         yield from (self.vectors[index] for index in range(len(self.vectors)))
 
 
-def schedule(name: str, optimizer: torch.optim.Optimizer, trainer: Any) -> dict[str, Any] | None:
-    """The schedulers that the fidelity tests run under."""
+def schedule(name: str, optimizer: torch.optim.Optimizer, trainer: Any, scale: float = 1.0) -> dict[str, Any] | None:
+    """The schedulers that the fidelity tests run under; ``scale`` multiplies the rates that they name themselves."""
     lr = torch.optim.lr_scheduler
     total = trainer.estimated_stepping_batches if name == "one_cycle" else 0
     return {
         "none": lambda: None,
         "one_cycle": lambda: {
-            "scheduler": lr.OneCycleLR(optimizer, max_lr=0.05, total_steps=total),
+            "scheduler": lr.OneCycleLR(optimizer, max_lr=0.05 * scale, total_steps=total),
             "interval": "step",
         },
         "warmup_cosine": lambda: {
@@ -95,11 +95,13 @@ def make_module(namespace: str = "lightning.pytorch", **settings: Any) -> Any:
             hidden: int = 16,
             output: str = "tensor",
             dropout: float = 0.0,
+            scale: float = 1.0,
         ) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.net = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Dropout(dropout), nn.Linear(hidden, 2))
             self.scheduler, self.optimizer, self.output = scheduler, optimizer, output
+            self.scale = scale
             self.rates: list[float] = []
             self.loaded: list[int] = []
             self.seen: list[int] = []
@@ -137,11 +139,11 @@ def make_module(namespace: str = "lightning.pytorch", **settings: Any) -> Any:
 
         def configure_optimizers(self) -> Any:
             made = {
-                "adamw": lambda: torch.optim.AdamW(self.parameters(), lr=0.02),
-                "sgd": lambda: torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9),
+                "adamw": lambda: torch.optim.AdamW(self.parameters(), lr=0.02 * self.scale),
+                "sgd": lambda: torch.optim.SGD(self.parameters(), lr=0.05 * self.scale, momentum=0.9),
                 "lbfgs": lambda: torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4),
             }[self.optimizer]()
-            scheduler = schedule(self.scheduler, made, self.trainer)
+            scheduler = schedule(self.scheduler, made, self.trainer, self.scale)
             return made if scheduler is None else {"optimizer": made, "lr_scheduler": scheduler}
 
     return Regression(**settings)
