@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from vram_guard.allocator import AllocatorSettings, Replay, replay
+from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
 from vram_guard.step import checked_count
 
 if TYPE_CHECKING:
@@ -76,6 +76,15 @@ class Block(NamedTuple):
         if self.gate is not None and self.gate.quantity.at(batch_size) <= self.gate.threshold:
             return 0
         return self.size.base + self.size.per_sample * batch_size
+
+
+class HostBlock(NamedTuple):
+    """One tensor in host memory."""
+
+    size: Affine
+    """Requested bytes."""
+    pinned: bool = False
+    """In page-locked memory, whose allocator rounds up."""
 
 
 class Phase(NamedTuple):
@@ -160,6 +169,8 @@ class Estimate:
     notes: tuple[Note, ...] = ()
     out_of_memory: OutOfMemoryPoint | None = None
     """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
+    host_peak: int = 0
+    """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +189,26 @@ class Timeline:
     precision: str = "32-true"
     work: tuple[Work, ...] = field(default=(), repr=False)
     """What the operators of the second step compute and move, in order; empty where that is not known."""
+    host_blocks: tuple[HostBlock, ...] = ()
+    """What the step puts into host memory."""
+    host_events: tuple[int, ...] = ()
+    """As ``events``, for ``host_blocks``."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
     def sizes(self, batch_size: int) -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""
         return [block.bytes_at(batch_size) for block in self.blocks]
+
+    def host_sizes(self, batch_size: int) -> list[int]:
+        """Requested bytes of every host block at this batch size, in block order."""
+        return [block.size.at(batch_size) for block in self.host_blocks]
+
+    def host_peak(self, batch_size: int) -> int:
+        """Bytes of host memory in what the step moves there at their maximum; pinned memory as it is rounded."""
+        timeline = self.exact(batch_size)
+        pinned = [block.pinned for block in timeline.host_blocks]
+        return host_peak(timeline.host_events, timeline.host_sizes(batch_size), pinned)
 
     def exact(self, batch_size: int) -> Timeline:
         """The timeline that holds at this batch size: itself, or a fresh trace where the law breaks."""
@@ -306,6 +331,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         tier=timeline.tier,
         notes=timeline.notes,
         out_of_memory=_out_of_memory_point(timeline, batch_size, result),
+        host_peak=timeline.host_peak(batch_size),
     )
 
 
@@ -349,6 +375,9 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         if size is None or one.operator != other.operator or one.category != other.category:
             return None
         blocks.append(one._replace(size=size, gate=gate))
+    host_blocks = _merged_host(low, high)
+    if host_blocks is None:
+        return None
     return Timeline(
         blocks=tuple(blocks),
         events=low.events,
@@ -359,7 +388,23 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         compute_capability=low.compute_capability,
         precision=low.precision,
         work=_merged_work(low.work, high.work, small, large),
+        host_blocks=host_blocks,
+        host_events=low.host_events,
     )
+
+
+def _merged_host(low: Timeline, high: Timeline) -> tuple[HostBlock, ...] | None:
+    """The host's blocks at every batch size; None where they are not the same sequence."""
+    if low.host_events != high.host_events or len(low.host_blocks) != len(high.host_blocks):
+        return None
+    (small,), (large,) = low.traced, high.traced
+    blocks = []
+    for one, other in zip(low.host_blocks, high.host_blocks, strict=True):
+        size = _line_through(one.size.base, other.size.base, small, large - small)
+        if size is None or one.pinned != other.pinned:
+            return None
+        blocks.append(HostBlock(size, one.pinned))
+    return tuple(blocks)
 
 
 def _merged_work(low: Sequence[Work], high: Sequence[Work], small: int, large: int) -> tuple[Work, ...]:

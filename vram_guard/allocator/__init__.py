@@ -3,6 +3,7 @@
 from vram_guard.allocator.blocks import Segment, SegmentBlock, SegmentEvent, TraceEntry
 from vram_guard.allocator.caching import CachingAllocator, SimulatedOutOfMemory
 from vram_guard.allocator.comparison import Comparison, Difference, SegmentCount, compare
+from vram_guard.allocator.host import host_peak, pinned_size
 from vram_guard.allocator.recording import Recording, read_recording
 from vram_guard.allocator.replaying import Replay, ReplayFailure, replay
 from vram_guard.allocator.settings import AllocatorSettings
@@ -22,6 +23,8 @@ __all__ = [
     "SimulatedOutOfMemory",
     "TraceEntry",
     "compare",
+    "host_peak",
+    "pinned_size",
     "read_recording",
     "replay",
 ]

@@ -82,6 +82,7 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "batch_size": estimate.batch_size,
         "peak_allocated": estimate.peak_allocated,
         "peak_reserved": estimate.peak_reserved,
+        "host_peak": estimate.host_peak,
         "breakdown": dict(estimate.breakdown),
         "by_module": dict(estimate.by_module),
         "peak": {

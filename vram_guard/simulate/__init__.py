@@ -55,7 +55,7 @@ def trace(
     from_values = any(FROM_VALUES in note.message for note in small.notes)
     if merged is not None and not from_values:
         direct = run_step(step, check_at, compute_capability)
-        if direct.events == merged.events and direct.sizes(check_at) == merged.sizes(check_at):
+        if _same(direct, merged, check_at):
             return replace(merged, traced=(*TRACED_SIZES, check_at))
 
     def retrace(batch_size: int) -> Timeline:
@@ -63,6 +63,16 @@ def trace(
         return replace(exact, notes=(*exact.notes, LAW_BROKEN), retrace=retrace)
 
     return replace(small, notes=(*small.notes, LAW_BROKEN), retrace=retrace)
+
+
+def _same(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
+    """Whether a trace at one batch size is what the law says of it."""
+    return (
+        direct.events == merged.events
+        and direct.sizes(batch_size) == merged.sizes(batch_size)
+        and direct.host_events == merged.host_events
+        and direct.host_sizes(batch_size) == merged.host_sizes(batch_size)
+    )
 
 
 def estimate(

@@ -145,11 +145,14 @@ class SymbolicMode(TorchDispatchMode):
                 to_host = self._all_on_host(args)  # a change of type only: it stays where it is
         elif self.recorder.has_host_tensors:
             to_host = self._all_on_host(args)
-        if kwargs.get("pin_memory"):
+        pinned = bool(kwargs.get("pin_memory"))
+        if pinned:
             kwargs = {**kwargs, "pin_memory": False}
         out = self._run(func, args, kwargs)
         if to_host:
-            self._mark_host(out)
+            self._mark_host(out, pinned)
+        elif pinned and isinstance(out, torch.Tensor) and not is_symbolic(out):
+            self.recorder.host.add_real(out, pinned=True)
         else:
             self._track(func, out)
         if isinstance(out, torch.Tensor) and is_symbolic(out):
@@ -167,6 +170,7 @@ class SymbolicMode(TorchDispatchMode):
         if isinstance(target, torch.Tensor):
             if not is_symbolic(target):
                 if _any_symbolic(args[1:]):
+                    self.recorder.host.add_real(target)
                     return target  # symbolic data arrives in host memory: nothing to write
                 self.journal.before_write(target)
             else:
@@ -255,10 +259,10 @@ class SymbolicMode(TorchDispatchMode):
             for item in out:
                 self._track(func, item)
 
-    def _mark_host(self, out: Any) -> None:
+    def _mark_host(self, out: Any, pinned: bool) -> None:
         for tensor in _tensors((out,)):
             if is_symbolic(tensor):
-                self.recorder.mark_host(tensor)
+                self.recorder.mark_host(tensor, pinned=pinned)
 
     def _all_on_host(self, args: Any) -> bool:
         symbolic = [tensor for tensor in _tensors(args) if is_symbolic(tensor)]

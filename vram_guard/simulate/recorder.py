@@ -9,10 +9,10 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
+from vram_guard.simulate.host import HostMemory
 from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
@@ -57,7 +57,7 @@ class Recorder:
         self._origins: list[tuple[str, str, str]] = []
         self._gates: dict[int, tuple[int, int]] = {}
         self._live: dict[int, _StorageRef] = {}
-        self._host: dict[int, weakref.ref[Any]] = {}
+        self.host = HostMemory()
         self._default_category: Category | None = None
         self._nodes: list[int] = []
         self._node_origins: list[tuple[str, str]] = []
@@ -100,7 +100,7 @@ class Recorder:
             return
         storage = tensor.untyped_storage()
         key: int = storage._cdata
-        if key in self._live or key in self._host:
+        if key in self._live or self.host.holds(tensor):
             return
         size = storage.nbytes()
         if size == 0 or self._closed:
@@ -173,6 +173,7 @@ class Recorder:
         """Nothing after this is recorded (objects may die in any order)."""
         self._closed = True
         self._live.clear()
+        self.host.close()
 
     # --- categories ---------------------------------------------------------------------------------------
 
@@ -188,21 +189,17 @@ class Recorder:
 
     def on_host(self, tensor: torch.Tensor) -> bool:
         """Whether this symbolic tensor lives in host memory (it was moved there)."""
-        if tensor.layout != torch.strided:
-            return False
-        return bool(self._host) and tensor.untyped_storage()._cdata in self._host
+        return tensor.layout == torch.strided and self.host.holds(tensor)
 
-    def mark_host(self, tensor: torch.Tensor) -> None:
+    def mark_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
         """This symbolic tensor lives in host memory: it takes nothing from the GPU."""
-        storage = tensor.untyped_storage()
-        key: int = storage._cdata
-        if key not in self._live:
-            self._host[key] = weakref.ref(storage, lambda _, key=key: self._host.pop(key, None))  # type: ignore[misc]
+        if tensor.untyped_storage()._cdata not in self._live:
+            self.host.add(tensor, pinned=pinned)
 
     @property
     def has_host_tensors(self) -> bool:
         """Whether any symbolic tensor lives in host memory: only then does an operator's place need a look."""
-        return bool(self._host)
+        return bool(self.host)
 
     # --- where it came from -------------------------------------------------------------------------------
 

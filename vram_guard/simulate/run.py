@@ -135,6 +135,8 @@ class _Run:
             compute_capability=self.capability,
             precision=step.precision,
             work=self.mode.meter.work(),
+            host_blocks=self.recorder.host.blocks(),
+            host_events=tuple(self.recorder.host.events),
         )
 
     def build(self) -> nn.Module:

@@ -1,0 +1,74 @@
+"""Host memory in a trace: which tensors live there, when they come and go."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from vram_guard.timeline import Affine, HostBlock
+
+
+class _HostRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage in host memory that knows its block."""
+
+    __slots__ = ("block", "key")
+
+    block: int
+    key: int
+
+
+class HostMemory:
+    """What the step puts into host memory: symbolic tensors that moved there, and real ones that receive them."""
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self._blocks: list[HostBlock] = []
+        self._symbolic: dict[int, _HostRef] = {}
+        self._real: dict[int, _HostRef] = {}
+        self._closed = False
+
+    def __bool__(self) -> bool:
+        """Whether any symbolic tensor lives in host memory right now."""
+        return bool(self._symbolic)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this symbolic tensor lives in host memory."""
+        return bool(self._symbolic) and tensor.untyped_storage()._cdata in self._symbolic
+
+    def add(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
+        """This symbolic tensor lives in host memory."""
+        self._add(self._symbolic, tensor, pinned)
+
+    def add_real(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
+        """This real tensor was made in order to hold what comes from the GPU."""
+        if tensor.layout == torch.strided:
+            self._add(self._real, tensor, pinned)
+
+    def _add(self, known: dict[int, _HostRef], tensor: torch.Tensor, pinned: bool) -> None:
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key in known:
+            return
+        ref = _HostRef(storage, self._freed)
+        ref.key, ref.block = key, len(self._blocks)
+        known[key] = ref
+        if not self._closed:
+            self._blocks.append(HostBlock(Affine(storage.nbytes(), 0), pinned))
+            self.events.append(ref.block)
+
+    def _freed(self, ref: _HostRef) -> None:
+        for known in (self._symbolic, self._real):
+            # The same address may already belong to a younger storage: only the reference that stands there goes.
+            if ref.key in known and known[ref.key] is ref:
+                del known[ref.key]
+        if not self._closed:
+            self.events.append(~ref.block)
+
+    def close(self) -> None:
+        """Nothing after this is counted."""
+        self._closed = True
+
+    def blocks(self) -> tuple[HostBlock, ...]:
+        """All blocks, with exact sizes of this batch size."""
+        return tuple(self._blocks)
