@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vram_guard.errors import UnsupportedOperatorError
+from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueError
 from vram_guard.simulate import fast, values
 from vram_guard.simulate.interrupts import Interrupts
 from vram_guard.simulate.journal import Journal
@@ -42,6 +42,8 @@ class SymbolicMode(TorchDispatchMode):
         self.journal = Journal()
         self.matmuls = Matmuls(recorder, capability)
         self.meter = Meter(recorder)
+        self.waiting: dict[int, str] = {}
+        """Storages of weights that wait on the host -> the module they belong to."""
         self._plans: dict[Any, Runner] = {}
         self._rules: dict[Any, fast.Rule | None] = {}
         self.operations = 0
@@ -67,7 +69,11 @@ class SymbolicMode(TorchDispatchMode):
         before = self.state.in_kernel
         self.state.in_kernel = True
         try:
+            if self.waiting:
+                self._check_waiting(func, args)
             out = plan(func, args, kwargs or {})
+            if self.waiting and func._schema.name == "aten::_to_copy":
+                self._weights_arrive(args[0], out)
             if self.recorder.measured:
                 self.meter.weigh(func, args, kwargs or {}, out)
             return out
@@ -251,6 +257,24 @@ class SymbolicMode(TorchDispatchMode):
 
     # --- helpers ---------------------------------------------------------------------------------------------
 
+    def _check_waiting(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Weights that wait on the host meet no tensor on the GPU but in a copy: torch would raise, and so do we."""
+        if func._schema.name in _COPIES:
+            return
+        tensors = [tensor for tensor in _tensors(args) if is_symbolic(tensor) and tensor.dim()]
+        names = (self.waiting.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        name = next(filter(None, names), None)
+        if name is not None and not all(self.recorder.on_host(tensor) for tensor in tensors):
+            raise UnsupportedTechniqueError(
+                f"{name} cannot wait on the host: {func} at {self.recorder.source() or 'an unknown line'} uses its "
+                "weights outside its forward (another method of the module, or an average of weights). Take it out of "
+                "frozen_on_host"
+            )
+
+    def _weights_arrive(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        if is_symbolic(source) and source.untyped_storage()._cdata in self.waiting:
+            self.recorder.classify([copy], "parameters")
+
     def _track(self, func: Any, out: Any) -> None:
         if isinstance(out, torch.Tensor):
             if is_symbolic(out):
@@ -270,6 +294,9 @@ class SymbolicMode(TorchDispatchMode):
 
 
 _NO_RULE_YET: Any = object()
+
+#: Operators that may read one place and write another.
+_COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"})
 
 #: References to a gradient that only autograd's input buffer holds, as seen from inside ``__torch_dispatch__``.
 _ENGINE_HOLDS = 4

@@ -116,7 +116,16 @@ def _tensor_attributes(state: Pretence) -> dict[str, Any]:
             return f"tensor(..., device='{device(self)}', size={tuple(self.shape)}, dtype={self.dtype})"
         return _real_repr(self, **kwargs)
 
+    def make_wrapper_subclass(cls: Any, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # A wrapper around symbolic tensors is symbolic too, or torch would look for a GPU to guard.
+        named = as_device(kwargs.get("device"))
+        if named is not None and named.type == "cuda":
+            kwargs["device"] = _META
+        made: torch.Tensor = _base._make_wrapper_subclass(cls, size, *args, **kwargs)
+        return made
+
     return {
+        "_make_wrapper_subclass": staticmethod(make_wrapper_subclass),
         "device": property(device),
         "is_cuda": property(is_cuda),
         "is_cpu": property(is_cpu),
@@ -137,7 +146,7 @@ def _tensor_attributes(state: Pretence) -> dict[str, Any]:
 #: Names that ``torch.Tensor`` answers differently during a trace (for symbolic tensors only).
 TENSOR_ATTRIBUTES: tuple[str, ...] = (
     *("device", "is_cuda", "is_cpu", "is_meta", "get_device", "to", "cuda", "cpu"),
-    *("pin_memory", "is_pinned", "numpy", "tolist", "__array__", "__repr__"),
+    *("pin_memory", "is_pinned", "numpy", "tolist", "__array__", "__repr__", "_make_wrapper_subclass"),
 )
 
 _real_repr: Callable[..., str] = torch.Tensor.__repr__

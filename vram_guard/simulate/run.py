@@ -31,6 +31,7 @@ from vram_guard.simulate.state import (
 )
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
+from vram_guard.techniques.placing import import_libraries, optimizer_for, place
 from vram_guard.timeline import Timeline
 
 _META = torch.device("meta")
@@ -112,6 +113,7 @@ class _Run:
 
     def timeline(self) -> Timeline:
         step = self.step
+        import_libraries(step.recipe)
         with contextlib.ExitStack() as stack, self._as_if_on_cuda():
             stack.callback(self.mode.journal.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
@@ -196,8 +198,11 @@ class _Run:
         """Weights arrive on the GPU; DistributedDataParallel makes its buckets."""
         recorder = self.recorder
         recorder.phase("setup", 0)
+        self._place(model)
+        held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         for tensor in moved:
-            recorder.track(tensor, "")
+            if id(tensor) in held:
+                recorder.track(tensor, "")
         recorder.classify(model.buffers(), "buffers")
         recorder.classify(model.parameters(), "parameters")
         if self.step.prepare is not None:
@@ -208,6 +213,14 @@ class _Run:
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
         if self.step.data_parallel_ranks > 1:
             self._make_buckets(model)
+
+    def _place(self, model: nn.Module) -> None:
+        """What waits on the host never takes the GPU's memory for longer than it is used."""
+        recipe = self.step.recipe
+        place(model, recipe, "cuda", self.step.precision)
+        for name in recipe.frozen_on_host:
+            for parameter in model.get_submodule(name).parameters():
+                self.mode.waiting[parameter.untyped_storage()._cdata] = name
 
     def _new_gradient(self, parameter: torch.Tensor) -> None:
         self.recorder.classify([parameter.grad], "gradients")
@@ -225,7 +238,7 @@ class _Run:
         """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
         if self.step.optimizer is None or not any(p.requires_grad for p in model.parameters()):
             return None
-        optimizer = self.step.optimizer(model.parameters())
+        optimizer = optimizer_for(self.step.optimizer(model.parameters()), self.step.recipe)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(is_symbolic(p) for p in own):
             raise UnsupportedStepError(
@@ -408,8 +421,18 @@ def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> Non
     """What the optimizer keeps for each parameter is optimizer state."""
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            kept = [value for value in state.values() if isinstance(value, torch.Tensor) and is_symbolic(value)]
-            recorder.classify(kept, "optimizer_states")
+            for value in state.values():
+                kept = [tensor for tensor in inner_tensors(value) if is_symbolic(tensor)]
+                recorder.classify(kept, "optimizer_states")
+
+
+def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensor itself, or those that a wrapper holds (8-bit states)."""
+    if hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
 @contextlib.contextmanager

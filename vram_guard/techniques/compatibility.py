@@ -1,0 +1,103 @@
+"""Which techniques go together, and with what else of a step: answered without tracing anything."""
+
+from __future__ import annotations
+
+from vram_guard.techniques.recipe import Recipe
+
+#: torch's optimizers whose update of a parameter depends on nothing but that parameter, with a fused step for the CPU
+#: (``torch/optim``, "fused"): the ones that step on the host, each parameter by itself.
+STEP_ON_HOST = ("Adam", "AdamW", "SGD", "Adagrad")
+FUSED = STEP_ON_HOST
+EIGHT_BIT = ("Adam", "AdamW")
+
+
+def incompatible(
+    recipe: Recipe,
+    *,
+    clip: bool = False,
+    precision: str = "32-true",
+    optimizer_name: str = "",
+    ranks: int = 1,
+    torch_version: tuple[int, int] | None = None,
+) -> str:
+    """Why a recipe cannot run in this step; "" if nothing is known against it.
+
+    What needs the model or the optimizer itself (tied parameters, a subclass) is refused by the functions that install
+    the techniques.
+
+    Args:
+        recipe: the techniques.
+        clip: whether gradients are clipped, by norm or by value.
+        precision: the step's, in Lightning's words.
+        optimizer_name: the name of the optimizer's class; "": not known, or none (inference).
+        ranks: processes that share the work.
+        torch_version: (major, minor); None: the installed one is not asked.
+    """
+    for check in (_optimizer_form, _optimizer_on_host, _parameters_on_host):
+        reason = check(recipe, clip, precision, optimizer_name, ranks, torch_version)
+        if reason:
+            return reason
+    return ""
+
+
+def _optimizer_form(
+    recipe: Recipe, clip: bool, precision: str, name: str, _ranks: int, _version: tuple[int, int] | None
+) -> str:
+    if recipe.optimizer == "fused":
+        if name and name not in FUSED:
+            return f"{name} has no fused form; torch has one of {', '.join(FUSED)}"
+        if clip and precision == "16-mixed":
+            return (
+                "a fused optimizer unscales float16 gradients itself, within its step: clipping before it would work "
+                "on scaled gradients, and Lightning refuses it"
+            )
+    if recipe.optimizer == "8bit" and name and name not in EIGHT_BIT:
+        return f"{name} has no 8-bit form; {' and '.join(EIGHT_BIT)} have one"
+    return ""
+
+
+def _optimizer_on_host(
+    recipe: Recipe, clip: bool, precision: str, name: str, ranks: int, _version: tuple[int, int] | None
+) -> str:
+    if not recipe.optimizer_on_host:
+        return ""
+    if clip:
+        return (
+            "gradients are copied to the host while the backward pass runs: clipping after it would change only those "
+            "on the GPU, without effect"
+        )
+    if precision == "16-mixed":
+        return (
+            "gradients are copied to the host while the backward pass runs: the GradScaler would unscale only those on "
+            "the GPU, without effect"
+        )
+    if ranks > 1:
+        return (
+            "gradients are copied to the host before DistributedDataParallel has reduced them: each "
+            "process would step with its own"
+        )
+    if recipe.optimizer == "8bit":
+        return "8-bit states on the host save next to nothing on the GPU, and no library steps them there"
+    if name and name not in STEP_ON_HOST:
+        return f"{name} cannot step on the host; {', '.join(STEP_ON_HOST)} can"
+    return ""
+
+
+def _parameters_on_host(
+    recipe: Recipe, _clip: bool, precision: str, _name: str, ranks: int, version: tuple[int, int] | None
+) -> str:
+    if not recipe.parameters_on_host:
+        return ""
+    if recipe.optimizer_on_host:
+        return "parameters on the host have their optimizer states there already: optimizer_on_host has nothing to do"
+    if recipe.frozen_on_host:
+        return "name frozen modules in parameters_on_host instead: one library moves a module's parameters, not two"
+    if recipe.optimizer == "8bit":
+        return "no library steps 8-bit states on the host, where the parameters' gradients are"
+    if precision == "16-mixed":
+        return "the GradScaler unscales gradients on the GPU, and these are on the host"
+    if ranks > 1:
+        return "parameters on the host are installed in one process here, not in several"
+    if version is not None and version < (2, 6):
+        return "parameters on the host need torch 2.6 or later (torch.distributed.fsdp.fully_shard)"
+    return ""
