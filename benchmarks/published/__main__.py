@@ -1,37 +1,108 @@
 """All published measurements in one run: one table, and every row that could not be reproduced, with its reason.
 
-    python benchmarks/published [--rows]
+    python benchmarks/published [--rows] [--only WORD ...] [--json FILE] [--with FILE ...] [--python MODULE=PATH ...]
 
-Transformers' rows need transformers; CNN rows need torchvision; timm's brackets need timm. What is missing is said.
+Each module runs in a process of its own: two need another environment than the rest. ``make bench-published`` makes
+both and runs this. What is not installed is said, row by row:
+
+- xmem's transformers: the release that the runs had, 4.51.3 (a folder that pip's --target filled, see --libraries);
+- xmem's CNNs, timm_brackets, gpumemnet: torchvision and timm, which come with a CUDA build of torch;
+- peft_methods: peft and diffusers. The rest needs nothing but torch.
+
+--with takes rows that an earlier run wrote with --json: their modules do not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-import liger
-import timm_brackets
-import xmem
-from table import summary
+from records import Results, read, write
+from table import print_table
+
+from vram_guard.errors import InvalidInputError
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".venv-published"
 
 
-def main() -> None:
-    """Run everything, print the table."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/published", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", action="store_true", help="also print every row as it is predicted")
-    options = parser.parse_args()
-    operators, others = liger.run_all(liger.rows(), liger.print_result if options.rows else None)
-    runs, missing = xmem.run_all(xmem.all_rows(), xmem.print_result if options.rows else None)
-    verdicts, unknown = timm_brackets.run_all(
-        timm_brackets.rows(), timm_brackets.print_verdict if options.rows else None
+class Run(NamedTuple):
+    """One module's part."""
+
+    module: str
+    sources: tuple[str, ...]
+    """Titles of what it gives."""
+    arguments: tuple[str, ...] = ()
+    libraries: str = ""
+    """Folder under --libraries that goes before the installed packages."""
+    environment: str = ""
+    """Environment under --libraries whose Python runs it, where it is there."""
+
+
+RUNS = (
+    Run("xmem", ("xMem's runs, transformers",), ("--kind", "transformers"), libraries="transformers-4.51.3"),
+    Run("xmem", ("xMem's runs, CNNs",), ("--kind", "cnns"), environment="torchvision"),
+    Run("liger", ("Liger-Kernel's operators",)),
+    Run("timm_brackets", ("timm on a 24 GB card",), environment="torchvision"),
+)
+
+
+def run(each: Run, options: argparse.Namespace, file: Path) -> Results:
+    """The module in a process of its own; where it breaks down, its output is in the results."""
+    python = str(options.libraries / each.environment / "bin" / "python") if each.environment else sys.executable
+    chosen = dict(pair.split("=", 1) for pair in options.python)
+    python = chosen.get(each.module, python if Path(python).exists() else sys.executable)
+    folders = [str(options.libraries / each.libraries)] if each.libraries else []
+    paths = os.pathsep.join([*folders, str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [python, str(HERE / f"{each.module}.py"), *each.arguments, "--json", str(file)]
+    command += ["--only", *options.only] if options.only else []
+    done = subprocess.run(
+        command,
+        check=False,
+        text=True,
+        stdout=None if options.rows else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
     )
-    xmem.print_summary(runs)
-    seconds = sum(result.seconds for result in operators) / max(1, len(operators))
-    summary("Liger-Kernel's operators", {"vram_guard": [r.error for r in operators]}, None, {"vram_guard": seconds})
-    timm_brackets.print_summary(verdicts)
-    for line in (*missing, *others, *unknown):
-        print(f"not reproduced: {line}")
+    if file.exists():
+        return read(file)
+    return Results(failed={f"{each.module} ({python})": f"{done.stderr[-4000:]}\nexit status {done.returncode}"})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run everything, print the table; the exit status is 1 where a row failed, 2 for a file that cannot be read."""
+    parser = argparse.ArgumentParser(prog="python benchmarks/published", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", action="store_true", help="also print every row as it is predicted")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows whose names contain a WORD")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every row to FILE")
+    parser.add_argument("--with", nargs="+", type=Path, default=[], metavar="FILE", dest="files")
+    parser.add_argument("--python", nargs="+", default=[], metavar="MODULE=PATH", help="another Python for a module")
+    parser.add_argument("--libraries", type=Path, default=ENVIRONMENTS, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    if any("=" not in pair for pair in options.python):
+        parser.error("--python takes MODULE=PATH, as in --python xmem=/opt/old/bin/python")
+    results = Results()
+    try:
+        for path in options.files:
+            results.add(read(path))
+    except InvalidInputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        for number, each in enumerate(RUNS):
+            if not set(each.sources) <= set(results.made_with):
+                results.add(run(each, options, Path(folder) / f"{number}.json"))
+    print_table(results)
+    if options.json:
+        write(results, options.json)
+    return int(bool(results.failed))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Predict the allocated peaks that Liger-Kernel published for plain PyTorch operators, byte against byte.
 
-    python benchmarks/published/liger.py [--operators NAME ...]
+    python benchmarks/published/liger.py [--only WORD ...] [--json FILE]
 
 Each row is ``torch.cuda.max_memory_allocated()`` of one operator's forward, backward or both, the median of ten runs in
 a process that had already run the operator: gradients accumulate, cuBLAS has its workspaces. The number is absolute, so
@@ -9,7 +9,6 @@ inputs count, and so does the twin module of the other provider where the benchm
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -20,7 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
-from table import summary
+from records import NotReproducible
+from records import Row as Predicted
+from source import Source, main
 from torch import nn
 
 from vram_guard import TrainingStep
@@ -56,20 +57,7 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         """How the row is called in the table."""
-        return f"{self.operator} {self.mode} {self.size}"
-
-
-class Result(NamedTuple):
-    """One row, predicted; bytes and seconds."""
-
-    row: Row
-    predicted: int
-    seconds: float
-
-    @property
-    def error(self) -> float:
-        """Signed relative error."""
-        return self.predicted / self.row.measured - 1
+        return f"{self.operator} {self.mode} {self.size} {self.gpu.split()[-1]}"
 
 
 def rows() -> list[Row]:
@@ -564,8 +552,14 @@ class _Runs:
             self.output = self.gradient = None
 
 
-def predict(row: Row) -> Result:
-    """Trace the operator twice in a row; the allocated peak of the second time."""
+def predict(row: Row) -> Predicted:
+    """Trace the operator twice in a row; the allocated peak of the second time.
+
+    Raises:
+        NotReproducible: something else was alive beside the operator in that benchmark.
+    """
+    if row.operator in LEFT_OUT:
+        raise NotReproducible(LEFT_OUT[row.operator])
     step = TrainingStep(
         model=lambda: _build(row),
         batch=lambda _size: (),
@@ -579,46 +573,12 @@ def predict(row: Row) -> Result:
     curve = timeline.replay(1, curve=True).allocated_curve or (0,)
     second = next(phase.start for phase in timeline.phases if phase.step == 2)
     peak = max(curve[max(0, second - 1) :])
-    return Result(row, peak, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Predicted(OPERATORS.title, row.name, row.measured, peak, timeline.tier, seconds)
 
 
-def run_all(wanted: list[Row], report: Callable[[Result], None] | None = None) -> tuple[list[Result], list[str]]:
-    """Results of the rows that can be reproduced, and a line for each group that cannot."""
-    results = []
-    for row in wanted:
-        if row.operator not in LEFT_OUT:
-            results.append(predict(row))
-            if report is not None:
-                report(results[-1])
-    counts = {name: sum(row.operator == name for row in wanted) for name in LEFT_OUT}
-    return results, [f"{counts[name]} rows of {name}: {reason}" for name, reason in LEFT_OUT.items() if counts[name]]
-
-
-def print_result(result: Result) -> None:
-    """One line for a row."""
-    row = result.row
-    print(
-        f"{row.name:42} {row.gpu.split()[-1][:14]:14} {row.measured / 2**20:11.4f} {result.predicted / 2**20:11.4f} MiB"
-        f" {result.error:+9.4%} {result.seconds:5.2f} s",
-        flush=True,
-    )
-
-
-def main() -> None:
-    """Print every row, and the operators that are left out with their reason."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operators", nargs="+", help="only these, those left out among them")
-    options = parser.parse_args()
-    wanted = [row for row in rows() if not options.operators or row.operator in options.operators]
-    results, left_out = run_all(wanted, print_result)
-    summary("Liger-Kernel's operators", {"vram_guard": [result.error for result in results]})
-    if options.operators:
-        for row in wanted:
-            if row.operator in LEFT_OUT:
-                print_result(predict(row))
-    for line in left_out:
-        print(f"not reproduced: {line}")
+OPERATORS = Source("Liger-Kernel's operators", rows, lambda row: row.name, lambda row: [predict(row)])
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(operators=OPERATORS))

@@ -1,6 +1,6 @@
 """Would it fit? Training batches of timm models that ran on an RTX 3090, and the next larger ones that did not.
 
-    python benchmarks/published/timm_brackets.py
+    python benchmarks/published/timm_brackets.py [--only WORD ...] [--json FILE]
 
 The recipe: random weights, train mode, float16 autocast around the forward pass without a scaler, SGD with momentum,
 cross-entropy, contiguous (nchw) or channels-last (nhwc) images; torch 1.12, which had no fused attention. What the card
@@ -14,36 +14,30 @@ from __future__ import annotations
 import csv
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from records import NotReproducible, Row
+from source import Source, main
 
 DATA = Path(__file__).parent / "data"
 CARD = "RTX 3090"
 CAPABILITY = (8, 6)
 CONTEXT_THEN = 1000 * 10**6
 
-
-class Verdict(NamedTuple):
-    """One batch size that ran, or one that did not; sizes in bytes."""
-
-    model: str
-    layout: str
-    batch_size: int
-    ran: bool
-    fits: bool
-    """The prediction."""
-    fits_today: bool
-    """The prediction with today's context, where kernels are loaded as they are needed."""
-    reserved: int
-    """Predicted peak on a card without limit."""
-    seconds: float
+#: In the table, the verdicts with the context of today: kernels are loaded as they are needed.
+TODAY = "with today's context"
 
 
 def rows() -> list[dict[str, str]]:
     """All rows, in the file's order."""
     with (DATA / "timm_brackets.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def name(row: dict[str, str]) -> str:
+    """How a row is called in the table."""
+    return f"{row['model']} {row['layout']}"
 
 
 def room() -> tuple[int, int]:
@@ -54,13 +48,16 @@ def room() -> tuple[int, int]:
     return budget.available + budget.context - CONTEXT_THEN, budget.available
 
 
-def predict(row: dict[str, str]) -> list[Verdict]:
+def predict(row: dict[str, str]) -> list[Row]:
     """Verdicts on the row's one or two batch sizes.
 
     Raises:
-        RuntimeError: timm does not know the model any more.
+        NotReproducible: timm is not installed, or does not know the model any more.
     """
-    import timm
+    try:
+        import timm
+    except ImportError:
+        raise NotReproducible("timm or torchvision is not installed") from None
     import torch
     from timm.layers import set_fused_attn
     from torch.nn import functional
@@ -75,7 +72,12 @@ def predict(row: dict[str, str]) -> list[Verdict]:
     def build() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # names that have a newer spelling
-            return timm.create_model(row["model"], pretrained=False).to(memory_format=layout)
+            try:
+                return timm.create_model(row["model"], pretrained=False).to(memory_format=layout)
+            except RuntimeError as error:
+                if "Unknown model" not in str(error):
+                    raise
+                raise NotReproducible(f"timm {timm.__version__} does not know the model any more") from None
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         images = torch.empty(size, 3, side, side, device="meta").contiguous(memory_format=layout)
@@ -106,66 +108,16 @@ def predict(row: dict[str, str]) -> list[Verdict]:
         reserved = timeline.at(size).peak_reserved
         seconds = time.perf_counter() - start
         ran = column == "fits_batch"
-        found.append(Verdict(row["model"], row["layout"], size, ran, fits, fits_today, reserved, seconds))
+        label = f"{name(row)} {size}"
+        others = {TODAY: fits_today}
+        found.append(
+            Row(BRACKETS.title, label, None, reserved, timeline.tier, seconds, ran=ran, fits=fits, verdicts=others)
+        )
     return found
 
 
-def run_all(
-    wanted: list[dict[str, str]], report: Callable[[Verdict], None] | None = None
-) -> tuple[list[Verdict], list[str]]:
-    """Verdicts of the rows that can be run here, and a line for each that cannot."""
-    verdicts: list[Verdict] = []
-    left_out = []
-    try:
-        import timm  # noqa: F401 - only whether it is there
-    except ImportError:
-        return [], [f"{len(wanted)} rows of timm's brackets: timm or torchvision is not installed"]
-    for row in wanted:
-        try:
-            found = predict(row)
-        except Exception as error:  # noqa: BLE001 - one model of 120 must not stop the others
-            left_out.append(f"{row['model']} {row['layout']}: {type(error).__name__}: {error}"[:200])
-            continue
-        verdicts += found
-        for verdict in found if report is not None else ():
-            report(verdict)  # type: ignore[misc]
-    return verdicts, left_out
-
-
-def print_verdict(verdict: Verdict) -> None:
-    """One line."""
-    truth = "ran" if verdict.ran else "OOM"
-    mark = "" if verdict.fits == verdict.ran else "  WRONG"
-    print(
-        f"{verdict.model:36} {verdict.layout} {verdict.batch_size:4} {truth} predicted"
-        f" {verdict.reserved / 2**30:6.2f} GiB {'fits' if verdict.fits else 'OOM '} {verdict.seconds:5.1f} s{mark}",
-        flush=True,
-    )
-
-
-def print_summary(verdicts: list[Verdict]) -> None:
-    """Right verdicts, on those that ran and on those that did not."""
-    if not verdicts:
-        return
-    then, today = room()
-    print(f"\ntimm on a 24 GB card: {len(verdicts)} verdicts")
-    for name, amount, choose in (("context of then", then, "fits"), ("context of today", today, "fits_today")):
-        right = [getattr(verdict, choose) == verdict.ran for verdict in verdicts]
-        ran = [ok for ok, verdict in zip(right, verdicts, strict=True) if verdict.ran]
-        oom = [ok for ok, verdict in zip(right, verdicts, strict=True) if not verdict.ran]
-        print(
-            f"{name:17} room {amount / 2**30:6.2f} GiB  right {sum(right) / len(right):6.1%}"
-            f"  (ran: {sum(ran)}/{len(ran)}, did not: {sum(oom)}/{len(oom)})"
-        )
-
-
-def main() -> None:
-    """Print every verdict and the shares."""
-    verdicts, left_out = run_all(rows(), print_verdict)
-    print_summary(verdicts)
-    for line in left_out:
-        print(f"not reproduced: {line}")
+BRACKETS = Source("timm on a 24 GB card", rows, name, predict)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(brackets=BRACKETS))

@@ -1,11 +1,14 @@
 """Predict the runs that xMem measured, and print ours and the published tools' errors on the same rows.
 
-    python benchmarks/published/xmem.py [--json FILE] [--models NAME ...]
+    python benchmarks/published/xmem.py [--kind transformers|cnns] [--only WORD ...] [--json FILE]
 
 The recipe of the runs, as their authors describe it: random weights from the configuration, float32, train mode,
 optimizers with lr=1e-3 and defaults otherwise, torch 2.6, transformers 4.51.3. Transformers: sequences of 128 tokens,
 a batch of input_ids, attention_mask and labels, the loss from the model. CNNs: torchvision's constructors, images of
 86 x 86, cross-entropy. The outputs stay referenced into the next iteration.
+
+What a model holds for the backward pass is its library's code: with another release of transformers than the runs'
+the rows' errors are another's (docs/en/accuracy.md). Let this run with 4.51.3; the table says what it ran with.
 
 The measured quantity is NVML's, for the whole device, less its first sample; ours is what the allocator reserves on a
 card of that size: near its capacity the allocator gives cached segments back, as it does on the card. The difference
@@ -15,15 +18,15 @@ printed is the error without any constant.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from table import summary
+from records import NotReproducible, Row
+from source import Source, main
 
 DATA = Path(__file__).parent / "data"
 LENGTH = 128
@@ -53,34 +56,6 @@ CNNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class NotReproducible(Exception):  # noqa: N818 - it is no fault of the row's
-    """This row cannot be run here; the message is the reason."""
-
-
-class Result(NamedTuple):
-    """One row, predicted; sizes in bytes."""
-
-    model: str
-    kind: str
-    optimizer: str
-    batch_size: int
-    gpu: str
-    measured: int
-    real_oom: bool
-    predicted: int
-    """The reserved peak on that card; on a card without limit where the step does not fit."""
-    fits: bool
-    seconds: float
-    tools: dict[str, int]
-    verdicts: dict[str, bool]
-    """Tool -> whether it says that the run fits."""
-
-    @property
-    def error(self) -> float:
-        """Signed relative error."""
-        return self.predicted / self.measured - 1
-
-
 def all_rows() -> list[dict[str, str]]:
     """Every row: transformers first, then CNNs, in the files' order."""
     found = []
@@ -95,7 +70,17 @@ def rows() -> list[dict[str, str]]:
     return [row for row in all_rows() if row["real_oom"] != "True" and row["kind"] != "cnn"]
 
 
-def predict(row: dict[str, str]) -> Result:
+def name(row: dict[str, str]) -> str:
+    """How a row is called in the table."""
+    gpu = row["gpu_name"].removeprefix("NVIDIA ").removeprefix("GeForce ")
+    return f"{row['model'].split('/')[-1]} {row['optimizer']} {row['batch_size']} {gpu}"
+
+
+def _one(row: dict[str, str]) -> list[Row]:
+    return [predict(row)]
+
+
+def predict(row: dict[str, str]) -> Row:
     """Trace the row's workload and replay its batch size on the row's card.
 
     Raises:
@@ -130,19 +115,17 @@ def predict(row: dict[str, str]) -> Result:
     if not fits:
         found = timeline.at(size)
     seconds = time.perf_counter() - start
-    return Result(
-        row["model"],
-        row["kind"],
-        row["optimizer"],
-        size,
-        row["gpu_name"].removeprefix("NVIDIA ").removeprefix("GeForce "),
-        int(row["ground_bytes"]),
-        row["real_oom"] == "True",
-        found.peak_reserved,
-        fits,
-        seconds,
-        {tool: int(float(row[f"{tool}_bytes"])) for tool in TOOLS if row[f"{tool}_bytes"]},
-        {tool: row[f"{tool}_oom"] == "False" for tool in TOOLS if row[f"{tool}_oom"]},
+    return Row(
+        source=(CNN_ROWS if row["kind"] == "cnn" else TRANSFORMERS).title,
+        name=name(row),
+        measured=int(row["ground_bytes"]),
+        predicted=found.peak_reserved,
+        tier=timeline.tier,
+        seconds=seconds,
+        ran=row["real_oom"] != "True",
+        fits=fits,
+        tools={tool: int(float(row[f"{tool}_bytes"])) for tool in TOOLS if row[f"{tool}_bytes"]},
+        verdicts={tool: row[f"{tool}_oom"] == "False" for tool in TOOLS if row[f"{tool}_oom"]},
     )
 
 
@@ -196,66 +179,11 @@ def _cnn(row: dict[str, str]) -> _Workload:
     return lambda: getattr(models, constructor)(**arguments), batch, run
 
 
-def run_all(
-    wanted: list[dict[str, str]], report: Callable[[Result], None] | None = None
-) -> tuple[list[Result], list[str]]:
-    """Results of the rows that can be run here, and a line for each that cannot."""
-    results, left_out = [], []
-    for row in wanted:
-        try:
-            results.append(predict(row))
-        except NotReproducible as reason:
-            left_out.append(f"{row['model']} {row['optimizer']} {row['batch_size']}: {reason}")
-            continue
-        if report is not None:
-            report(results[-1])
-    return results, left_out
-
-
-def print_summary(results: list[Result]) -> None:
-    """Error and wrong verdicts of every tool, for all rows and for each kind of model."""
-    groups = {"all": results}
-    for kind in dict.fromkeys(result.kind for result in results):
-        groups[kind] = [result for result in results if result.kind == kind]
-    for name, group in groups.items():
-        measured = [result for result in group if not result.real_oom]
-        lines = {"vram_guard": [result.error for result in measured]}
-        wrong = {"vram_guard": [result.fits == result.real_oom for result in group]}
-        for tool in TOOLS:
-            lines[tool] = [result.tools[tool] / result.measured - 1 for result in measured if tool in result.tools]
-            wrong[tool] = [r.verdicts[tool] == r.real_oom for r in group if tool in r.verdicts]
-        seconds = [result.seconds for result in group]
-        summary(f"xMem's runs, {name}", lines, wrong, {"vram_guard": sum(seconds) / max(1, len(seconds))})
-
-
-def print_result(result: Result) -> None:
-    """One line for a row."""
-    xmem = result.tools["xmem"] / result.measured - 1
-    said = "fits" if result.fits else "OOM"
-    truth = "OOM" if result.real_oom else f"{result.error:+7.1%}"
-    print(
-        f"{result.model[-30:]:30} {result.optimizer:9} {result.batch_size:4} {result.gpu[:14]:14}"
-        f" {result.measured / 2**20:7.0f} {result.predicted / 2**20:7.0f} MiB {truth:>7} {said:4}"
-        f"   xMem {xmem:+7.1%} {result.seconds:5.1f} s",
-        flush=True,
-    )
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", help="only rows whose model contains one of these")
-    parser.add_argument("--json", metavar="FILE", help="also write every row to FILE")
-    options = parser.parse_args()
-    wanted = [row for row in all_rows() if not options.models or any(name in row["model"] for name in options.models)]
-    results, left_out = run_all(wanted, print_result)
-    print_summary(results)
-    for line in left_out:
-        print(f"not reproduced: {line}")
-    if options.json:
-        data = [{**result._asdict(), "error": result.error} for result in results]
-        Path(options.json).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+TRANSFORMERS = Source(
+    "xMem's runs, transformers", lambda: [row for row in all_rows() if row["kind"] != "cnn"], name, _one
+)
+CNN_ROWS = Source("xMem's runs, CNNs", lambda: [row for row in all_rows() if row["kind"] == "cnn"], name, _one)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(transformers=TRANSFORMERS, cnns=CNN_ROWS))
