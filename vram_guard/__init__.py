@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import Budget
     from vram_guard.errors import VramGuardError
+    from vram_guard.plan.variants import variants
     from vram_guard.simulate import estimate, trace
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Estimate, Timeline
@@ -35,6 +36,7 @@ __all__ = [
     "estimate",
     "plan",
     "trace",
+    "variants",
 ]
 
 _HOME = {
@@ -46,6 +48,7 @@ _HOME = {
     "VramGuardError": "vram_guard.errors",
     "estimate": "vram_guard.simulate",
     "trace": "vram_guard.simulate",
+    "variants": "vram_guard.plan.variants",
 }
 
 

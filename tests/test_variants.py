@@ -1,0 +1,180 @@
+"""variants(): what several sizes of one model take, which is chosen, and input that makes no sense."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from vram_guard import TrainingStep, trace, variants
+from vram_guard.errors import InvalidInputError
+from vram_guard.plan.variants import Variants
+from vram_guard.report.variants import render, show, variants_json
+
+MIB = 2**20
+
+
+def network(width: int) -> nn.Module:
+    """Three convolutions of this width."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(width, 3, 3, padding=1),
+    )  # fmt: skip
+
+
+def images(size: int) -> torch.Tensor:
+    return torch.zeros(size, 3, 64, 64)
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch), batch)
+
+
+STEP = TrainingStep(model=lambda: network(8), batch=images, loss=loss, optimizer=torch.optim.AdamW)
+WIDTHS = {"micro": 4, "lite": 16, "full": 64}
+STEPS = {name: STEP.with_(model=lambda width=width: network(width)) for name, width in WIDTHS.items()}
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no such backbone")
+
+
+@pytest.fixture(scope="module")
+def answer() -> Variants:
+    """All three at 64 images in 150 MiB: only "full" is too large."""
+    return variants(STEPS, 64, "150MiB", margin=0)
+
+
+def test_rows_say_what_traces_say(answer: Variants) -> None:
+    assert [row.name for row in answer.rows] == ["micro", "lite", "full"]
+    for row in answer.rows:
+        model = network(WIDTHS[row.name])
+        assert row.parameters == sum(weight.numel() for weight in model.parameters())
+        timeline = trace(STEP.with_(model=model))
+        assert row.peak == timeline.at(64).peak_reserved
+        assert row.largest_batch_size == timeline.max_batch_size(answer.budget) > 0
+        assert row.fits == (row.peak <= answer.budget.usable)
+        assert (row.largest_batch_size >= 64) == row.fits
+
+
+def test_the_largest_that_fits_is_chosen(answer: Variants) -> None:
+    assert answer.chosen is answer["lite"]
+    assert not answer["full"].fits
+    assert answer["full"].verdict().startswith("short by")
+    assert variants(STEPS, 64, "4GiB").chosen.name == "full"
+
+
+def test_order_decides_where_that_is_asked_for() -> None:
+    backwards = dict(reversed(STEPS.items()))
+    assert variants(STEPS, 8, "4GiB", prefer="first").chosen.name == "micro"
+    assert variants(backwards, 8, "4GiB", prefer="first").chosen.name == "full"
+    assert variants(backwards, 8, "4GiB", prefer="last").chosen.name == "micro"
+    assert variants(backwards, 8, "4GiB").chosen.name == "full"
+
+
+def test_what_does_not_fit_is_planned_for_where_that_is_allowed(answer: Variants) -> None:
+    allowed = variants(STEPS, 64, "150MiB", margin=0, allow=["accumulate"])
+    full = allowed["full"]
+    assert allowed.chosen is full
+    assert full.fits
+    assert not full.fits_as_written
+    assert full.plan.splits > 1
+    assert full.plan.estimate.peak_reserved <= 150 * MIB < full.peak
+    assert full.peak == answer["full"].peak
+    assert allowed["lite"].fits_as_written, "what fits is left alone"
+
+
+def test_a_constructor_that_raises_spoils_its_own_row_only() -> None:
+    made = variants({"broken": STEP.with_(model=broken), **STEPS}, 64, "4GiB")
+    assert made["broken"].error == "RuntimeError: no such backbone"
+    assert (made["broken"].parameters, made["broken"].peak, made["broken"].fits) == (None, None, False)
+    assert made.chosen.name == "full"
+    assert "broken: could not be traced: RuntimeError: no such backbone" in made.explain()
+
+
+def test_a_step_that_raises_spoils_its_own_row_only() -> None:
+    flat = STEP.with_(model=lambda: nn.Linear(7, 7))
+    made = variants({"flat": flat, "micro": STEPS["micro"]}, 8, "4GiB")
+    assert made["flat"].error.startswith("RuntimeError: a and b must have same reduction dim")
+    assert made.chosen.name == "micro"
+
+
+def test_nothing_fits() -> None:
+    made = variants(STEPS, 64, "1MiB")
+    assert made.chosen is None
+    assert [row.largest_batch_size for row in made.rows] == [0, 0, 0]
+    assert made.explain().startswith("None of 3 variants fits into")
+    assert json.loads(variants_json(made))["chosen"] is None
+    assert "None of 3 variants fits" in render(made)
+
+
+def test_pairs_are_taken_too() -> None:
+    assert variants(list(STEPS.items())[:1], 8, "4GiB").chosen.name == "micro"
+
+
+def never() -> nn.Module:
+    raise AssertionError("the model was built")
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "message"),
+    [
+        ({}, {}, "no variants"),
+        ([], {}, "no variants"),
+        ([("lite", STEP), ("lite", STEP)], {}, "two variants are called 'lite'"),
+        ({"lite": never}, {}, "must be a TrainingStep"),
+        ({3: STEP}, {}, "name must be text"),
+        ({" ": STEP}, {}, "name must be text"),
+        (["lite"], {}, "pairs of a name and a step"),
+        (3, {}, "mapping of names"),
+        (None, {}, "mapping of names"),
+        ({"lite": STEP}, {"prefer": "largest"}, "prefer must be one of"),
+        ({"lite": STEP}, {"batch_size": 0}, "batch_size"),
+        ({"lite": STEP}, {"limit": 0}, "limit"),
+        ({"lite": STEP}, {"budget": "-1GiB"}, "budget"),
+        ({"lite": STEP}, {"gpu": "RTX 9999"}, "not in the catalogue"),
+        ({"lite": STEP}, {"allow": "acumulate"}, "did you mean 'accumulate'"),
+    ],
+)
+def test_nonsense_is_refused_before_any_work(steps: object, changes: dict[str, object], message: str) -> None:
+    if isinstance(steps, dict):
+        steps = {name: step.with_(model=never) if step is STEP else step for name, step in steps.items()}
+    arguments = {"batch_size": 8, "budget": "4GiB", **changes}
+    with pytest.raises(InvalidInputError, match=message):
+        variants(steps, **arguments)
+
+
+def test_an_unknown_name_is_an_error(answer: Variants) -> None:
+    with pytest.raises(InvalidInputError, match="there are micro, lite, full"):
+        answer["large"]
+
+
+def test_the_table_and_the_json(answer: Variants) -> None:
+    text = render(answer, unicode=False)
+    assert text.isascii()
+    assert text.splitlines()[0] == answer.explain().splitlines()[0]
+    (line,) = [line for line in text.splitlines() if "lite *" in line]
+    assert f"{answer['lite'].parameters:,}" in line
+    assert str(answer["lite"].largest_batch_size) in line
+    read = json.loads(variants_json(answer))
+    assert read["chosen"] == "lite"
+    assert [row["peak_reserved"] for row in read["variants"]] == [row.peak for row in answer.rows]
+    assert read["variants"][2]["plan"]["fits"] is False
+
+
+def test_streams_of_any_kind(answer: Variants) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert show(answer, file=stream)
+    stream.seek(0)
+    assert "lite *" in stream.read()
+    stream.close()
+    assert not show(answer, file=stream)
+
+
+def test_progress_names_every_variant() -> None:
+    lines: list[str] = []
+    variants(STEPS, 8, "4GiB", progress=lines.append)
+    assert {line.split(":")[0] for line in lines} == set(STEPS)
