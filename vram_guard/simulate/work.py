@@ -214,13 +214,14 @@ class Meter:
 
     def _add(self, operator: str, flops: int, moved: int, unit: Unit, launches: int, transfer: int) -> None:
         recorder = self._recorder
-        recomputed = recorder.in_backward and torch.is_grad_enabled()
+        # Only a recomputation runs with gradients on, inside one of the backward pass's nodes.
+        again = recorder.in_backward and torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
         self._weighed.append(
             (
                 operator,
                 recorder.module_now(),
                 recorder.phases[-1].name,
-                recomputed,
+                again,
                 flops,
                 moved,
                 unit,
