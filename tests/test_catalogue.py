@@ -102,6 +102,61 @@ def test_bandwidths_are_possible(gpu: GPU):
         assert 15e9 < gpu.pcie_bandwidth < 64e9
 
 
+#: Width of the memory bus in bits and the rate of one line in Gb/s, from the same product pages and data sheets.
+MEMORY_BUSES = {
+    "GTX 1080 Ti": (352, 11),
+    "RTX 2080 Ti": (352, 14),
+    "T4": (256, 10),
+    "RTX 3060 12GB": (192, 15),
+    "RTX 3080 10GB": (320, 19),
+    "RTX 3090": (384, 19.5),
+    "A10": (384, 12.5),
+    "RTX A6000": (384, 16),
+    "A100 SXM4 40GB": (5120, 2.43),
+    "A100 SXM4 80GB": (5120, 3.186),
+    "RTX 4070": (192, 21),
+    "RTX 4080": (256, 22.4),
+    "RTX 4090": (384, 21),
+    "L4": (192, 12.5),
+    "L40S": (384, 18),
+    "RTX 6000 Ada": (384, 20),
+    "H100 SXM": (5120, 5.23),
+    "RTX 5080": (256, 30),
+    "RTX 5090": (512, 28),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_BUSES)
+def test_bandwidth_is_the_width_of_the_bus_times_its_rate(name):
+    bits, rate = MEMORY_BUSES[name]
+    assert find_gpu(name).memory_bandwidth == pytest.approx(bits / 8 * rate * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        ("GTX 1060 6GB", "GTX 1070", "GTX 1080", "GTX 1080 Ti"),
+        ("RTX 3060 12GB", "RTX 3070", "RTX 3080 10GB", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti"),
+        ("RTX 4060", "RTX 4070", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090"),
+        ("RTX 5060", "RTX 5060 Ti 16GB", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090"),
+        ("A30", "A100 PCIe 40GB", "H100 PCIe", "H100 SXM", "B200"),
+        ("H100 SXM", "H200", "B200"),
+    ],
+)
+def test_no_figure_falls_from_one_card_of_a_family_to_the_next(family):
+    cards = [find_gpu(name) for name in family]
+    for figure in ("memory_bandwidth", "fp32_flops", "fp16_flops"):
+        figures = [getattr(card, figure) or 0 for card in cards]
+        assert figures == sorted(figures), figure
+
+
+@each_gpu
+def test_every_card_has_a_link_to_its_host(gpu: GPU):
+    assert gpu.host_bandwidth is not None
+    assert gpu.host_bandwidth == (gpu.host_link_bandwidth or gpu.pcie_bandwidth)
+    assert 7e9 < gpu.host_bandwidth < gpu.memory_bandwidth
+
+
 def test_architecture_and_capability_go_together():
     majors = {gpu.architecture: set() for gpu in catalogue()}
     for gpu in catalogue():

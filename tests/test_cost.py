@@ -29,6 +29,9 @@ from vram_guard.plan.cost import (
 from vram_guard.plan.roofline import HOST_PER_OPERATOR, LAUNCH, PINNED_SHARE, flops_per_second
 from vram_guard.timeline import Affine, Block, Phase, Timeline, Work
 
+#: torch 2.4's own checkpoint.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
+
 A100 = find_gpu("A100 SXM4 80GB")
 laws = settings(max_examples=100, deadline=None)
 
@@ -273,9 +276,10 @@ def test_the_estimate_for_some_blocks_is_their_share(as_written):
     assert recompute_seconds(as_written.work, PATHS, 8, A100, micro_batches=2).seconds == pytest.approx(
         all_of_them, rel=0.02
     )
-    assert recompute_seconds(as_written.work, ["layers.1", "layers.1.linear1"], 16, A100).seconds == pytest.approx(
-        recompute_seconds(as_written.work, ["layers.1"], 16, A100).seconds, rel=0.3
+    one, nested = (
+        recompute_seconds(as_written.work, p, 16, A100) for p in (["layers.1"], ["layers.1", "layers.1.linear1"])
     )
+    assert nested == one
 
 
 def test_half_precision_is_faster_on_tensor_cores_and_not_without(as_written):

@@ -19,6 +19,9 @@ from vram_guard.simulate.run import run_step
 from vram_guard.simulate.work import launches_of
 from vram_guard.timeline import Affine, Work, merge_affine
 
+#: torch 2.4's own checkpoint.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
+
 
 def traced(model: Callable[..., Any], batch: Any, size: int = 4, **settings: Any) -> Timeline:
     settings.setdefault("optimizer", adamw)

@@ -157,7 +157,8 @@ def _calls(work: Iterable[Work], chosen: frozenset[str]) -> list[list[Work]]:
     for item in _forward(work):
         path = item.module
         if path not in owner:
-            owner[path] = next((around for around in _ancestors(path) if around in chosen), None)
+            around = [name for name in _ancestors(path) if name in chosen]
+            owner[path] = around[-1] if around else None  # the outermost
         if owner[path] is not None:
             if owner[path] != running:
                 calls.append([])
