@@ -33,9 +33,9 @@ def find_blocks(model: nn.Module) -> tuple[ModelBlock, ...]:
     """The repeated modules of a model, in the order of ``named_modules``.
 
     Siblings of one class, two at least, each with modules of its own inside (so no single layers), outermost first:
-    the layers of a transformer, the levels of a U-Net. Stages, siblings that differ in size and repeat something
-    themselves, are looked into: of a ResNet its residual blocks are found. Blocks that checkpoint themselves already
-    are left out.
+    the layers of a transformer, the levels of a U-Net. What repeats something itself is looked into where it is a
+    stage, one of several that differ in size (of a ResNet the residual blocks are found), or a tower, an attribute of
+    its own and no item of a list. Blocks that checkpoint themselves already are left out.
     """
     checkpointed = set(_checkpointed_already(model))
     return tuple(block for block in _described(_repeated(model)) if block.name not in checkpointed)
@@ -74,7 +74,7 @@ def _repeated(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
         siblings = groups[_kind(child)]
         inside = _repeated(child, name)
         is_block = len(siblings) > 1 and _may_be_block(child)
-        if is_block and not (inside and _are_stages(siblings)):
+        if is_block and not (inside and (not _is_list(module) or _are_stages(siblings))):
             made.append((name, child))
         else:
             made += inside
@@ -97,6 +97,12 @@ def _may_be_block(module: nn.Module) -> bool:
         module, (nn.ModuleList, nn.ModuleDict)
     )
     return has_forward and any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _is_list(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
 
 
 def _are_stages(siblings: list[nn.Module]) -> bool:

@@ -1,0 +1,323 @@
+"""Activation offload: what is saved waits on the host, weights stay, and the trace counts both sides."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from architectures import BY_NAME, adamw
+from test_techniques_checkpointing import Stack, names, stack_step, total
+from torch import nn
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.simulate import trace
+from vram_guard.simulate.run import run_step
+from vram_guard.step import TrainingStep
+from vram_guard.techniques import Recipe, find_blocks
+from vram_guard.techniques.activation_offload import _Copies, offload_activations
+from vram_guard.timeline import Timeline
+
+AMPERE = (8, 0)
+TOKENS = 64 * 128
+FLOATS = 4 * TOKENS
+#: What a block of ``Stack`` saves at batch size 64, in bytes: its input, that normalised, the hidden layer before and
+#: after GELU, two statistics of the norm, and the mask of the dropout.
+SAVED = (64 * FLOATS, 64 * FLOATS, 256 * FLOATS, 256 * FLOATS, FLOATS, FLOATS, 64 * TOKENS)
+
+
+def power_of_two(size: int) -> int:
+    power = 1
+    while power < size:
+        power *= 2
+    return power
+
+
+def live_at_end_of_forward(timeline: Timeline, batch_size: int, number: int) -> int:
+    """Requested bytes on the GPU when the forward pass of the given step ends."""
+    end = next(p.start for p in timeline.phases if p.name == "backward" and p.step == number)
+    sizes, live = timeline.sizes(batch_size), 0
+    for event in timeline.events[:end]:
+        live += sizes[event] if event >= 0 else -sizes[~event]
+    return live
+
+
+# --- the trace ------------------------------------------------------------------------------------------------------
+
+
+def test_what_leaves_the_gpu_is_what_the_host_takes() -> None:
+    plain = trace(stack_step())
+    for count in (1, 3, 6):
+        moved = trace(stack_step(recipe=Recipe(offload_activations=names(count))))
+        assert moved.retrace is None
+        assert moved.tier == "symbolic"
+        left = live_at_end_of_forward(plain, 64, 2) - live_at_end_of_forward(moved, 64, 2)
+        # The first block's input is the batch, which the loop holds: copied, but not gone.
+        assert left == count * sum(SAVED) - 64 * FLOATS
+        assert sorted(b.size.at(64) for b in moved.host_blocks) == sorted(SAVED * count * 2)
+        assert all(block.pinned for block in moved.host_blocks)
+        assert moved.at(64).host_peak == count * sum(map(power_of_two, SAVED))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_more_offloaded_blocks_never_take_more_and_keep_the_law(precision: str) -> None:
+    before, on_host = None, -1
+    for count in (0, 2, 6):
+        timeline = trace(stack_step(precision=precision, recipe=Recipe(offload_activations=names(count))))
+        assert timeline.retrace is None
+        estimate = timeline.at(64)
+        assert before is None or estimate.peak_allocated <= before
+        assert estimate.host_peak > on_host
+        before, on_host = estimate.peak_allocated, estimate.host_peak
+
+
+def test_each_tensor_leaves_when_nobody_needs_it_and_comes_back_for_its_operator() -> None:
+    class Sines(nn.Module):
+        def forward(self, x):
+            return x.sin().sin().sin()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.sines = nn.Linear(256, 256, bias=False), Sines()
+
+        def forward(self, x):
+            return self.sines(self.first(x)).sum()
+
+    step = TrainingStep(Model, lambda b: torch.randn(b, 256), lambda m, b: m(b), adamw)
+    timeline = run_step(step.with_(recipe=Recipe(offload_activations=("sines",))), 1024, AMPERE)
+    one = 1024 * 256 * 4
+    spans = [
+        (p.name, p.start, q.start)
+        for p, q in zip(timeline.phases, timeline.phases[1:], strict=False)
+        if p.step == 2 and p.name in ("forward", "backward")
+    ]
+    live, most = set(), {}
+    for name, start, end in spans:
+        most[name] = 0
+        for event in timeline.events[start:end]:
+            if timeline.blocks[event if event >= 0 else ~event].size.base == one:
+                live.add(event) if event >= 0 else live.discard(~event)
+                most[name] = max(most[name], len(live))
+    # Forward: the argument, which the frame holds, an operator's input and its result. Backward: the gradient that
+    # comes in, the saved tensor, its cosine and the product; all others are on the host.
+    assert most == {"forward": 3, "backward": 4}
+    assert [b.size.base for b in timeline.host_blocks] == [one] * 6
+    assert timeline.host_events == (0, 1, 2, ~2, ~1, ~0, 3, 4, 5, ~5, ~4, ~3)
+
+
+def test_weights_buffers_and_their_views_stay() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(512, 512)
+            self.register_buffer("scale", torch.ones(512, 512))
+
+        def forward(self, x):
+            return (self.linear(x) @ self.scale.t()) @ self.linear.weight
+
+    step = TrainingStep(Model, lambda b: torch.randn(b, 512), total, adamw)
+    timeline = trace(step.with_(recipe=Recipe(offload_activations=("",))))
+    assert max(block.size.at(4) for block in timeline.host_blocks) == 4 * 512 * 4
+
+
+def test_a_tensor_that_many_save_is_copied_once() -> None:
+    class Fan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x).exp() * self.k(x).sin() + self.v(x)
+
+    step = TrainingStep(Fan, lambda b: torch.randn(b, 16, 64), lambda m, b: m(b).sum(), adamw)
+    timeline = trace(step.with_(recipe=Recipe(offload_activations=("",))))
+    one = 4 * 16 * 64 * 4
+    # x once; exp's result, twice saved; sin's argument; sin's result. Two steps.
+    assert [block.size.at(4) for block in timeline.host_blocks] == [one] * 4 * 2
+
+
+def test_torchs_own_save_on_cpu_is_followed_too() -> None:
+    class Own(Stack):
+        def __init__(self, pin: bool | None) -> None:
+            super().__init__()
+            self.pin = pin
+
+        def forward(self, x):
+            saved = contextlib.nullcontext() if self.pin is None else torch.autograd.graph.save_on_cpu(self.pin)
+            with saved:
+                return super().forward(x)
+
+    plain, pageable, pinned = (trace(stack_step().with_(model=lambda p=p: Own(p))) for p in (None, False, True))
+    assert plain.at(64).host_peak == 0
+    assert live_at_end_of_forward(pageable, 64, 2) == live_at_end_of_forward(pinned, 64, 2)
+    assert pageable.at(64).peak_allocated < plain.at(64).peak_allocated
+    # All that the blocks save and the input of the last layer; weights too, which torch moves and we do not.
+    activations = 6 * sum(SAVED) + 64 * FLOATS
+    assert activations < pageable.at(64).host_peak < activations + 2 * 4 * 6 * 2 * 64 * 256
+    assert pageable.at(65).host_peak < pinned.at(65).host_peak < 2 * pageable.at(65).host_peak
+    ours = trace(stack_step().with_(recipe=Recipe(offload_activations=("",))))
+    assert ours.at(64).peak_allocated <= pageable.at(64).peak_allocated
+
+
+def test_a_checkpointed_block_in_an_offloaded_model_has_its_input_moved_and_nothing_else() -> None:
+    recipe = Recipe(checkpoint=names(6), offload_activations=("",))
+    both = trace(stack_step(recipe=recipe))
+    inside = trace(stack_step(recipe=recipe.with_(offload_activations=())))
+    assert both.retrace is None
+    # The inputs of the six blocks and of the last layer; the batch is one of them.
+    assert [b.size.at(64) for b in both.host_blocks if b.size.per_sample > 512] == [64 * FLOATS] * 7 * 2
+    assert both.at(64).peak_allocated < inside.at(64).peak_allocated
+
+
+def test_accumulation_splits_and_the_law_with_host_memory() -> None:
+    step = stack_step(accumulate=4, whole_batch=True, recipe=Recipe(offload_activations=names(6)))
+    timeline = trace(step)
+    direct = run_step(step, 16, AMPERE)
+    assert timeline.host_events == direct.host_events
+    assert timeline.host_sizes(16) == direct.host_sizes(16)
+    assert timeline.at(16).host_peak == direct.at(16).host_peak
+    assert pickle.loads(pickle.dumps(timeline)) == timeline
+
+
+# --- the same training ----------------------------------------------------------------------------------------------
+
+
+class MovesCpuTensors:
+    """Lets CPU tensors be copied as if they lay on a GPU: there is none here, and the copies must be right."""
+
+    @staticmethod
+    def install(monkeypatch) -> list[int]:
+        from vram_guard.techniques import activation_offload
+
+        moved: list[int] = []
+        real = activation_offload._pack
+
+        def pack(copies, resident, tensor):
+            left = real(copies, resident, tensor)
+            weight = activation_offload._is_weight(tensor) or id(tensor.untyped_storage()) in resident
+            if isinstance(left, activation_offload._Left) and not weight and tensor.numel():
+                moved.append(tensor.nbytes)
+                return copies.of(tensor)
+            return left
+
+        monkeypatch.setattr(activation_offload, "_pack", pack)
+        return moved
+
+
+@pytest.mark.parametrize("name", ["convnet", "decoder", "encoder", "lstm", "unet", "fourier"])
+def test_the_copies_give_the_same_training(name: str, monkeypatch) -> None:
+    architecture = BY_NAME[name]
+    torch.manual_seed(0)
+    model, batch = architecture.model(), architecture.batch(4)
+    other = copy.deepcopy(model)
+    moved = MovesCpuTensors.install(monkeypatch)
+    undo = offload_activations(other, [""])
+    for one in (model, other):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            architecture.loss(one, batch).backward()
+            optimizer.step()
+    undo()
+    assert moved
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_on_the_cpu_nothing_is_copied_and_results_are_equal() -> None:
+    torch.manual_seed(0)
+    model, batch = Stack(2), torch.randn(4, 16, 64)
+    other = copy.deepcopy(model)
+    undo = offload_activations(other, [block.name for block in find_blocks(other)])
+    for one in (model, other):
+        torch.manual_seed(1)
+        total(one, batch).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    undo()
+    assert all("forward" not in vars(module) for module in other.modules())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[2:],
+        lambda x: x[:, 1:3],
+        lambda x: x[0],
+        lambda x: x[:1].expand(5, 6),
+        lambda x: x.view(2, 2, 6).permute(2, 0, 1),
+        lambda x: x.long(),
+    ],
+    ids=["whole", "transposed", "rows", "columns", "row", "expanded", "permuted", "integers"],
+)
+def test_every_layout_comes_back_as_it_was(view) -> None:
+    tensor = view(torch.randn(4, 6))
+    back = _Copies(pin_memory=False).of(tensor).back()
+    assert torch.equal(back, tensor)
+    assert back.dtype == tensor.dtype
+
+
+def test_views_of_one_stretch_share_a_copy_until_it_is_written() -> None:
+    copies, tensor = _Copies(pin_memory=False), torch.randn(4, 6)
+    first, second = copies.of(tensor), copies.of(tensor.view(2, 12))
+    assert first.moved is second.moved
+    tensor += 1
+    third = copies.of(tensor)
+    assert third.moved is not first.moved
+    assert torch.equal(third.back(), tensor)
+    assert torch.equal(first.back() + 1, tensor)
+
+
+def test_nothing_outlives_the_backward_pass() -> None:
+    model = Stack(2)
+    offload_activations(model, ["h.0", "h.1"])
+    seen = []
+    model.h[0].norm.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    gc.disable()
+    try:
+        total(model, torch.randn(4, 16, 64)).backward()
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_changing_a_saved_tensor_in_place_is_noticed_as_without_offload() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.linear(x).exp()
+            hidden += 1
+            return hidden
+
+    model = Careless()
+    offload_activations(model, [""])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total(model, torch.randn(4, 8)).backward()
+
+
+def test_copies_and_pickles_of_the_model() -> None:
+    model, batch = Stack(2), torch.randn(4, 16, 64)
+    offload_activations(model, ["h.0", ""])
+    copied = copy.deepcopy(model)
+    assert copied.h[0].forward.module is copied.h[0]
+    data = pickle.dumps(model)
+    assert b"vram_guard" not in data
+    model.eval(), copied.eval()
+    assert torch.equal(model(batch), copied(batch))
+    assert torch.equal(model(batch), pickle.loads(data).eval()(batch))
+
+
+def test_unknown_names_change_nothing() -> None:
+    model = Stack(2)
+    with pytest.raises(InvalidInputError, match=r"no module named 'h\.2'; did you mean"):
+        offload_activations(model, ["h.0", "h.2"])
+    assert "forward" not in vars(model.h[0])

@@ -1,0 +1,499 @@
+"""Activation checkpointing: the same training in less memory, and nothing of it left behind."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from architectures import BY_NAME, adamw
+from test_simulate_law import Mixer, _real_allocations
+from torch import nn
+from torch.nn import functional as F
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.simulate import trace
+from vram_guard.simulate.run import run_step
+from vram_guard.step import TrainingStep
+from vram_guard.techniques import Recipe, find_blocks
+from vram_guard.techniques.checkpointing import checkpoint_modules
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
+
+AMPERE = (8, 0)
+
+
+# --- the same training ----------------------------------------------------------------------------------------------
+
+
+def trained(model: nn.Module, batch, loss, names=(), steps: int = 3) -> dict[str, torch.Tensor]:
+    """Everything that training leaves: weights, buffers, the last gradients, the state of the generator."""
+    torch.manual_seed(1)
+    undo = checkpoint_modules(model, names)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+    undo()
+    left = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    left |= {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {**left, "generator": torch.get_rng_state()}
+
+
+def assert_same_training(make, batch, loss, names, tolerance: float = 0.0) -> None:
+    results = []
+    for chosen in ((), names):
+        torch.manual_seed(0)
+        results.append(trained(make(), batch, loss, chosen))
+    plain, checkpointed = results
+    assert plain.keys() == checkpointed.keys()
+    for name, tensor in plain.items():
+        assert torch.allclose(tensor, checkpointed[name], rtol=0, atol=tolerance), name
+
+
+class Counting(nn.Module):
+    """Counts how often its forward runs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, 0
+
+    def forward(self, *args, **kwargs):
+        self.runs += 1
+        return self.inner(*args, **kwargs)
+
+
+def total(model, batch):
+    return model(batch).square().mean()
+
+
+def stack(make, count: int = 3):
+    return lambda: nn.Sequential(*[Counting(make()) for _ in range(count)])
+
+
+class Normed(nn.Module):
+    """A residual block whose forward writes buffers."""
+
+    def __init__(self, norm: nn.Module, channels: int = 8) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), norm
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x)).relu()
+
+
+class MovingAverage(nn.Module):
+    """Its result depends on a buffer that it replaces, and on another that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1, 2))
+        self.count += 1
+        return (x - self.mean) * self.count.sqrt()
+
+
+WRITING = {
+    "batch norm": lambda: Normed(nn.BatchNorm2d(8)),
+    "cumulative batch norm": lambda: Normed(nn.BatchNorm2d(8, momentum=None)),
+    "instance norm": lambda: Normed(nn.InstanceNorm2d(8, track_running_stats=True, affine=True)),
+    "frozen batch norm": lambda: Normed(nn.BatchNorm2d(8).eval()),
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()),
+    "moving average": lambda: MovingAverage(),
+    "dropout": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITING)
+def test_what_a_forward_writes_is_written_once(kind: str) -> None:
+    batch = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(3))
+    assert_same_training(stack(WRITING[kind]), batch, total, ("0", "1", "2"))
+
+
+def test_a_second_backward_through_the_same_graph_writes_nothing_either() -> None:
+    torch.manual_seed(0)
+    model, batch = stack(WRITING["batch norm"])(), torch.randn(4, 8, 8, 8)
+    other = copy.deepcopy(model)
+    checkpoint_modules(model, ("0", "2"))
+    for one in (model, other):
+        loss = total(one, batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("decoder", None), ("convnet", None), ("unet", ("down1", "down2")), ("lstm", ("rnn",))]
+)
+def test_architectures_train_as_if_nothing_had_happened(name: str, blocks: tuple[str, ...] | None) -> None:
+    architecture = BY_NAME[name]
+    if blocks is None:
+        blocks = tuple(block.name for block in find_blocks(architecture.model()))
+    assert blocks
+    assert_same_training(architecture.model, architecture.batch(4), architecture.loss, blocks)
+
+
+class Attended(nn.Module):
+    """Takes what transformer layers take: keywords, flags, None, tuples; gives a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask=None, *, scale, rotary, use=True, nothing=None):
+        assert nothing is None
+        x = self.a(x) * scale * rotary[0]
+        return (self.b(x.tanh() + rotary[1]) if use else x) if mask is None else x * mask, None, "kept"
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attended() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        rotary = (x.detach().cos(), self.scale.sin())
+        for layer in self.layers:
+            x, nothing, word = layer(x, scale=self.scale, rotary=rotary, nothing=None)
+            assert nothing is None
+            assert word == "kept"
+        return x
+
+
+def test_keywords_tuples_flags_and_none_go_through() -> None:
+    assert_same_training(Layered, torch.randn(4, 8), total, ("layers.0", "layers.1", "layers.2"))
+
+
+def test_an_lstm_block_and_its_state() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(8, 8, batch_first=True, num_layers=2, dropout=0.2), nn.Linear(8, 8)
+
+        def forward(self, x, state=None):
+            x, state = self.lstm(x, state)
+            return self.out(x), state
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Cell(), Cell()
+
+        def forward(self, x):
+            x, state = self.first(x)
+            return self.second(x, state)[0]
+
+    assert_same_training(Two, torch.randn(4, 6, 8), total, ("first", "second"))
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_a_transformer_of_hugging_face_with_its_cache(use_cache: bool | None) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> nn.Module:
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=3, n_head=2, n_embd=16, vocab_size=50, n_positions=16)
+        )
+
+    def loss(model, ids):
+        return model(input_ids=ids, labels=ids, use_cache=use_cache).loss
+
+    ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(3))
+    blocks = tuple(block.name for block in find_blocks(make()))
+    assert blocks == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
+    # What a cache returns is laid out otherwise, which changes the order of sums in the CPU's attention.
+    tolerance = 0.0 if use_cache is False else 1e-6
+    assert_same_training(make, ids, loss, blocks, tolerance)
+    assert_same_training(make, ids, loss, blocks[1:2], tolerance)
+
+
+def test_layers_that_get_their_cache_by_keyword_and_one_that_is_filled() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> nn.Module:
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                hidden_size=16,
+                intermediate_size=32,
+                vocab_size=50,
+            )
+        )
+
+    def fresh(model, ids):
+        return model(input_ids=ids, labels=ids).loss
+
+    def continued(model, ids):
+        with torch.no_grad():
+            past = model(input_ids=ids[:, :5], use_cache=True).past_key_values
+        return model(input_ids=ids[:, 5:], labels=ids[:, 5:], past_key_values=past).loss
+
+    ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(3))
+    blocks = tuple(block.name for block in find_blocks(make()))
+    assert blocks == ("model.layers.0", "model.layers.1")
+    assert_same_training(make, ids, fresh, blocks, tolerance=1e-6)
+    assert_same_training(make, ids, continued, blocks)
+
+
+def test_autocast_is_the_forwards_own_when_it_runs_again() -> None:
+    def loss(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(batch)
+        return out.float().square().mean()
+
+    assert_same_training(stack(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8), loss, ("0", "1"))
+
+
+def test_an_argument_that_is_changed_in_place_is_noticed_not_used() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Attended() for _ in range(2))
+
+        def forward(self, x):
+            scale = torch.ones(8)
+            out = self.layers[0](x, scale=scale, rotary=(x, x))[0]
+            scale += 1
+            return out
+
+    model = Careless()
+    checkpoint_modules(model, ["layers.0"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total(model, torch.randn(4, 8)).backward()
+
+
+# --- only where it helps --------------------------------------------------------------------------------------------
+
+
+def test_the_forward_runs_twice_only_in_training_with_gradients() -> None:
+    model, batch = stack(lambda: nn.Linear(8, 8))(), torch.randn(4, 8)
+    undo = checkpoint_modules(model, ["0"])
+    total(model, batch).backward()
+    assert [layer.runs for layer in model] == [2, 1, 1]
+    with torch.no_grad():
+        model(batch)
+    assert [layer.runs for layer in model] == [3, 2, 2]
+    model.eval()
+    total(model, batch).backward()
+    assert [layer.runs for layer in model] == [4, 3, 3]
+    undo()
+    model.train()
+    total(model, batch).backward()
+    assert [layer.runs for layer in model] == [5, 4, 4]
+
+
+# --- what the model is to everybody else ----------------------------------------------------------------------------
+
+
+def test_the_model_is_as_before_to_everybody_else_and_afterwards_exactly() -> None:
+    model = stack(lambda: nn.Linear(8, 8))()
+    model[1].forward = model[1].forward  # somebody's own, on the instance
+    before = [dict(vars(module)) for module in model.modules()]
+    names, state = list(model.state_dict()), copy.deepcopy(model.state_dict())
+    signature = inspect.signature(model[0].forward)
+    undo = checkpoint_modules(model, ["0", "1"])
+    assert list(model.state_dict()) == names
+    assert type(model[0]) is Counting
+    assert inspect.signature(model[0].forward) == signature
+    model.load_state_dict(state)
+    undo()
+    after = [dict(vars(module)) for module in model.modules()]
+    assert all(a.keys() == b.keys() and all(a[k] is b[k] for k in a) for a, b in zip(before, after, strict=True))
+
+
+def test_a_copy_checkpoints_by_itself_and_a_pickle_opens_anywhere() -> None:
+    torch.manual_seed(0)
+    model, batch = stack(lambda: nn.Linear(8, 8))(), torch.randn(4, 8)
+    checkpoint_modules(model, ["0", "1"])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied[0].inner.weight.zero_()
+    total(copied, batch).backward()
+    assert [layer.runs for layer in copied] == [2, 2, 1]
+    assert [layer.runs for layer in model] == [0, 0, 0]
+    assert copied[0].forward.module is copied[0]
+
+    data = pickle.dumps(model)
+    assert b"vram_guard" not in data
+    loaded = pickle.loads(data)
+    total(loaded, batch).backward()
+    assert [layer.runs for layer in loaded] == [1, 1, 1]
+    assert torch.equal(loaded(batch), model(batch))
+    again = io.BytesIO()
+    torch.save(copy.deepcopy(loaded), again)
+    again.seek(0)
+    assert torch.equal(torch.load(again, weights_only=False)(batch), model(batch))
+
+
+def test_undo_leaves_alone_who_has_wrapped_the_forward_since() -> None:
+    model, batch = stack(lambda: nn.Linear(8, 8))(), torch.randn(4, 8)
+    undo = checkpoint_modules(model, ["0"])
+    ours, calls = model[0].forward, []
+    model[0].forward = lambda x: calls.append(1) or ours(x)
+    undo()
+    total(model, batch).backward()
+    assert calls == [1]
+    assert model[0].runs == 1
+
+
+def test_two_names_of_one_module_checkpoint_it_once() -> None:
+    shared = Counting(nn.Linear(8, 8))
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    undo = checkpoint_modules(model, ["0", "2"])
+    total(model, torch.randn(4, 8)).backward()
+    assert shared.runs == 4
+    undo()
+    assert "forward" not in vars(shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h.9", "no module named 'h.9'; did you mean 'h.[01]'"),
+        ("h", r"'h' is a ModuleList without a forward of its own: name its modules \('h.0', 'h.1', ...\)"),
+        ("zzzzzzzz", r"no module named 'zzzzzzzz'; model.named_modules\(\) lists them"),
+    ],
+)
+def test_names_that_cannot_be_meant_change_nothing(name: str, message: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            return self.h[1](self.h[0](x))
+
+    model = Model()
+    with pytest.raises(InvalidInputError, match=message):
+        checkpoint_modules(model, ["h.0", name])
+    assert "forward" not in vars(model.h[0])
+    with pytest.raises(InvalidInputError, match=message):
+        trace(TrainingStep(model, lambda b: torch.randn(b, 8), total, adamw, recipe=Recipe(checkpoint=(name,))))
+
+
+# --- the trace ------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.h, self.out = nn.ModuleList(Block(width) for _ in range(count)), nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return self.out(x)
+
+
+def stack_step(count: int = 6, **settings) -> TrainingStep:
+    return TrainingStep(lambda: Stack(count), lambda b: torch.randn(b, 128, 64), total, adamw, **settings)
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"h.{index}" for index in range(count))
+
+
+#: Bytes for each token that a block keeps besides its input: the normalised input, the hidden layer before and after
+#: GELU, two statistics, and the mask of the dropout.
+KEPT = 4 * (64 + 2 * 4 * 64 + 2) + 64
+
+
+def test_every_checkpointed_block_but_the_last_saves_exactly_what_it_kept() -> None:
+    batch = 64
+    peaks = [trace(stack_step(recipe=Recipe(checkpoint=names(k)))).at(batch).peak_allocated for k in range(7)]
+    assert [peaks[k] - peaks[k + 1] for k in range(5)] == [batch * 128 * KEPT] * 5
+    # The last block is computed again while everything else is already small: it saves nothing at the peak.
+    assert 0 <= peaks[-2] - peaks[-1] <= 512
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_more_checkpointed_blocks_never_take_more_and_keep_the_law(precision: str) -> None:
+    before = None
+    for count in (0, 2, 5):
+        timeline = trace(stack_step(precision=precision, recipe=Recipe(checkpoint=names(count))))
+        assert timeline.retrace is None
+        assert timeline.tier == "symbolic"
+        peak = timeline.at(64).peak_allocated
+        assert before is None or peak < before
+        before = peak
+
+
+def test_the_trace_of_checkpointed_blocks_allocates_what_a_real_step_allocates() -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(*[Mixer() for _ in range(4)], nn.Linear(64, 1))
+        checkpoint_modules(made, ("0", "1", "3"))
+        return made
+
+    def batch(b: int) -> torch.Tensor:
+        return torch.randn(b, 16, 64)
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+
+    step = TrainingStep(model, batch, total, sgd)
+    timeline = run_step(step, 16, AMPERE)
+    start = next(p.start for p in timeline.phases if p.step == 2 and p.name == "forward")
+    sizes = [0 if block.category == "workspace" else block.bytes_at(16) for block in timeline.blocks]
+    events = [sizes[e] if e >= 0 else -sizes[~e] for e in timeline.events[start:]]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the CPU's layer norm takes a temporary for each thread
+    try:
+        real = _real_allocations(step, 16)
+    finally:
+        torch.set_num_threads(threads)
+    generator = torch.get_rng_state().nbytes  # kept for the second forward, in host memory
+    assert [size for size in events if abs(size) >= 1024] == [size for size in real if abs(size) != generator]
+
+
+def test_a_recipe_traces_as_the_same_technique_installed_by_hand() -> None:
+    def by_hand() -> nn.Module:
+        model = Stack()
+        checkpoint_modules(model, names(4))
+        return model
+
+    hand = run_step(stack_step().with_(model=by_hand), 8, AMPERE)
+    recipe = run_step(stack_step(recipe=Recipe(checkpoint=names(4))), 8, AMPERE)
+    assert recipe.events == hand.events
+    assert recipe.sizes(8) == hand.sizes(8)
+
+
+def test_a_trace_leaves_the_users_model_as_it_was() -> None:
+    model = Stack()
+    before = [dict(vars(module)) for module in model.modules()]
+    trace(stack_step().with_(model=model, recipe=Recipe(checkpoint=names(3), offload_activations=("h.4",))))
+    after = [dict(vars(module)) for module in model.modules()]
+    assert all(a.keys() == b.keys() and all(a[k] is b[k] for k in a) for a, b in zip(before, after, strict=True))
+
+
+def test_what_is_computed_again_belongs_to_its_block() -> None:
+    timeline = run_step(stack_step(recipe=Recipe(checkpoint=names(6))), 8, AMPERE)
+    start = next(p.start for p in timeline.phases if p.name == "backward")
+    again = {
+        timeline.blocks[e].module
+        for e in timeline.events[start:]
+        if e >= 0 and timeline.blocks[e].category == "activations"
+    }
+    assert again >= {"h.0.up", "h.5.norm"}
