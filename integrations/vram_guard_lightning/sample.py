@@ -1,61 +1,20 @@
-"""A few samples of the user's own train dataloader, made into batches of any size.
+"""Samples from whatever ``train_dataloader`` may return.
 
-The loader that training will use is not touched: the user's hook is asked once more, samples are read from
-the dataset itself with the loader's own ``collate_fn``, and every random number generator is put back.
+The loader that training will use is not touched: the user's hook is asked once more.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import random
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset
 
-from vram_guard.apply import microbatch
+from vram_guard.capture.loader import Sample, random_state_kept, read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard_lightning import namespaces
 
-#: Samples read where all look alike, and where they differ in size and the largest is looked for.
-FEW, MORE = 2, 64
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What the user's loader delivers, at any batch size."""
-
-    make: Callable[[int], Any]
-    """batch size -> a batch of so many samples, on the CPU, as the loader's ``collate_fn`` makes it."""
-    batch_size: int
-    """Samples that the loader delivers at once, on one process."""
-    dataset_size: int | None
-    """Samples of the data set; None for streams."""
-    loader: Any
-    """The loader that the user's hook returned for this purpose; not the one that training uses."""
-    growable: str = ""
-    """Why the loader's batch size cannot be changed; "" where it can."""
-    notes: tuple[str, ...] = ()
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """The random number generators of torch, NumPy and Python are afterwards what they were before."""
-    numpy = sys.modules.get("numpy")
-    kept = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        if numpy is not None:
-            numpy.random.set_state(kept[2])
+__all__ = ["Sample", "random_state_kept", "read"]
 
 
 def read(loaders: Any) -> Sample:
@@ -69,7 +28,7 @@ def read(loaders: Any) -> Sample:
     leaves, structure = pytree.tree_flatten(namespaces.loader_tree(loaders), is_leaf=_is_batches)
     if not leaves:
         raise UnsupportedStepError("the train dataloader is an empty collection")
-    samples = [_read_one(leaf) for leaf in leaves]
+    samples = [read_loader(leaf) for leaf in leaves]
     if len(samples) == 1 and structure.num_nodes == 1:
         return samples[0]
     sizes = {sample.batch_size for sample in samples}
@@ -99,129 +58,3 @@ def _holds_batches(leaf: Any) -> bool:
     """A plain list of ready batches is a loader too: Lightning iterates whatever it is given."""
     parts = list(leaf.values() if isinstance(leaf, dict) else leaf)
     return bool(parts) and all(isinstance(part, torch.Tensor) for part in parts)
-
-
-def _read_one(loader: Any) -> Sample:
-    if not isinstance(loader, DataLoader):
-        return _read_ready_batches(loader, loader)
-    if loader.batch_sampler is None:
-        return _read_ready_batches(loader, loader.dataset)
-    if isinstance(loader.dataset, IterableDataset):
-        return _read_stream(loader)
-    return _read_map(loader)
-
-
-def _read_map(loader: Any) -> Sample:
-    """A dataset with an index: its first samples, collated."""
-    size, growable = _batch_size(loader)
-    length = len(loader.dataset)
-    if length == 0 or (loader.drop_last and length < size):
-        raise UnsupportedStepError(
-            f"the train dataset has {length} samples, no whole batch of {size}: there is nothing to train on"
-        )
-    samples, note = _representative(lambda index: loader.dataset[index], length, size)
-    return Sample(_collated(loader, samples), min(size, length), length, loader, growable, note)
-
-
-def _batch_size(loader: Any) -> tuple[int, str]:
-    """The samples in a batch, and why that number cannot be changed ("" where it can)."""
-    size = getattr(loader.batch_sampler, "batch_size", None)
-    if isinstance(size, int):
-        return size, ""
-    kind = type(loader.batch_sampler).__name__
-    first = next(iter(copy.copy(loader.batch_sampler)), None)
-    if not first:
-        raise UnsupportedStepError(f"the batch sampler {kind} delivers no batch")
-    return len(first), f"the batch sampler {kind} has no batch_size that could be changed"
-
-
-def _read_stream(loader: Any) -> Sample:
-    """A stream: the first samples of a copy, so that the stream itself stays where it is."""
-    size = int(loader.batch_size)
-    stream = iter(_copied(loader.dataset))
-    few = list(islice(stream, FEW))
-    if not few:
-        raise UnsupportedStepError("the train dataset is a stream that delivers no sample")
-    samples, note = _representative(_Appending(few, stream), sys.maxsize, size)
-    return Sample(_collated(loader, samples), size, None, loader, "", note)
-
-
-class _Appending:
-    """Samples of a stream by index; the last one again where the stream has ended."""
-
-    def __init__(self, seen: list[Any], stream: Iterator[Any]) -> None:
-        self._seen, self._stream = seen, stream
-
-    def __call__(self, index: int) -> Any:
-        while len(self._seen) <= index:
-            self._seen.append(next(self._stream, self._seen[-1]))
-        return self._seen[index]
-
-
-def _copied(dataset: Any) -> Any:
-    """A copy whose iteration does not move the original; its arrays are shared, for they are only read.
-
-    Raises:
-        UnsupportedStepError: the stream cannot be copied and would be used up by looking at it.
-    """
-    arrays = [value for value in vars(dataset).values() if hasattr(value, "dtype") and hasattr(value, "shape")]
-    try:
-        return copy.deepcopy(dataset, {id(array): array for array in arrays})
-    except Exception as error:
-        raise UnsupportedStepError(
-            f"the stream {type(dataset).__name__} cannot be copied ({type(error).__name__}: {error}), and "
-            "reading from it would take samples away from the training; keep open files and generators out of "
-            "its attributes (open them in __iter__)"
-        ) from error
-
-
-def _representative(get: Callable[[int], Any], length: int, batch_size: int) -> tuple[list[Any], tuple[str, ...]]:
-    """A few samples; where they differ in size, the largest of a batch's worth instead."""
-    samples = [get(index) for index in range(min(FEW, batch_size, length))]
-    if len({_shapes(sample) for sample in samples}) == 1:
-        return samples, ()
-    looked_at = min(MORE, batch_size, length)
-    samples += [get(index) for index in range(len(samples), looked_at)]
-    largest = max(samples, key=_elements)
-    return [largest], (
-        f"samples differ in size: the prediction takes the largest of the first {looked_at} for every sample",
-    )
-
-
-def _shapes(sample: Any) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(sample) if hasattr(leaf, "shape"))
-
-
-def _elements(sample: Any) -> int:
-    leaves = pytree.tree_leaves(sample)
-    return sum(int(torch.Size(leaf.shape).numel()) if hasattr(leaf, "shape") else 1 for leaf in leaves)
-
-
-def _collated(loader: Any, samples: list[Any]) -> Callable[[int], Any]:
-    def make(size: int) -> Any:
-        with random_state_kept():
-            return loader.collate_fn([samples[index % len(samples)] for index in range(size)])
-
-    return make
-
-
-def _read_ready_batches(loader: Any, source: Any) -> Sample:
-    """A loader of whole batches: one of them, its samples repeated or left out for other sizes."""
-    from vram_guard.simulate.batches import resized
-
-    if isinstance(source, IterableDataset):
-        source = _copied(source)
-    if isinstance(loader, DataLoader) and not isinstance(source, IterableDataset):
-        batch = loader.collate_fn(source[0])
-    else:
-        batches = iter(source)
-        if batches is source:
-            raise UnsupportedStepError(
-                f"the train dataloader is a {type(source).__name__} that can be read only once; give a "
-                "loader that starts anew at every iter()"
-            )
-        batch = next(batches)
-        batch = loader.collate_fn(batch) if isinstance(loader, DataLoader) else batch
-    size = microbatch.batch_size(batch)
-    reason = "the loader delivers ready batches (batch_size=None), whose size it does not decide"
-    return Sample(lambda wanted: resized(batch, wanted), size, None, loader, reason)

@@ -1,0 +1,100 @@
+"""One decision for all processes of a distributed training.
+
+Every rank plans for itself, so that the user's code runs on all ranks alike; then the ranks exchange what came out.
+The number of exchanges does not depend on what happened on a rank, so that a failure on one stops all and hangs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from vram_guard import errors
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The processes of one training, as its framework lets them talk."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value of rank ``source``, on every rank; values are picklable."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error on some rank, in a form that travels between processes."""
+
+    kind: str
+    message: str
+    rank: int
+
+    @property
+    def unsupported(self) -> bool:
+        """Whether the training cannot be predicted, as opposed to being wrong."""
+        return self.kind == errors.UnsupportedStepError.__name__
+
+    def as_error(self) -> errors.VramGuardError:
+        """The same error for a rank where it did not happen."""
+        known = getattr(errors, self.kind, None)
+        kind = known if isinstance(known, type) and issubclass(known, errors.VramGuardError) else None
+        name = "" if kind is not None else f"{self.kind}: "
+        return (kind or errors.VramGuardError)(f"rank {self.rank} could not plan: {name}{self.message}")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What an attempt came to on this rank, agreed upon by all: a value, or the same failure everywhere."""
+
+    value: T | None
+    failure: Failure | None
+    error: Exception | None = None
+    """The original error, with its traceback, on the rank where it happened."""
+
+    def unwrap(self) -> T:
+        """The value; on every rank the error, if any rank failed."""
+        if self.failure is not None:
+            raise self.error or self.failure.as_error()
+        return self.value  # type: ignore[return-value]
+
+
+def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
+    """Do ``work`` on every rank; where it failed on any, the first such failure is everybody's outcome."""
+    value, error, failure = None, None, None
+    try:
+        value = work()
+    except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
+        error = caught
+        failure = Failure(_kind(caught), str(caught), ranks.rank)
+    failed = [found for found in gather(ranks, failure) if found is not None]
+    if not failed:
+        return Outcome(value, None)
+    first = failed[0]
+    return Outcome(None, first, error if first.rank == ranks.rank else None)
+
+
+def gather(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in the order of ranks, on every rank. Values must be picklable."""
+    if ranks.world_size == 1:
+        return [value]
+    return [ranks.broadcast(value, rank) for rank in range(ranks.world_size)]
+
+
+def from_rank_zero(ranks: Ranks, value: T) -> T:
+    """Rank 0's value, on every rank."""
+    return value if ranks.world_size == 1 else ranks.broadcast(value, 0)
+
+
+def _kind(error: Exception) -> str:
+    """The nearest class that every rank knows: our own for our own subclasses, else its own name."""
+    own = [base.__name__ for base in type(error).__mro__ if getattr(errors, base.__name__, None) is base]
+    return own[0] if own else type(error).__name__
