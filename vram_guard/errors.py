@@ -37,3 +37,7 @@ class UnsupportedTechniqueError(VramGuardError, RuntimeError):
 
 class MissingLibraryError(VramGuardError, ImportError):
     """A technique is applied by a library that is not installed; says which to install."""
+
+
+class RecoveryFailedError(VramGuardError, RuntimeError):
+    """Memory ran out while training and the training cannot go on from there; says what state the weights are in."""

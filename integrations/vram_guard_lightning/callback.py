@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DoesNotFitError
-from vram_guard_lightning import growth, namespaces
+from vram_guard_lightning import growth, namespaces, recovery
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
 from vram_guard_lightning.settings import Mode, Settings
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback as CallbackBase
     from lightning.pytorch import LightningModule, Trainer
 
+    from vram_guard.apply.microbatch import Splitter
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
     from vram_guard_lightning.ranks import Failure, Outcome
+    from vram_guard_lightning.recovery import Session
 else:
     CallbackBase = namespaces.callback_base()
 
@@ -61,6 +63,12 @@ class VramGuard(CallbackBase):
         loss_weight: what the loss is over the samples of a batch. "mean": their mean, as torch's losses are;
             "sum": their sum; or a function ``batch -> count`` where it is the mean over something else,
             such as labels that are not ignored.
+        recover: in mode "fit", go on after a real out-of-memory error: the broken batch is taken back and runs again
+            in smaller micro-batches (see ``vram_guard_lightning.recovery``). Under DDP gradients are then
+            averaged after backward, not during it, so that no rank waits for one that failed.
+        max_recoveries: how many such errors a training is taken through before it stops.
+        remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise
+            later predictions by it.
 
     Attributes:
         plan: the plan, on every rank; None before, and where there is none.
@@ -80,12 +88,32 @@ class VramGuard(CallbackBase):
         target_utilization: float = 0.8,
         lr_rule: str = "linear",
         loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean",
+        *,
+        recover: bool = True,
+        max_recoveries: int = 8,
+        remember: bool = True,
     ) -> None:
         super().__init__()
-        self.settings = Settings(budget, gpu, margin, allow, mode, grow, target_utilization, lr_rule, loss_weight)
+        self.settings = Settings(
+            budget,
+            gpu,
+            margin,
+            allow,
+            mode,
+            grow,
+            target_utilization,
+            lr_rule,
+            loss_weight,
+            recover,
+            max_recoveries,
+            remember,
+        )
         self.plan: Plan | None = None
         self._applied = Applied()
         self._logged = False
+        self._session: Session | None = None
+        """Recovery, while it is armed."""
+        self._splitter: Splitter | None = None
         self._armed = False
         """Between setup and teardown: a callback that stands twice in a Trainer is called twice."""
         self._restored_factor = 1.0
@@ -104,8 +132,10 @@ class VramGuard(CallbackBase):
         self._applied.on_undo(self._disarm)
 
         def guarded_setup(trainer: Trainer) -> None:
-            self._before_strategy_setup(trainer, pl_module)
+            may_recover = self._before_strategy_setup(trainer, pl_module)
             lightnings_own(trainer)
+            if may_recover:
+                self._arm_recovery(trainer, pl_module)
 
         strategy.setup = guarded_setup  # type: ignore[method-assign]
         self._applied.on_undo(lambda: vars(strategy).pop("setup", None))
@@ -117,6 +147,11 @@ class VramGuard(CallbackBase):
         if self.settings.mode == "fit":
             self._scale_learning_rates(trainer)
         self._log(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Every rank validates with rank 0's buffers, as under DDP's wrapper."""
+        if self._session is not None:
+            self._session.recovery.agreement.share_buffers()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the factor that the saved learning rates contain."""
@@ -140,23 +175,51 @@ class VramGuard(CallbackBase):
 
     # --- the guard's own way --------------------------------------------------------------------------------
 
-    def _before_strategy_setup(self, trainer: Trainer, module: LightningModule) -> None:
+    def _before_strategy_setup(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Decide, apply and report; whether an out-of-memory error is to be recovered from."""
+        hands_off = _hands_off(trainer) if self.settings.mode == "fit" else ""
+        acts = self.settings.mode == "fit" and not hands_off
+        no_recovery = self._why_no_recovery(trainer, module) if acts else "-"
         outcome = decide(trainer, module, self.settings)
         if outcome.value is None:
             self._no_decision(trainer, outcome)
-            return
+            return not no_recovery
         decision = outcome.value
         self.plan = decision.plan
-        hands_off = _hands_off(trainer) if self.settings.mode == "fit" else ""
-        acts = self.settings.mode == "fit" and not hands_off
         if hands_off:
             decision = decision.with_notes(hands_off)
         if acts and decision.plan.fits and decision.plan.changed:
             applied = apply(trainer, decision, self.settings.loss_weight)
             self._applied.on_undo(applied.undo)
+            self._splitter = decision.splitter
             decision = decision.with_notes(*applied.notes, *_about_learning_rates(trainer, decision))
+        if acts and self.settings.recover and no_recovery:
+            decision = decision.with_notes(f"a real out-of-memory error would not be recovered from: {no_recovery}")
         _print_report(trainer, decision, applied=acts and decision.plan.fits)
         self._verdict(trainer, decision)
+        return not no_recovery
+
+    def _why_no_recovery(self, trainer: Trainer, module: LightningModule) -> str:
+        if not self.settings.recover:
+            return "recover=False"
+        if "accumulate" not in self.settings.allow:
+            return "smaller micro-batches are not allowed"
+        return recovery.why_not(trainer, module)
+
+    def _arm_recovery(self, trainer: Trainer, module: LightningModule) -> None:
+        plan = self.plan if self.plan is not None and self.plan.fits else None
+        self._session = recovery.arm(
+            trainer,
+            module,
+            splitter=self._splitter,
+            full_batch=None if plan is None else plan.batch_size,
+            loss_weight=self.settings.loss_weight,
+            most=self.settings.max_recoveries,
+            tell=lambda line: _warn(trainer, line),
+            outlook=lambda: "" if self.plan is None else f"What was predicted:\n{self.plan.explain()}",
+            on_failure=lambda _failure: None,
+        )
+        self._applied.on_undo(self._session.undo)
 
     def _verdict(self, trainer: Trainer, decision: Decision) -> None:
         """Raise or warn, where the training does not fit."""
@@ -192,6 +255,7 @@ class VramGuard(CallbackBase):
 
     def _disarm(self) -> None:
         self._armed = self._logged = False
+        self._session = self._splitter = None
 
     def _log(self, trainer: Trainer) -> None:
         """The prediction, once, through the Trainer's own loggers."""

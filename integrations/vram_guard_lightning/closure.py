@@ -34,7 +34,7 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
     lightnings_own = loop._make_closure
 
     def make_closure(kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Any:
-        micro_batches = _split_or_warn(splitter, kwargs["batch"])
+        micro_batches = split_or_warn(splitter, kwargs["batch"])
         if len(micro_batches) == 1:
             return lightnings_own(kwargs, optimizer, batch_idx)
         return MicroBatchClosure(trainer, kwargs, optimizer, batch_idx, micro_batches, loss_weight)
@@ -47,7 +47,7 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
     return undo
 
 
-def _split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:
+def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:
     """The micro-batches; a batch unlike the others is trained on whole, which is right, if not small."""
     try:
         return splitter.split(batch)
@@ -93,18 +93,19 @@ class MicroBatchClosure:
         return result
 
     def _run(self, log: StepLog) -> Any:
+        """The result of the whole batch, in Lightning's form."""
         losses: list[torch.Tensor] = []
         extras: list[dict[str, Any]] = []
         weights = loss_weights(self._micro_batches, self._loss_weight)
         last = len(self._micro_batches) - 1
         for index, (micro_batch, weight) in enumerate(zip(self._micro_batches, weights, strict=True)):
             log.next_micro_batch(micro_batch.samples)
-            with self._gradients_stay_here(index < last):
+            with self._gradients_stay_here(stay=index < last):
                 loss, extra = self._one(micro_batch, weight, first=index == 0)
             extras.append(extra)
             if loss is not None:
                 losses.append(loss)
-        result = self._loop.output_result_cls(None, extra=_merged(extras, self._micro_batches))
+        result = self._loop.output_result_cls(None, extra=merged(extras, self._micro_batches))
         result.loss = torch.stack(losses).sum(0) if losses else None
         return result
 
@@ -123,7 +124,7 @@ class MicroBatchClosure:
             self._backward(loss)
         return share, extra
 
-    def _gradients_stay_here(self, stay: bool) -> contextlib.AbstractContextManager[Any]:
+    def _gradients_stay_here(self, *, stay: bool) -> contextlib.AbstractContextManager[Any]:
         """Under DDP, gradients are averaged over the ranks once, in the last micro-batch's backward."""
         block = getattr(self._trainer.strategy, "block_backward_sync", None)
         return block() if stay and block is not None else contextlib.nullcontext()
@@ -151,7 +152,7 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _merged(extras: list[dict[str, Any]], micro_batches: list[MicroBatch]) -> dict[str, Any]:
+def merged(extras: list[dict[str, Any]], micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """Outputs beside the loss, as training_step would have returned them for the whole batch.
 
     A tensor with a row per sample is joined; a floating-point scalar becomes the mean over samples; of

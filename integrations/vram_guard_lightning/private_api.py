@@ -66,7 +66,17 @@ GROWTH: tuple[PrivateName, ...] = (
     PrivateName("trainer.connectors.data_connector._DataLoaderSource", "dataloader", (), "the same"),
 )
 
-TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH)))
+RECOVERY: tuple[PrivateName, ...] = (
+    PrivateName("loops.fit_loop._FitLoop", "_should_accumulate", (), "whether a batch ends an optimizer step"),
+    PrivateName("loops.optimization.automatic.Closure", "_zero_grad_fn", (), "freeing the gradients once a batch"),
+    PrivateName("loops.training_epoch_loop._TrainingEpochLoop", "val_loop", (), "the validation loop"),
+    PrivateName("loops.evaluation_loop._EvaluationLoop", "_results", (), "what self.log has received"),
+    PrivateName("strategies.parallel.ParallelStrategy", "_layer_sync", (), "synchronised batch normalisation"),
+    PrivateName("strategies.DDPStrategy", "_ddp_comm_hook", (), "gradients averaged in the user's own way"),
+    PrivateName("strategies.DDPStrategy", "_ddp_comm_state", (), "the same"),
+)
+
+TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY)))
 
 
 def missing(namespace: ModuleType, names: tuple[PrivateName, ...] = TABLE) -> list[str]:

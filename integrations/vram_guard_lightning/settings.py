@@ -29,12 +29,16 @@ class Settings:
     target_utilization: float
     lr_rule: str
     loss_weight: Literal["mean", "sum"] | Callable[[Any], Any]
+    recover: bool = True
+    max_recoveries: int = 8
+    remember: bool = True
 
     def __post_init__(self) -> None:
         from vram_guard.budget import Budget
         from vram_guard.budget.budget import checked_margin
         from vram_guard.plan.learning_rate import learning_rate_factor
         from vram_guard.plan.techniques import checked_techniques
+        from vram_guard.step import checked_count
 
         object.__setattr__(self, "allow", checked_techniques(self.allow))
         if self.margin is not None:
@@ -51,5 +55,7 @@ class Settings:
             raise InvalidInputError(
                 f"loss_weight must be 'mean', 'sum' or a function of the batch, not {self.loss_weight!r}"
             )
-        if not isinstance(self.grow, bool):
-            raise InvalidInputError(f"grow must be True or False, not {self.grow!r}")
+        for name in ("grow", "recover", "remember"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        checked_count("max_recoveries", self.max_recoveries)

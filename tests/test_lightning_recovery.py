@@ -1,0 +1,472 @@
+"""After a real out-of-memory error the training is the one that had the smaller micro-batches from there on."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+import oom_cases
+
+from vram_guard.apply.microbatch import Splitter
+from vram_guard.errors import InvalidInputError, RecoveryFailedError, UnsupportedStepError
+from vram_guard_lightning import VramGuard, closure, decide, namespaces
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PL = namespaces.installed()[0].__name__
+INSTALLED = [module.__name__ for module in namespaces.installed()]
+BATCHES = 5
+"""Loaded batches in an epoch of the loader below."""
+
+
+def make_module(namespace: str = PL, **settings: Any) -> Any:
+    """State of every kind: BatchNorm, dropout, three random number generators, counters, lists, a buffer set anew."""
+    pl = importlib.import_module(namespace)
+
+    class Stateful(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, breaks: str = "", at: int = -1, capacity: int = 4, clip: float = 0.0) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm, self.last = nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 2)
+            self.drop = nn.Dropout(0.25)
+            self.register_buffer("center", torch.zeros(6))
+            self.breaks, self.at, self.capacity = breaks, at, capacity
+            self.calls = 0
+            self.losses: list[float] = []
+            self.seen: list[int] = []
+            self.rates: list[float] = []
+            self.loaded = 0
+            self.zeroed = 0
+            self.optimizer_settings: dict[str, Any] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.drop(torch.tanh(self.norm(self.first(x - self.center)))))
+
+        def too_large(self, x: torch.Tensor, where: str) -> bool:
+            return where == self.breaks and self.loaded - 1 >= self.at >= 0 and len(x) > self.capacity
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            self.calls += 1
+            self.seen.append(len(x))
+            self.center = 0.9 * self.center + 0.1 * x.mean(0)
+            noise = random.random() + float(np.random.rand())
+            prediction = self(x) + 0.01 * noise
+            loss = nn.functional.mse_loss(prediction, y)
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
+            self.log("count", float(len(x)), on_step=True, on_epoch=True, reduce_fx="sum")
+            if self.too_large(x, "forward"):
+                raise oom_cases.no_memory()
+            self.losses.append(float(loss))
+            if self.too_large(x, "backward"):  # the last layer has its gradients by then, the first has not
+                hidden = oom_cases.breaks_in_backward(torch.tanh(self.norm(self.first(x - self.center))))
+                loss = nn.functional.mse_loss(self.last(hidden), y)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            if self.breaks == "validation" and not self.trainer.sanity_checking and len(x) > self.capacity:
+                self.log("val_loss", 1000.0)
+                raise oom_cases.no_memory()
+            error = (self(x) - y).square().mean(-1)
+            self.log("val_loss", error.mean(), on_step=True, on_epoch=True)
+            return {"error": error, "mean": error.mean()}
+
+        def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+            self.outputs = outputs
+
+        def on_train_start(self) -> None:
+            self.trainer.optimizers[0].armed = True
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.loaded += 1
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.zeroed += 1
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
+        def configure_optimizers(self) -> Any:
+            settings = {"lr": 0.02, "foreach": True, **self.optimizer_settings}
+            optimizer = oom_cases.BreakingAdamW(self.parameters(), **settings)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.05, total_steps=self.trainer.estimated_stepping_batches
+            )
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Stateful(**settings)
+
+
+class Written:
+    """A callback that writes down what was logged; and, for a reference run, splits from a loaded batch on."""
+
+    def __new__(cls, namespace: str, split_from: int | None, micro: int, then: tuple[int, int]) -> Any:
+        pl = importlib.import_module(namespace)
+
+        class Callback(pl.Callback):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                self.steps: list[dict[str, float]] = []
+                self.epochs: list[dict[str, float]] = []
+                self.weights: list[torch.Tensor] = []
+
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+                if module.loaded == split_from:  # the module's own hook comes later
+                    self.undo = closure.install(trainer, Splitter(8, micro))
+                elif module.loaded == then[0]:
+                    self.undo()
+                    closure.install(trainer, Splitter(8, then[1]))
+
+            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+                self.weights.append(cases.weights(module).clone())
+                self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+            def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+                self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+        return Callback()
+
+
+def train(root: Any, module: Any, guard: Any = None, *, namespace: str = PL, validate: bool = False, **how: Any) -> Any:
+    """The module, the Trainer, what was logged, and the state of the random number generators at the end."""
+    split_from, micro = how.pop("split_from", None), how.pop("micro", 4)
+    written = Written(namespace, split_from, micro, how.pop("then", (-1, 0)))
+    settings = {"max_epochs": 2, **how}
+    trainer = cases.make_trainer(namespace, root, [*([guard] if guard else []), written], **settings)
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    loaders = {"val_dataloaders": cases.loader(12, 12, shuffle=False)} if validate else {}
+    trainer.fit(module, train_dataloaders=cases.loader(8 * BATCHES), **loaders)
+    return module, trainer, written, (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
+
+
+def guard(**settings: Any) -> Any:
+    return VramGuard(**{"budget": "64GiB", "allow": ("accumulate",), "remember": False, **settings})
+
+
+@pytest.fixture
+def predicted() -> None:
+    """For a test that is about a plan; the others go without one, which saves them the prediction."""
+
+
+@pytest.fixture(autouse=True)
+def unpredicted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedStepError("an operator that cannot be run symbolically")
+
+    if "predicted" not in request.fixturenames:
+        monkeypatch.setattr(decide, "capture", refuse)
+
+
+def assert_same_run(one: Any, other: Any, *, exact: bool = True) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 2e-5, "atol": 2e-6}
+    assert one[0].rates == other[0].rates
+    assert one[0].loaded == other[0].loaded
+    assert one[0].zeroed == other[0].zeroed
+    for name, value in other[0].state_dict().items():
+        torch.testing.assert_close(one[0].state_dict()[name], value, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    assert one[0].calls == other[0].calls
+    assert one[0].seen == other[0].seen
+    assert one[0].losses == pytest.approx(other[0].losses, rel=0 if exact else 1e-4)
+    for mine, theirs in zip(one[2].steps + one[2].epochs, other[2].steps + other[2].epochs, strict=True):
+        assert mine == pytest.approx(theirs, rel=0 if exact else 1e-4)
+    assert one[3][:2] == other[3][:2]
+    assert torch.equal(one[3][2], other[3][2])
+    assert one[1].global_step == other[1].global_step
+    progress = [run[1].fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict() for run in (one, other)]
+    assert progress[0] == progress[1]
+
+
+# --- nothing happens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", INSTALLED)
+@pytest.mark.parametrize(
+    "how", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["", "accumulating"]
+)
+def test_an_armed_training_without_errors_is_bit_identical(
+    tmp_path: Any, predicted: None, namespace: str, how: Any
+) -> None:
+    plain = train(tmp_path, make_module(namespace), namespace=namespace, validate=True, **how)
+    armed = train(tmp_path, make_module(namespace), guard(), namespace=namespace, validate=True, **how)
+    assert_same_run(armed, plain)
+
+
+def test_the_trainer_is_given_back_as_it_was(tmp_path: Any) -> None:
+    module = make_module(breaks="forward", at=1)
+    _, trainer, _, _ = train(tmp_path, module, guard())
+    strategy = trainer.strategy
+    assert not {"setup", "optimizer_step", "validation_step", "all_gather"} & vars(strategy).keys()
+    assert "backward" not in vars(strategy.precision_plugin)
+    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+
+# --- forward and backward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_batch_runs_again_in_smaller_micro_batches(tmp_path: Any, where: str, at: int) -> None:
+    reference = train(tmp_path, make_module(), split_from=at)
+    with pytest.warns(UserWarning, match=rf"out of memory in {where} of the batch after {at} optimizer steps"):
+        recovered = train(tmp_path, make_module(breaks=where, at=at), guard())
+    assert_same_run(recovered, reference)
+    assert recovered[0].seen == [8] * at + [4] * 2 * (10 - at), "nothing lost, nothing repeated"
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_several_notches(tmp_path: Any, where: str) -> None:
+    reference = train(tmp_path, make_module(), split_from=2, micro=2)
+    recovered = train(tmp_path, make_module(breaks=where, at=2, capacity=2), guard())
+    assert_same_run(recovered, reference)
+
+
+@pytest.mark.parametrize("at", [2, 3], ids=["first of two", "second of two"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_of_earlier_batches_survive(tmp_path: Any, where: str, at: int) -> None:
+    how: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    reference = train(tmp_path, make_module(), split_from=at, **how)
+    recovered = train(tmp_path, make_module(breaks=where, at=at), guard(), **how)
+    assert_same_run(recovered, reference, exact=False)  # the sum over the batches is added up in another order
+
+
+def test_polluted_gradients_would_be_noticed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: without setting gradients aside, half a backward stays in them."""
+    from vram_guard.watch import gradients
+
+    monkeypatch.setattr(gradients.SetAside, "begin", lambda self: None)
+    how: dict[str, Any] = {"accumulate_grad_batches": 2}
+    reference = train(tmp_path, make_module(), split_from=3, **how)
+    recovered = train(tmp_path, make_module(breaks="backward", at=3), guard(), **how)
+    assert not torch.allclose(cases.weights(recovered[0]), cases.weights(reference[0]), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_bfloat16_and_a_gradient_scaler(tmp_path: Any, where: str) -> None:
+    def plugin() -> Any:
+        made = importlib.import_module(f"{PL}.plugins.precision").MixedPrecision
+        return made("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3))
+
+    reference = train(tmp_path, make_module(), split_from=3, plugins=[plugin()])
+    recovered = train(tmp_path, make_module(breaks=where, at=3), guard(), plugins=[plugin()])
+    assert_same_run(recovered, reference)
+    scalers = [run[1].precision_plugin.scaler.state_dict() for run in (recovered, reference)]
+    assert scalers[0] == scalers[1]
+    assert scalers[0]["scale"] > 1024.0
+
+    reference = train(tmp_path, make_module(), split_from=3, precision="bf16-mixed")
+    recovered = train(tmp_path, make_module(breaks=where, at=3), guard(), precision="bf16-mixed")
+    assert_same_run(recovered, reference)
+
+
+def test_with_a_prediction(tmp_path: Any, predicted: None) -> None:
+    reference = train(tmp_path, make_module(), split_from=3)
+    planned = guard()
+    recovered = train(tmp_path, make_module(breaks="backward", at=3), planned)
+    assert planned.plan is not None
+    assert planned.plan.splits == 1
+    assert_same_run(recovered, reference)
+
+
+def test_batches_that_were_split_before(tmp_path: Any, predicted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = decide._plan
+
+    def split(*args: Any, **settings: Any) -> Any:
+        return dataclasses.replace(own(*args, **settings), micro_batch_size=4, accumulate=2)
+
+    monkeypatch.setattr(decide, "_plan", split)
+    recovered = train(tmp_path, make_module(breaks="backward", at=3, capacity=2), guard())
+    assert recovered[0].seen == [4] * 2 * 3 + [2] * 4 * 7
+    monkeypatch.undo()
+    reference = train(tmp_path, make_module(), split_from=0, then=(3, 2))
+    assert_same_run(recovered, reference)
+
+
+# --- the end of it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_no_smaller_micro_batch_is_a_clear_error_with_the_weights_of_the_last_step(
+    tmp_path: Any, predicted: None, where: str
+) -> None:
+    module, reference = make_module(breaks=where, at=3, capacity=0), make_module()
+    for one in (module, reference):
+        one.norm = nn.Identity()  # a micro-batch of one sample has no variance
+    _, _, written, _ = train(tmp_path, reference)
+    with pytest.raises(RecoveryFailedError, match="no smaller micro-batch") as caught:
+        train(tmp_path, module, guard())
+    assert oom_cases.TEXT in str(caught.value)
+    assert "What was predicted" in str(caught.value)
+    assert torch.equal(cases.weights(module), written.weights[2])
+
+
+def test_too_many_errors_are_a_clear_error(tmp_path: Any) -> None:
+    with pytest.raises(RecoveryFailedError, match="error 3, and max_recoveries is 2"):
+        train(tmp_path, make_module(breaks="forward", at=3, capacity=1), guard(max_recoveries=2))
+
+
+@pytest.mark.parametrize("settings", [{"recover": False}, {"allow": ("precision",)}, {"mode": "report"}])
+def test_switched_off(tmp_path: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, make_module(breaks="forward", at=3), guard(**settings))
+
+
+def test_batch_size_finder_gets_its_errors(tmp_path: Any) -> None:
+    finder = importlib.import_module(f"{PL}.callbacks").BatchSizeFinder
+    trainer = cases.make_trainer(PL, tmp_path, [guard(), finder(init_val=2)], max_steps=1)
+    module = make_module(breaks="forward", at=0)
+    module.batch_size = 2
+    module.train_dataloader = module.val_dataloader = lambda: cases.loader(40, module.batch_size)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer.fit(module)
+    assert module.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        ValueError("my own mistake"),
+        MemoryError(),
+    ],
+    ids=["illegal access", "user", "host"],
+)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_another_error_is_raised_as_it_is(tmp_path: Any, where: str, error: Exception) -> None:
+    module = make_module()
+    own = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss = own(batch, batch_idx)
+        if module.loaded != 3:  # nor while the step is predicted
+            return loss
+        if where == "forward":
+            raise error
+        return oom_cases.breaks_in_backward(loss, error)
+
+    module.training_step = training_step
+    with pytest.raises(type(error)) as caught:
+        train(tmp_path, module, guard())
+    assert caught.value is error
+    assert "oom_cases" in str(caught.traceback[-1].path) or "test_lightning_recovery" in str(caught.traceback[-1].path)
+    assert module.calls == 3, "it was not tried again"
+
+
+def test_a_batch_that_cannot_be_split_is_a_clear_error(tmp_path: Any) -> None:
+    module = make_module(breaks="forward", at=0, capacity=0)
+    own = module.training_step
+    module.training_step = lambda batch, batch_idx: own(batch["pair"], batch_idx)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer = cases.make_trainer(PL, tmp_path, [guard()], max_epochs=1)
+    rows = [(torch.randn(8, 6), torch.randn(8, 2)) for _ in range(3)]
+    data = torch.utils.data.DataLoader(
+        rows, batch_size=None, collate_fn=lambda row: {"pair": row, "other": torch.zeros(5)}
+    )
+    with pytest.raises(RecoveryFailedError, match="cannot split the batch"):
+        trainer.fit(module, train_dataloaders=data)
+
+
+def test_weights_that_change_in_forward_cannot_be_taken_back(tmp_path: Any) -> None:
+    module = make_module(breaks="forward", at=2)
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            module.last.bias.mul_(0.99)
+        return type(module).training_step(module, batch, batch_idx)
+
+    module.training_step = training_step
+    with pytest.raises(RecoveryFailedError, match=r"last\.bias were already changed"):
+        train(tmp_path, module, guard())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"recover": 1}, {"remember": "no"}, {"max_recoveries": 0}, {"max_recoveries": 1.5}]
+)
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(settings))):
+        VramGuard(**settings)
+
+
+# --- the optimizer step -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["", "accumulating"]
+)
+def test_an_optimizer_step_that_changed_nothing_is_done_again(tmp_path: Any, how: Any) -> None:
+    plain = train(tmp_path, make_module(), **how)
+    module = make_module()
+    module.optimizer_settings = {"at": 0}
+    with pytest.warns(UserWarning, match="out of memory in the optimizer step before it had changed anything"):
+        recovered = train(tmp_path, module, guard(), **how)
+    assert_same_run(recovered, plain)
+    assert recovered[1].optimizers[0].param_groups[0]["foreach"] is False
+
+
+def test_an_optimizer_step_that_changed_something_is_a_clear_error(tmp_path: Any) -> None:
+    module = make_module()
+    checkpoint = importlib.import_module(f"{PL}.callbacks").ModelCheckpoint
+    keep = checkpoint(dirpath=tmp_path / "kept", every_n_train_steps=1)
+
+    def configure_optimizers() -> Any:
+        groups = [{"params": module.first.parameters()}, {"params": module.last.parameters()}]
+        return oom_cases.BreakingAdamW(groups, lr=0.1, at=4, half_way=True)
+
+    module.configure_optimizers = configure_optimizers
+    trainer = cases.make_trainer(PL, tmp_path, [guard(), keep], enable_checkpointing=True)
+    with pytest.raises(RecoveryFailedError, match=r"half-updated[\s\S]*last checkpoint: .*step=4\.ckpt") as caught:
+        trainer.fit(module, train_dataloaders=cases.loader(40))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_no_room_for_the_optimizer_state_at_all(tmp_path: Any) -> None:
+    module = make_module()
+    module.optimizer_settings = {"at": 0, "times": 100}
+    before = cases.weights(module).clone()
+    with pytest.raises(RecoveryFailedError, match="already goes parameter by parameter"):
+        train(tmp_path, module, guard())
+    assert torch.equal(cases.weights(module), before)
+
+
+def test_out_of_memory_while_clipping(tmp_path: Any) -> None:
+    module = make_module()
+
+    def clip(*_: Any, **__: Any) -> None:
+        if module.loaded:  # not while the step is predicted
+            raise oom_cases.no_memory()
+
+    module.configure_gradient_clipping = clip
+    with pytest.raises(RecoveryFailedError, match="between backward and the optimizer step"):
+        train(tmp_path, module, guard())
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+
+def test_validation_goes_on_in_slices(tmp_path: Any) -> None:
+    plain = train(tmp_path, make_module(), validate=True)
+    with pytest.warns(UserWarning, match="out of memory in forward of a validation batch"):
+        recovered = train(tmp_path, make_module(breaks="validation", capacity=5), guard(), validate=True)
+    for mine, theirs in zip(recovered[2].steps + recovered[2].epochs, plain[2].steps + plain[2].epochs, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert torch.equal(cases.weights(recovered[0]), cases.weights(plain[0]))
+    assert len(recovered[0].outputs["error"]) == 12
+    torch.testing.assert_close(recovered[0].outputs, plain[0].outputs)
+
+
+def test_validation_outputs_that_cannot_be_put_together(tmp_path: Any) -> None:
+    module = make_module(breaks="validation", capacity=5)
+    own = module.validation_step
+    module.validation_step = lambda batch, batch_idx: {**own(batch, batch_idx), "words": ["some", "text"]}
+    with pytest.raises(Exception, match="what validation_step returns: the lists of several slices"):
+        train(tmp_path, module, guard(), validate=True)

@@ -1,0 +1,186 @@
+"""All processes of a data-parallel training do the same after one of them ran out of memory.
+
+DistributedDataParallel averages gradients while backward still runs. If backward breaks on one rank, the others wait in
+a collective that this rank will never join. So, while recovery is armed, a batch's forward and backward run
+without any communication; then the ranks tell each other how it went, and only when all are through are the
+gradients averaged. Nobody ever waits for a rank that failed, and no time limit is involved.
+
+Cost, per optimizer step: the averaging no longer overlaps with backward (one pass over the gradients at the
+speed of the interconnect), and two exchanges of a few hundred bytes over gloo between the hosts. The GPU is not waited
+for: an out-of-memory error is raised on the host when the allocation is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import nn
+
+#: Gradients travel in buckets of so many bytes, as in DistributedDataParallel (bucket_cap_mb=25).
+BUCKET = 25 * 2**20
+
+
+class Verdict(IntEnum):
+    """How something went; the worst of all ranks counts."""
+
+    FINE = 0
+    OUT_OF_MEMORY = 1
+    """It can be taken back and tried again."""
+    STOPPED = 2
+    """The rank raises an error and takes part in nothing more."""
+
+
+class Agreement(Protocol):
+    """What the processes of one training settle among themselves. Every rank calls every method alike."""
+
+    def agree(self, own: Verdict) -> Verdict:
+        """The worst verdict of all ranks."""
+
+    def least(self, own: int) -> int:
+        """The smallest number of all ranks."""
+
+    def average_gradients(self) -> None:
+        """Every rank's gradients become the mean over all ranks."""
+
+    def share_buffers(self) -> None:
+        """Every rank gets the buffers of rank 0."""
+
+
+class Alone:
+    """A training of one process."""
+
+    def agree(self, own: Verdict) -> Verdict:
+        """See :class:`Agreement`."""
+        return own
+
+    def least(self, own: int) -> int:
+        """See :class:`Agreement`."""
+        return own
+
+    def average_gradients(self) -> None:
+        """Nothing to average."""
+
+    def share_buffers(self) -> None:
+        """Nothing to share."""
+
+
+class DataParallel:
+    """A training whose processes hold copies of one module, in torch.distributed's default group.
+
+    Made on every rank at the same point. What takes memory is allocated here, not when memory is short.
+
+    Args:
+        model: the module whose parameters and buffers are kept alike.
+        broadcast_buffers: whether rank 0's buffers are everybody's before each batch, as
+            DistributedDataParallel's argument of that name.
+    """
+
+    def __init__(self, model: nn.Module, *, broadcast_buffers: bool = True) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._hosts = dist.new_group(backend="gloo")
+        self._ranks = dist.get_world_size()
+        self._parameters = list(model.parameters())
+        self._buffers = list(model.buffers()) if broadcast_buffers else []
+        self._stale = broadcast_buffers
+        self._flat = {
+            kind: torch.empty(min(total, BUCKET) // kind[0].itemsize, dtype=kind[0], device=kind[1])
+            for kind, total in _totals([*self._parameters, *self._buffers]).items()
+        }
+
+    def agree(self, own: Verdict) -> Verdict:
+        """See :class:`Agreement`."""
+        return Verdict(int(self._exchange([own], self._dist.ReduceOp.MAX)[0]))
+
+    def least(self, own: int) -> int:
+        """See :class:`Agreement`."""
+        return int(self._exchange([own], self._dist.ReduceOp.MIN)[0])
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """See :class:`Agreement`. A gradient that no rank has stays None, as with ``find_unused_parameters``."""
+        anywhere = self._exchange([p.grad is not None for p in self._parameters], self._dist.ReduceOp.MAX).tolist()
+        used = [parameter for parameter, has in zip(self._parameters, anywhere, strict=True) if has]
+        gradients = []
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        for bucket in _buckets(gradients):
+            with _as_one(bucket, self._flat) as flat:
+                # Divided before they are added, as DistributedDataParallel does it.
+                flat.mul_(1.0 / self._ranks)
+                self._dist.all_reduce(flat)
+        self._stale = bool(self._buffers)
+
+    @torch.no_grad()
+    def share_buffers(self) -> None:
+        """See :class:`Agreement`. Does nothing where no optimizer step has gone by since the last time."""
+        if not self._stale:
+            return
+        self._stale = False
+        for bucket in _buckets(self._buffers):
+            with _as_one(bucket, self._flat) as flat:
+                # gloo knows no bool, and a byte is what one takes
+                self._dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, src=0)
+
+    def _exchange(self, numbers: Sequence[int], operation: object) -> torch.Tensor:
+        message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+        self._dist.all_reduce(message, op=operation, group=self._hosts)
+        return message
+
+
+class _as_one:  # noqa: N801 - reads as a verb where it is used
+    """Inside the block several tensors are one flat tensor; afterwards they hold what it then holds."""
+
+    def __init__(self, bucket: list[torch.Tensor], flat: dict[tuple[torch.dtype, torch.device], torch.Tensor]) -> None:
+        self._bucket = bucket
+        self._single = len(bucket) == 1 and bucket[0].is_contiguous()
+        first = bucket[0]
+        room = flat.get((first.dtype, first.device), first)
+        total = sum(tensor.numel() for tensor in bucket)
+        if self._single:
+            self._flat = first.view(-1)
+        elif room.numel() >= total:
+            self._flat = room[:total]
+        else:
+            self._flat = torch.empty(total, dtype=first.dtype, device=first.device)
+
+    def __enter__(self) -> torch.Tensor:
+        if not self._single:
+            torch.cat([tensor.reshape(-1) for tensor in self._bucket], out=self._flat)
+        return self._flat
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._single or kind is not None:
+            return
+        pieces = self._flat.split([tensor.numel() for tensor in self._bucket])
+        for tensor, piece in zip(self._bucket, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def _totals(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.dtype, torch.device], int]:
+    """Bytes by dtype and device."""
+    totals: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        totals[kind] = totals.get(kind, 0) + tensor.nbytes
+    return totals
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype and device in groups of at most ``BUCKET`` bytes; a larger one stands alone."""
+    open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    done: list[list[torch.Tensor]] = []
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        bucket = open_ones.setdefault(kind, [])
+        if bucket and sum(member.nbytes for member in bucket) + tensor.nbytes > BUCKET:
+            done.append(bucket)
+            bucket = open_ones[kind] = []
+        bucket.append(tensor)
+    return [*done, *open_ones.values()]

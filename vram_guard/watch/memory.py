@@ -1,0 +1,125 @@
+"""The device's memory as PyTorch counts it, behind one small seam; and giving back what a broken step holds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MemoryReader(Protocol):
+    """What can be asked about a device's memory; all amounts in bytes, of this process."""
+
+    def name(self) -> str:
+        """The device's name, as its vendor gives it."""
+
+    def allocated(self) -> int:
+        """Bytes in live tensors now."""
+
+    def reserved(self) -> int:
+        """Bytes that the allocator holds now."""
+
+    def peak_allocated(self) -> int:
+        """The most bytes in live tensors since the process started or its peaks were reset."""
+
+    def peak_reserved(self) -> int:
+        """The same for what the allocator holds."""
+
+    def release(self) -> None:
+        """Give unused memory back to the driver."""
+
+
+class CudaMemory:
+    """``torch.cuda``'s own counters for one device. They are read, never reset: user code may read them too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def name(self) -> str:
+        """See :class:`MemoryReader`."""
+        import torch
+
+        return torch.cuda.get_device_name(self._device)
+
+    def allocated(self) -> int:
+        """See :class:`MemoryReader`."""
+        import torch
+
+        return torch.cuda.memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        """See :class:`MemoryReader`."""
+        import torch
+
+        return torch.cuda.memory_reserved(self._device)
+
+    def peak_allocated(self) -> int:
+        """See :class:`MemoryReader`."""
+        import torch
+
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def peak_reserved(self) -> int:
+        """See :class:`MemoryReader`."""
+        import torch
+
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def release(self) -> None:
+        """See :class:`MemoryReader`."""
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def reader_for(device: torch.device) -> MemoryReader | None:
+    """The reader of a device; None where PyTorch counts nothing (the CPU)."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is left of an error once the tensors that its traceback held are let go."""
+
+    kind: str
+    message: str
+    trace: str
+    """The formatted traceback."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message.strip().splitlines()[0] if self.message.strip() else ''}"
+
+
+def let_go(error: BaseException) -> Failure:
+    """Write an error down and clear the frames of its traceback, which hold the broken step's activations.
+
+    Frames that still run are left alone. The caller must not keep the error itself.
+    """
+    failure = Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        pending += [link.__cause__, link.__context__]
+        if link.__traceback__ is not None:
+            traceback.clear_frames(link.__traceback__)
+    return failure
+
+
+def free(reader: MemoryReader | None) -> None:
+    """Collect reference cycles that hold tensors, then give unused memory back.
+
+    Giving it back also undoes fragmentation: the next step starts from whole segments.
+    """
+    gc.collect()
+    if reader is not None:
+        with contextlib.suppress(RuntimeError):  # a failing driver call is not what is to be reported
+            reader.release()

@@ -1,0 +1,228 @@
+"""An optimizer's step that runs out of memory: done again where nothing was changed yet, else a clear error.
+
+torch's optimizers make room for their state, and for temporaries, while they step. Which tensors a broken step
+had already changed can be read from autograd's version counters, so nothing is copied beforehand:
+
+- Nothing changed (the state was being made, the first temporaries were asked for): state that this step made is
+  thrown away, memory freed, and the step done again parameter by parameter (``foreach=False``), which needs the
+  temporaries of one parameter instead of all, and gives the same result.
+- Something changed (the weights of a first group, a running average): doing it again would apply the same gradients
+  twice. The error says what was changed and names the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vram_guard.errors import RecoveryFailedError
+from vram_guard.watch.agreement import Verdict
+from vram_guard.watch.memory import free, let_go
+from vram_guard.watch.oom import is_out_of_memory
+from vram_guard.watch.recovery import Recovery
+from vram_guard.watch.rollback import version
+
+
+def guard_step(
+    optimizer: torch.optim.Optimizer, recovery: Recovery, checkpoint: Callable[[], str] = str
+) -> Callable[[], None]:
+    """Take ``optimizer.step`` through out-of-memory errors.
+
+    Args:
+        optimizer: its ``step`` is replaced on the instance.
+        recovery: counts, tells, and agrees with the other ranks after every step.
+        checkpoint: where the last checkpoint is, for the error; "" where there is none.
+
+    Returns:
+        The function that undoes it.
+    """
+    own_step = optimizer.step
+    overridden = vars(optimizer).get("step")
+
+    @functools.wraps(own_step)  # schedulers and GradScaler look at attributes and signature of ``step``
+    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        return _Step(optimizer, recovery, checkpoint, own_step).run(closure, *args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if overridden is None:
+            vars(optimizer).pop("step", None)
+        else:
+            optimizer.step = overridden  # type: ignore[method-assign]
+
+    return undo
+
+
+class _Step:
+    """One call of ``optimizer.step``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recovery: Recovery,
+        checkpoint: Callable[[], str],
+        own_step: Callable[..., Any],
+    ) -> None:
+        self._optimizer = optimizer
+        self._recovery = recovery
+        self._checkpoint = checkpoint
+        self._own_step = own_step
+        self._closure: Callable[[], Any] | None = None
+        self._calls = 0
+        """Of the user's closure; LBFGS makes several."""
+        self._redoing = False
+        self._loss: Any = None
+        self._state = _OptimizerState(optimizer)
+
+    def run(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """The result of the step, once it is through on all ranks."""
+        self._closure = closure
+        handed_on = closure if closure is None else self._once
+        if closure is None:
+            self._state.remember()
+        result: Any = None
+        done = False
+        while True:
+            own = Verdict.FINE
+            if not done:
+                try:
+                    result, done = self._own_step(*(() if handed_on is None else (handed_on,)), *args, **kwargs), True
+                except Exception as error:
+                    own = self._verdict(error)
+                    if own is Verdict.STOPPED:
+                        self._recovery.leave(error)
+                        if is_out_of_memory(error):
+                            raise self._broken() from error
+                        raise
+                    failure = let_go(error)
+                    self._recovery.on_failure(failure)
+            verdict = self._recovery.agreement.agree(own)
+            if verdict is Verdict.STOPPED:
+                raise self._recovery.stopped_elsewhere()
+            if verdict is Verdict.FINE:
+                return result
+            self._again(done=done)
+
+    def _once(self) -> Any:
+        """The user's closure; not run a second time when the step is done again."""
+        if self._redoing:
+            self._redoing = False
+            return self._loss
+        assert self._closure is not None
+        self._loss = self._closure()
+        self._calls += 1
+        self._state.remember()
+        return self._loss
+
+    def _verdict(self, error: Exception) -> Verdict:
+        """Whether a step that raised can be done again."""
+        through = self._closure is None or self._calls == 1
+        safe = through and not self._state.changed()
+        return Verdict.OUT_OF_MEMORY if safe and is_out_of_memory(error) else Verdict.STOPPED
+
+    def _again(self, *, done: bool) -> None:
+        """Make ready to do the step again; all ranks do, so that none computes differently from the others."""
+        recovery = self._recovery
+        recovery.count += 1
+        lean = _step_by_parameter(self._optimizer)
+        if not done:
+            self._state.restore()
+            self._redoing = self._closure is not None
+        free(recovery.memory)
+        # On every rank alike: a rank that is through has counted too.
+        gives_up = recovery.count > recovery.most or not lean
+        if gives_up:
+            why = f"max_recoveries is {recovery.most}" if lean else "it already goes parameter by parameter"
+            raise recovery.final(
+                f"out of memory in the optimizer step{'' if not done else ' of another rank'}, and {why}. "
+                "The weights are those of the last optimizer step."
+            )
+        recovery.tell(
+            "out of memory in the optimizer step before it had changed anything: the step is done again, parameter "
+            f"by parameter (foreach=False), as are the next ones. Recovery {recovery.count} of {recovery.most}."
+        )
+
+    def _broken(self) -> RecoveryFailedError:
+        changed = self._state.changed()
+        if not changed:
+            return self._recovery.final(
+                "out of memory between backward and the optimizer step (gradient clipping, or a hook). The weights "
+                "are those of the last optimizer step, the gradients may be changed: the step cannot be repeated."
+            )
+        path = self._checkpoint()
+        advice = f"Go on from the last checkpoint: {path}" if path else "There is no checkpoint to go on from."
+        return self._recovery.final(
+            f"out of memory inside the optimizer step, which had already changed {changed}. It can neither be "
+            "finished nor repeated: the weights may be half-updated. Do not save or use them. " + advice
+        )
+
+
+def _step_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Turn ``foreach`` off where it may be on; whether there was anything to turn off."""
+    turned = False
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is not False and not group.get("fused"):
+            group["foreach"] = False
+            turned = True
+    return turned
+
+
+class _OptimizerState:
+    """What an optimizer step changes in place, by version counters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._weights: list[tuple[torch.Tensor, int]] = []
+        self._gradients: list[tuple[torch.Tensor, int]] = []
+        self._values: list[tuple[Any, Any, Any, int]] = []
+        self._keys: dict[Any, set[Any]] = {}
+
+    def remember(self) -> None:
+        """Now: gradients are complete, nothing of the step is done."""
+        weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        self._weights = [(weight, version(weight)) for weight in weights]
+        self._gradients = [(w.grad, version(w.grad)) for w in weights if w.grad is not None]
+        state = self._optimizer.state
+        self._keys = {owner: set(own) for owner, own in state.items() if isinstance(own, dict)}
+        self._values = [
+            (owner, key, value, version(value) if isinstance(value, torch.Tensor) else 0)
+            for owner, own in state.items()
+            if isinstance(own, dict)
+            for key, value in own.items()
+        ]
+
+    def changed(self) -> str:
+        """What was changed since, in words; "" for nothing."""
+        weights = sum(version(weight) != before for weight, before in self._weights)
+        gradients = sum(version(gradient) != before for gradient, before in self._gradients)
+        values = sum(self._moved(*remembered) for remembered in self._values)
+        found = [
+            f"{count} of {of} {name}"
+            for count, of, name in (
+                (weights, len(self._weights), "weights"),
+                (values, len(self._values), "optimizer state entries"),
+                (gradients, len(self._gradients), "gradients"),
+            )
+            if count
+        ]
+        return ", ".join(found)
+
+    def restore(self) -> None:
+        """Throw away the state that the broken step made."""
+        state = self._optimizer.state
+        for owner in list(state):
+            if owner not in self._keys:
+                del state[owner]
+            elif isinstance(state[owner], dict):
+                for key in set(state[owner]) - self._keys[owner]:
+                    del state[owner][key]
+
+    def _moved(self, owner: Any, key: Any, value: Any, before: int) -> bool:
+        now = self._optimizer.state.get(owner, {}).get(key)
+        if isinstance(value, torch.Tensor):
+            return now is not value or version(value) != before
+        return bool(now is not value and now != value)

@@ -1,0 +1,260 @@
+"""Going on after a real out-of-memory error: the broken attempt is taken back, and the same batch runs again.
+
+A batch is an *attempt* at a micro-batch size. Before it, the state that forward changes is remembered; gradients of
+earlier batches are set aside before its first backward; what it logs is kept back by the caller. When its gradients
+are complete it is *committed*, by all ranks or by none. Where memory runs out before that, on any rank, everything is
+as before the attempt, on all ranks, memory is freed, and the same batch runs in smaller micro-batches, as do all
+later ones. So no batch is lost or repeated, and every optimizer step has the gradients of its whole batch.
+
+Nothing here knows a framework: an adapter hands in a function that runs one attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vram_guard.errors import RecoveryFailedError
+from vram_guard.watch.agreement import Agreement, Alone, Verdict
+from vram_guard.watch.gradients import SetAside
+from vram_guard.watch.memory import Failure, MemoryReader, free, let_go
+from vram_guard.watch.oom import is_out_of_memory
+from vram_guard.watch.rollback import CannotRollBackError, StateKeeper
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+
+#: How many out-of-memory errors one training is taken through before it stops. Halving 256 samples down to one
+#: takes eight.
+MAX_RECOVERIES = 8
+
+
+class ElsewhereError(Exception):
+    """Another rank ran out of memory; this rank's attempt is taken back with it."""
+
+
+@dataclass
+class Ladder:
+    """The micro-batch sizes of one kind of batch, from the one in use downwards."""
+
+    size: int | None = None
+    """Samples of a micro-batch; None: batches stay whole."""
+    full: int | None = None
+    """Samples of a full batch, where that is known."""
+
+    def below(self, samples: int) -> int:
+        """The next smaller micro-batch size for batches of ``samples``: fewest equal parts; 0 where there is none."""
+        total = self.full or samples
+        now = min(self.size or total, total)
+        smaller = (total // parts for parts in range(2, total + 1) if total % parts == 0)
+        return next((size for size in smaller if size < now), 0)
+
+
+@dataclass
+class Attempt:
+    """One try at one batch."""
+
+    recovery: Recovery
+    micro_batch_size: int | None
+    """Samples of a micro-batch; None: the batch stays whole."""
+    aside: SetAside
+    synchronise: bool
+    """Whether the gradients of this batch complete those of an optimizer step."""
+    stage: str = "forward"
+    committed: bool = False
+
+    def before_backward(self) -> None:
+        """To be called before each backward, once the gradients of the last optimizer step are freed."""
+        self.stage = "backward"
+        self.aside.begin()
+
+    def commit(self) -> None:
+        """The batch's gradients are complete; a second call does nothing.
+
+        Raises:
+            ElsewhereError: not so on another rank; :meth:`Recovery.run` knows what to do.
+        """
+        if self.committed:
+            return
+        self.meet()
+        self.committed = True
+        self.aside.merge()
+        if self.synchronise:
+            self.recovery.agreement.average_gradients()
+
+    def meet(self) -> None:
+        """Let the other ranks know that this one is fine so far; to be called before anything they wait for.
+
+        Raises:
+            ElsewhereError: another rank is not.
+            RecoveryFailedError: another rank has stopped.
+        """
+        verdict = self.recovery.agreement.agree(Verdict.FINE)
+        if verdict is Verdict.STOPPED:
+            raise self.recovery.stopped_elsewhere()
+        if verdict is Verdict.OUT_OF_MEMORY:
+            raise ElsewhereError
+
+
+@dataclass
+class Recovery:
+    """Takes one training through its out-of-memory errors.
+
+    Attributes:
+        model: everything whose state a batch changes.
+        agreement: how the ranks settle things.
+        memory: the device's memory; None where PyTorch counts none.
+        most: how many out-of-memory errors are recovered from, in all.
+        tell: called with a sentence at each recovery.
+        outlook: called for the text that a final error ends with: what was predicted, and what to do.
+        on_failure: called with the failure as soon as memory ran out on this rank.
+        count: how many there were.
+    """
+
+    model: nn.Module
+    agreement: Agreement = field(default_factory=Alone)
+    memory: MemoryReader | None = None
+    most: int = MAX_RECOVERIES
+    tell: Callable[[str], None] = print
+    outlook: Callable[[], str] = str
+    on_failure: Callable[[Failure], None] = lambda _failure: None
+    count: int = 0
+    keeper: StateKeeper = field(init=False)
+    _left: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = StateKeeper(self.model)
+
+    def run(
+        self,
+        attempt: Callable[[Attempt], T],
+        ladder: Ladder,
+        samples_of: Callable[[], int],
+        *,
+        synchronise: bool = False,
+        what: str = "this batch",
+    ) -> T:
+        """What ``attempt`` returns, once it gets through on all ranks.
+
+        Args:
+            attempt: runs the batch's forward and backward at the attempt's micro-batch size; calls the attempt's
+                ``before_backward`` and ``commit``.
+            ladder: the sizes to take; a recovery moves it one notch down, for later batches too.
+            samples_of: counts the samples of the batch; raises ``CannotSplitError`` where it cannot be split.
+            synchronise: whether the ranks' gradients are to be averaged at the commit.
+            what: the batch, in words, for messages.
+
+        Raises:
+            RecoveryFailedError: no smaller micro-batch is left, there were too many out-of-memory errors, or the
+                attempt cannot be taken back. On every rank.
+            BaseException: whatever else ``attempt`` raises, as it is.
+        """
+        self.agreement.share_buffers()
+        while True:
+            self.keeper.take()
+            running = Attempt(self, ladder.size, SetAside(self.model.parameters()), synchronise)
+            try:
+                outcome = self._try(attempt, running)
+                if not isinstance(outcome, Failure):
+                    return outcome
+                self._take_back(outcome, running, ladder, samples_of, what)
+            finally:
+                self.keeper.forget()
+
+    def _try(self, attempt: Callable[[Attempt], T], running: Attempt) -> T | Failure:
+        """The attempt's value, or the out-of-memory error that all ranks now know of."""
+        try:
+            value = attempt(running)
+            running.commit()
+        except ElsewhereError as error:
+            failure = let_go(error)
+        except Exception as error:
+            if running.committed or not is_out_of_memory(error):
+                self.leave(error)
+                if running.committed and is_out_of_memory(error):
+                    raise self._after_commit() from error
+                raise
+            failure = let_go(error)
+            self.on_failure(failure)
+            if self.agreement.agree(Verdict.OUT_OF_MEMORY) is Verdict.STOPPED:
+                raise self.stopped_elsewhere() from None
+        else:
+            return value
+        return failure
+
+    def _take_back(
+        self, failure: Failure, running: Attempt, ladder: Ladder, samples_of: Callable[[], int], what: str
+    ) -> None:
+        """As before the attempt, with more free memory and a smaller micro-batch size; or an error on all ranks."""
+        running.aside.put_back()
+        smaller, obstacle = 0, ""
+        try:
+            self.keeper.check()
+            self.keeper.restore()
+            smaller = ladder.below(samples_of())
+        except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must hear of it
+            obstacle = f"{'' if isinstance(error, CannotRollBackError) else type(error).__name__ + ': '}{error}"
+        self.keeper.forget()
+        free(self.memory)
+        self.count += 1
+        smaller = self.agreement.least(smaller)
+        elsewhere = failure.kind == ElsewhereError.__name__
+        where = "on another rank" if elsewhere else f"in {running.stage}"
+        if not smaller or self.count > self.most:
+            raise self._given_up(failure, where, what, obstacle, smaller)
+        self.tell(
+            f"out of memory {where} of {what}"
+            + ("" if elsewhere else f" ({failure})")
+            + f": the attempt is taken back, and the same batch runs again in micro-batches of {smaller} "
+            f"(before: {ladder.size or 'whole'}), as do the next ones. Recovery {self.count} of {self.most}."
+        )
+        ladder.size = smaller
+
+    # --- errors ---------------------------------------------------------------------------------------------
+
+    def leave(self, error: BaseException) -> None:
+        """This rank is about to raise: the others learn of it where they next wait for each other."""
+        if not self._left and not isinstance(error, RecoveryFailedError):  # which all ranks raise together
+            self._left = True
+            self.agreement.agree(Verdict.STOPPED)
+
+    def stopped_elsewhere(self) -> RecoveryFailedError:
+        """What ranks raise when another one has stopped."""
+        return RecoveryFailedError("another rank stopped with an error; its own output says which")
+
+    def final(self, message: str) -> RecoveryFailedError:
+        """A clear end, with what was predicted."""
+        outlook = self.outlook()
+        return RecoveryFailedError(f"{message}\n{outlook}" if outlook else message)
+
+    def _given_up(self, failure: Failure, where: str, what: str, obstacle: str, smaller: int) -> RecoveryFailedError:
+        if obstacle:
+            why = f"the attempt cannot be repeated: {obstacle}"
+        elif not smaller:
+            why = "there is no smaller micro-batch"
+        else:
+            why = f"that was out-of-memory error {self.count}, and max_recoveries is {self.most}"
+        return self.final(
+            f"out of memory {where} of {what}, and {why}. The weights are those of the last optimizer step.\n"
+            f"The error was {failure}\n{failure.trace if failure.kind != ElsewhereError.__name__ else ''}"
+        )
+
+    def _after_commit(self) -> RecoveryFailedError:
+        return self.final(
+            "out of memory after backward (in a hook, or in what was logged), when the gradients were already "
+            "complete and added up: the batch cannot be taken back. The weights are those of the last optimizer step."
+        )
+
+
+def samples_counter(batch: Any) -> Callable[[], int]:
+    """A ``samples_of`` for a batch whose size nobody said; see :func:`vram_guard.apply.microbatch.batch_size`."""
+
+    def count() -> int:
+        from vram_guard.apply.microbatch import batch_size
+
+        return batch_size(batch)
+
+    return count
