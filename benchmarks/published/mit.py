@@ -53,7 +53,7 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x, result = context.saved_tensors
-        found: torch.Tensor = torch.ops.aten._softmax_backward_data(gradient, result, -1, x.dtype)
+        found: torch.Tensor = torch.ops.aten._softmax_backward_data(gradient, result, -1, x.dtype)  # noqa: SLF001
         return found
 
 
@@ -69,7 +69,7 @@ class LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x, result = context.saved_tensors
-        found: torch.Tensor = torch.ops.aten._log_softmax_backward_data(gradient, result, 1, x.dtype)
+        found: torch.Tensor = torch.ops.aten._log_softmax_backward_data(gradient, result, 1, x.dtype)  # noqa: SLF001
         return found
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -80,11 +81,9 @@ def _adapted(model: nn.Module, file: str) -> nn.Module:
 
 
 def _need(*names: str) -> None:
-    for name in names:
-        try:
-            __import__(name)
-        except ImportError:
-            raise NotReproducible(f"{name} is not installed") from None
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotReproducible(f"{' and '.join(missing)} not installed")
 
 
 # --- Llama ----------------------------------------------------------------------------------------------------
