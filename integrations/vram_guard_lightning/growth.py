@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from vram_guard.capture.loader import set_batch_size
 from vram_guard_lightning import namespaces
 
 if TYPE_CHECKING:
@@ -68,12 +69,6 @@ def install(trainer: Trainer, before: int, after: int) -> tuple[Callable[[], Non
             setattr(trainer, name, value)
 
     return undo, words
-
-
-def set_batch_size(loader: Any, size: int) -> None:
-    """Another batch size for a loader that exists already, which DataLoader's own ``__setattr__`` forbids."""
-    loader.batch_sampler.batch_size = size
-    vars(loader)["batch_size"] = size
 
 
 def _loaders(loaders: Any) -> list[Any]:

@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
+
+from vram_guard.capture.pretend_device import move_to_pretend_device
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+
+__all__ = ["TrainerView", "lent_to_a_trace", "move_to_pretend_device"]
 
 
 class TrainerView:
@@ -58,19 +62,6 @@ def lent_to_a_trace(trainer: Trainer, module: LightningModule, view: TrainerView
             vars(part).update(attributes)
         strategy.optimizers = optimizers
         strategy.lr_scheduler_configs = schedulers
-
-
-def move_to_pretend_device(module: nn.Module) -> None:
-    """What ``module.to("cuda")`` does beyond parameters and buffers: its ``device``, and metrics' states."""
-    for part in module.modules():
-        if _is_metric(part):
-            part.to("cuda")
-        elif "_device" in vars(part):
-            vars(part)["_device"] = torch.device("cuda", 0)
-
-
-def _is_metric(part: nn.Module) -> bool:
-    return any(base.__module__.startswith("torchmetrics") and base.__name__ == "Metric" for base in type(part).__mro__)
 
 
 def _silent(*_args: Any, **_kwargs: Any) -> None:

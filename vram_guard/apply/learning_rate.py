@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 GROUP_KEYS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 #: Learning rates that torch's schedulers keep on themselves, alone or as a list by parameter group.
-SCHEDULER_ATTRIBUTES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
+SCHEDULER_ATTRIBUTES = (
+    *("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min"),
+    *("base_values", "_last_value", "eta_max", "min_values"),  # MMEngine's _ParamScheduler
+)
 
 
 def scale_learning_rates(optimizer: Optimizer, schedulers: Iterable[Any], factor: float) -> tuple[str, ...]:

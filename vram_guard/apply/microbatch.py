@@ -13,7 +13,7 @@ import dataclasses
 import datetime as dt
 import enum
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -110,15 +110,15 @@ class Splitter:
     settles which of the two the loader makes.)
     """
 
-    def __init__(self, batch_size: int, micro_batch_size: int, example: Any = None) -> None:
-        """``batch_size``: samples of a full batch; ``example``: a full batch, where one is at hand.
+    def __init__(self, batch_size: int, micro_batch_size: int, example: Any = None, examples_size: int = 0) -> None:
+        """``batch_size``: samples of a full batch; ``example``: a full batch, or one of ``examples_size``.
 
         Raises:
             CannotSplitError: when the example cannot be cut.
         """
         self.batch_size = checked_count("batch_size", batch_size)
         self.micro_batch_size = checked_count("micro_batch_size", micro_batch_size)
-        self._layout = None if example is None else _read(example, self.batch_size)
+        self._layout = None if example is None else _read(example, examples_size or self.batch_size)
 
     def split(self, batch: Any) -> list[MicroBatch]:
         """The micro-batches of one batch, full or short (see :func:`split`)."""
@@ -135,6 +135,32 @@ class Splitter:
                 pass
         size = batch_size(batch)
         return _read(batch, size), size
+
+
+def telling_example(make: Callable[[int], Any]) -> tuple[Any, int]:
+    """A batch from which a :class:`Splitter` learns the loader's structure, and its size.
+
+    A list of three images of three channels reads as three samples or as three columns of three samples each. At
+    sizes that nothing else in the batch happens to have, there is one reading, and two sizes agree on it.
+
+    Args:
+        make: batch size -> a batch of the loader.
+
+    Raises:
+        CannotSplitError: the batches cannot be cut.
+    """
+    readings: list[_Layout] = []
+    for size in _TELLING_SIZES:
+        example = make(size)
+        layout = _read(example, size)
+        if layout in readings:
+            return example, size
+        readings.append(layout)
+    raise CannotSplitError("batch", "which of its parts hold the samples differs from batch size to batch size")
+
+
+#: Sizes at which batches are looked at; seldom those of anything but a batch.
+_TELLING_SIZES = (5, 7, 11, 13, 17)
 
 
 class _OtherStructureError(Exception):

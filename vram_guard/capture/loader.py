@@ -190,3 +190,9 @@ def _read_ready_batches(loader: Any, source: Any) -> Sample:
     size = microbatch.batch_size(batch)
     reason = "the loader delivers ready batches (batch_size=None), whose size it does not decide"
     return Sample(lambda wanted: resized(batch, wanted), size, None, loader, reason)
+
+
+def set_batch_size(loader: Any, size: int) -> None:
+    """Another batch size for a loader that exists already, which DataLoader's own ``__setattr__`` forbids."""
+    loader.batch_sampler.batch_size = size
+    vars(loader)["batch_size"] = size
