@@ -69,6 +69,8 @@ class SymbolicMode(TorchDispatchMode):
         before = self.state.in_kernel
         self.state.in_kernel = True
         try:
+            if self.state.shapes_only:
+                return func(*args, **(kwargs or {}))
             if self.waiting:
                 self._check_waiting(func, args)
             out = plan(func, args, kwargs or {})
@@ -251,7 +253,10 @@ class SymbolicMode(TorchDispatchMode):
         made = []
         for tensor in first:
             out = tensor.new_empty(()) if scalars and "maximum" not in name else torch.empty_like(tensor)
-            self.recorder.track(out, name)
+            if self.recorder.on_host(tensor):
+                self.recorder.mark_host(out)
+            else:
+                self.recorder.track(out, name)
             made.append(out)
         return made
 

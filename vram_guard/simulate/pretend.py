@@ -53,6 +53,8 @@ class Pretence:
         """A module imported during a trace may keep what it found in ``torch.cuda``: that must end with the trace."""
         self.in_kernel = False
         """Set while torch's own code for meta tensors runs: that must see the truth."""
+        self.shapes_only = 0
+        """Above 0 while torch derives the shapes of results: operators that run then take no memory."""
         self.on_host = on_host
         self.tolist = tolist
 
@@ -233,14 +235,18 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _group_by_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Grouping of optimizer tensors: symbolic groups are CUDA groups, so that foreach is chosen."""
+def _group_by_device(original: Callable[..., Any], state: Pretence) -> Callable[..., Any]:
+    """Grouping of optimizer tensors: symbolic groups are CUDA groups, so that foreach is chosen, or lie on the host."""
+
+    def place(tensors: list[list[torch.Tensor | None]]) -> torch.device:
+        first = next((tensor for tensor in tensors[0] if tensor is not None), None) if tensors else None
+        return torch.device("cpu") if first is not None and state.on_host(first) else _CUDA
 
     @functools.wraps(original)
     def grouped(*args: Any, **kwargs: Any) -> Any:
         groups = original(*args, **kwargs)
         return {
-            (_CUDA if device is not None and device.type == "meta" else device, dtype): value
+            (place(value[0]) if device is not None and device.type == "meta" else device, dtype): value
             for (device, dtype), value in groups.items()
         }
 
@@ -379,7 +385,7 @@ def pretend_cuda(
         # flatten_parameters would call cuDNN; the stand-ins of an RNN's weights are flat from the start.
         stack.enter_context(replaced(torch.backends.cudnn, {"is_acceptable": lambda tensor: False}))
         group = "_group_tensors_by_device_and_dtype"
-        stack.enter_context(replaced(torch._C, {group: _group_by_device(getattr(torch._C, group))}))
+        stack.enter_context(replaced(torch._C, {group: _group_by_device(getattr(torch._C, group), state)}))
         state.active = True
         stack.callback(setattr, state, "active", False)
         yield

@@ -169,6 +169,19 @@ class Recorder:
             ref.block = self._allocate(storage.nbytes(), operator)
             self.events.append(~old)
 
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was emptied, or filled again: its block is freed, and a new one taken, while tensors keep it."""
+        key: int = storage._cdata
+        known = self._live.pop(key, None)  # with the reference goes its callback: the block dies here, not later
+        if self._closed:
+            return
+        if known is not None:
+            self.events.append(~known.block)
+        if storage.nbytes():
+            ref = _StorageRef(storage, self._freed)
+            ref.block, ref.key = self._allocate(storage.nbytes(), "resize_"), key
+            self._live[key] = ref
+
     def close(self) -> None:
         """Nothing after this is recorded (objects may die in any order)."""
         self._closed = True
@@ -189,6 +202,10 @@ class Recorder:
 
     def on_host(self, tensor: torch.Tensor) -> bool:
         """Whether this symbolic tensor lives in host memory (it was moved there)."""
+        if not self.host:
+            return False
+        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper lies where what it wraps lies
+            return self.on_host(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
         return tensor.layout == torch.strided and self.host.holds(tensor)
 
     def mark_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -170,8 +171,8 @@ class _Run:
     def _train(self, model: nn.Module, moved: list[torch.Tensor]) -> None:
         recorder = self.recorder
         try:
-            with self._default_dtype():
-                self._set_up(model, moved)
+            with self._default_dtype(), self._sharding(model) as mesh:
+                self._set_up(model, moved, mesh)
                 optimizer = self._optimizer(model)
                 loop = _Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
@@ -194,30 +195,40 @@ class _Run:
         finally:
             torch.set_default_dtype(before)
 
-    def _set_up(self, model: nn.Module, moved: list[torch.Tensor]) -> None:
+    def _sharding(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        if not self.step.recipe.parameters_on_host:
+            return contextlib.nullcontext()
+        from vram_guard.simulate.sharded import fsdp_followed
+
+        return fsdp_followed(model, self.recorder, self.pretence)
+
+    def _set_up(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Weights arrive on the GPU; DistributedDataParallel makes its buckets."""
         recorder = self.recorder
         recorder.phase("setup", 0)
-        self._place(model)
-        held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._place(model, moved, mesh)
         for tensor in moved:
-            if id(tensor) in held:
-                recorder.track(tensor, "")
+            recorder.track(tensor, "")
         recorder.classify(model.buffers(), "buffers")
         recorder.classify(model.parameters(), "parameters")
         if self.step.prepare is not None:
             self.step.prepare(model)
         self.take_off = install(model, self.step.recipe)
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not hasattr(parameter, "__tensor_flatten__"):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
         if self.step.data_parallel_ranks > 1:
             self._make_buckets(model)
 
-    def _place(self, model: nn.Module) -> None:
+    def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """What waits on the host never takes the GPU's memory for longer than it is used."""
         recipe = self.step.recipe
-        place(model, recipe, "cuda", self.step.precision)
+        waiting = [model.get_submodule(name).parameters() for name in recipe.frozen_on_host]
+        for tensor in moved if recipe.parameters_on_host else itertools.chain(*waiting):
+            self.recorder.mark_host(tensor)
+        if recipe.parameters_on_host:
+            moved.clear()  # what FSDP replaces dies, as for real
+        place(model, recipe, "cuda", self.step.precision, mesh)
         for name in recipe.frozen_on_host:
             for parameter in model.get_submodule(name).parameters():
                 self.mode.waiting[parameter.untyped_storage()._cdata] = name

@@ -161,30 +161,15 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     Yields:
         The symbolic parameters and buffers in the order in which ``module.to("cuda")`` would move them.
     """
-    substitution = Substitution(dtype)
     modules = list(model.modules())
-    saved = [(module, dict(vars(module)), _contents(module)) for module in modules]
+    saved = [(module, type(module), dict(vars(module)), _contents(module)) for module in modules]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        moved: list[torch.Tensor] = []
-        for module in modules:
-            if isinstance(module, nn.RNNBase):
-                substitution.flatten_rnn(module)
-            for kind in ("_parameters", "_buffers"):
-                own = getattr(module, kind)
-                module.__dict__[kind] = {
-                    name: None if tensor is None else substitution.stand_in(tensor) for name, tensor in own.items()
-                }
-                moved += [tensor for tensor in module.__dict__[kind].values() if tensor is not None]
-        for module in modules:
-            for name, value in list(vars(module).items()):
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    follows = _followed(value, substitution)
-                    if follows is not value:
-                        module.__dict__[name] = follows
-        yield moved
+        yield _substituted(modules, Substitution(dtype))
     finally:
-        for module, attributes, contents in saved:
+        for module, kind, attributes, contents in saved:
+            if type(module) is not kind:  # FSDP gives a module a class of its own
+                module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
             for container, content in contents:
@@ -192,6 +177,27 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:  # the user's own code may know the real parameters
                 parameter.grad = gradient
+
+
+def _substituted(modules: list[nn.Module], substitution: Substitution) -> list[torch.Tensor]:
+    """Put stand-ins into the modules; only these and the result hold them, so that they die with their use."""
+    moved: list[torch.Tensor] = []
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            substitution.flatten_rnn(module)
+        for kind in ("_parameters", "_buffers"):
+            own = getattr(module, kind)
+            module.__dict__[kind] = {
+                name: None if tensor is None else substitution.stand_in(tensor) for name, tensor in own.items()
+            }
+            moved += [tensor for tensor in module.__dict__[kind].values() if tensor is not None]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                follows = _followed(value, substitution)
+                if follows is not value:
+                    module.__dict__[name] = follows
+    return moved
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def place(
-    model: nn.Module, recipe: Recipe, device: torch.device | str = "cuda", precision: str = "32-true"
+    model: nn.Module,
+    recipe: Recipe,
+    device: torch.device | str = "cuda",
+    precision: str = "32-true",
+    mesh: Any = None,
 ) -> Callable[[], None]:
     """Leave on the host what the recipe keeps there. Call it before the model moves to the device.
 
@@ -24,6 +28,7 @@ def place(
         recipe: the techniques; only ``frozen_on_host`` and ``parameters_on_host`` matter here.
         device: where the model will train.
         precision: the step's, in Lightning's words.
+        mesh: for ``parameters_on_host``: a device mesh of one process; None: made where it is needed.
 
     Returns:
         A function that takes the hooks of frozen modules away again. Sharded parameters stay what they are.
@@ -38,6 +43,10 @@ def place(
         from vram_guard.techniques.frozen import keep_on_host
 
         undo = keep_on_host(model, recipe.frozen_on_host, device)
+    if recipe.parameters_on_host:
+        from vram_guard.techniques.sharding import offload_parameters
+
+        offload_parameters(model, recipe.parameters_on_host, device, precision, mesh)
     return undo
 
 
@@ -64,11 +73,16 @@ def import_libraries(recipe: Recipe) -> None:
 
     Raises:
         MissingLibraryError: one of them is not installed.
+        UnsupportedTechniqueError: this torch does not have what a technique is applied by.
     """
     if recipe.frozen_on_host:
         from vram_guard.techniques.frozen import accelerate_hooks
 
         accelerate_hooks()
+    if recipe.parameters_on_host:
+        from vram_guard.techniques.sharding import check_torch
+
+        check_torch()
     if recipe.optimizer == "8bit":
         from vram_guard.techniques.optimizers import eight_bit_classes
 

@@ -1,0 +1,157 @@
+"""Parameters on the host: FSDP2 with CPU offload, in one process.
+
+Parameters, their gradients and the optimizer states lie in host memory. Before a module's forward, and again before its
+backward, FSDP copies its parameters to the device; after each it frees the copies, and it carries the gradients to the
+host as soon as they are complete. Everything that is not inside a named module is one more such group, which stays on
+the device from its forward to its backward (``fully_shard``'s default for the root).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: ``torch.distributed.fsdp.fully_shard`` is public since this release.
+SINCE = (2, 6)
+
+
+def offload_parameters(
+    model: nn.Module,
+    names: Iterable[str],
+    device: torch.device | str = "cuda",
+    precision: str = "32-true",
+    mesh: Any = None,
+) -> None:
+    """Keep the model's parameters on the host and let the named modules' come to the device one module at a time.
+
+    Call it with the model in host memory and before the optimizer is built: parameters become DTensors. Moving the
+    model afterwards (``model.to("cuda")``) moves its buffers only. Accumulation, ``clip_grad_norm_``, schedulers, the
+    optimizer work as ever; ``model.state_dict()`` holds DTensors (``tensor.full_tensor()`` is the plain one). With
+    "bf16-mixed" the copies on the device are bfloat16, which autocast would make of them anyway, and gradients are
+    carried over in float32; vectors such as normalisations' scales are rounded too, which autocast leaves alone.
+
+    Where no process group is there, one for this process alone is made, with gloo for the host's part.
+
+    Args:
+        model: the whole model; it is changed in place, for good.
+        names: modules that are used one after another, as in ``model.named_modules()``.
+        device: where the model trains.
+        precision: the step's, in Lightning's words.
+        mesh: the device mesh, of one process; None: made here.
+
+    Raises:
+        InvalidInputError: the model has no such module, or the module has no parameters or no forward.
+        UnsupportedTechniqueError: this torch, precision, process group or model cannot be used so; nothing was changed.
+    """
+    import torch
+
+    names = tuple(dict.fromkeys(names))
+    check_torch()
+    if precision == "16-mixed":
+        raise UnsupportedTechniqueError("parameters cannot wait on the host with 16-mixed: use bf16-mixed or 32-true")
+    for name in names:
+        _check_module(model, name)
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    device = torch.device(device)
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = _mesh_of_one(device) if mesh is None else mesh
+    settings = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    }
+    # From the inside out, as fully_shard asks: a group takes what no group inside it has taken.
+    for name in sorted(filter(None, names), key=lambda name: -name.count(".")):
+        fully_shard(model.get_submodule(name), reshard_after_forward=True, **settings)
+    fully_shard(model, **settings)
+    _stay(model)
+
+
+def check_torch() -> None:
+    """Refuse a torch without FSDP2.
+
+    Raises:
+        UnsupportedTechniqueError: torch is older than :data:`SINCE`, or was built without torch.distributed.
+    """
+    import torch
+
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) < SINCE:
+        raise UnsupportedTechniqueError(f"parameters wait on the host with torch 2.6 or later, not {torch.__version__}")
+    if not torch.distributed.is_available():
+        raise UnsupportedTechniqueError("parameters wait on the host through torch.distributed, which this torch lacks")
+
+
+def _check_module(model: nn.Module, name: str) -> None:
+    from torch import nn
+
+    if not name:
+        return
+    modules = dict(model.named_modules())
+    if name not in modules:
+        raise InvalidInputError(f"parameters_on_host: the model has no module named {name!r}")
+    module = modules[name]
+    if type(module).forward is nn.Module.forward:
+        raise InvalidInputError(f"parameters_on_host: {name!r} has no forward of its own; name the modules in it")
+    own = {id(p) for p in module.parameters()}
+    if not own:
+        raise InvalidInputError(f"parameters_on_host: {name!r} has no parameters")
+    inside = name + "."
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not path.startswith(inside):
+            raise UnsupportedTechniqueError(
+                f"{name} cannot be carried by itself: it shares {path} with a module outside it; leave it out of "
+                "parameters_on_host, and both are carried with the rest of the model"
+            )
+
+
+def _mesh_of_one(device: torch.device) -> Any:
+    """A mesh of this process alone, within the process group that is there or a new one."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not dist.is_initialized():
+        backend = "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if dist.get_world_size() != 1:
+        raise UnsupportedTechniqueError(
+            f"parameters wait on the host in one process here, not in {dist.get_world_size()}: use FSDP itself"
+        )
+    if "gloo" not in dist.get_backend_config():
+        raise UnsupportedTechniqueError(
+            "gradients on the host are clipped with gloo: init_process_group('cpu:gloo,cuda:nccl') instead of "
+            f"{dist.get_backend_config()}"
+        )
+    return init_device_mesh(device.type, (1,))
+
+
+def _stay(model: nn.Module) -> None:
+    """``model.to(device)`` leaves the parameters where they are; a change of dtype reaches them."""
+    from torch import nn
+
+    kind = type(model)
+
+    def applied(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        def stay(tensor: torch.Tensor) -> torch.Tensor:
+            return type_only(function, tensor) if isinstance(tensor, nn.Parameter) else function(tensor)
+
+        moved: nn.Module = kind._apply(model, stay, recurse)  # noqa: SLF001 - Module.to and its kin end there
+        return moved
+
+    model.__dict__["_apply"] = applied
+
+
+def type_only(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """What ``function`` (a ``Module.to``) does to the tensor's dtype, without moving it."""
+    import torch
+
+    return tensor.to(dtype=function(torch.empty(0, dtype=tensor.dtype)).dtype)
