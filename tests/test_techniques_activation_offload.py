@@ -22,6 +22,8 @@ from vram_guard.techniques import Recipe, find_blocks
 from vram_guard.techniques.activation_offload import _Copies, offload_activations
 from vram_guard.timeline import Timeline
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
+
 AMPERE = (8, 0)
 TOKENS = 64 * 128
 FLOATS = 4 * TOKENS
