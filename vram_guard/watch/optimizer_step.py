@@ -13,6 +13,7 @@ had already changed can be read from autograd's version counters, so nothing is 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,11 @@ def guard_step(
     overridden = vars(optimizer).get("step")
 
     @functools.wraps(own_step)  # schedulers and GradScaler look at attributes and signature of ``step``
-    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        return _Step(optimizer, recovery, checkpoint, own_step).run(closure, *args, **kwargs)
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        return _Step(self, recovery, checkpoint, own_step).run(closure, *args, **kwargs)
 
-    optimizer.step = step  # type: ignore[method-assign]
+    # A method, for schedulers that are made later bind its function anew.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def undo() -> None:
         if overridden is None:
