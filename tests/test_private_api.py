@@ -6,22 +6,28 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.simulate import private_api
+from vram_guard.techniques.sharding import SINCE
 
 TESTS = Path(__file__).parent
 SIMULATE = TESTS.parent / "vram_guard" / "simulate"
 
 
-@pytest.mark.parametrize("name", private_api.PRIVATE_NAMES, ids=lambda name: name.path)
+ALL = (*private_api.PRIVATE_NAMES, *private_api.FSDP_NAMES)
+NEEDED = ALL if tuple(map(int, torch.__version__.split(".")[:2])) >= SINCE else private_api.PRIVATE_NAMES
+
+
+@pytest.mark.parametrize("name", NEEDED, ids=lambda name: name.path)
 def test_this_torch_has_every_name(name: private_api.PrivateName) -> None:
     assert private_api._exists(name.path), f"torch no longer has {name.path}, used for: {name.used_for}"
 
 
 def test_every_row_names_a_test_that_exists() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.glob("test_*.py"))
-    missing = [name.held_by for name in private_api.PRIVATE_NAMES if f"def {name.held_by}" not in source]
+    missing = [name.held_by for name in ALL if f"def {name.held_by}" not in source]
     assert not missing
 
 
@@ -31,7 +37,7 @@ def test_every_private_name_that_the_source_uses_is_in_the_table() -> None:
         re.findall(r"torch\.cuda\.(_\w+)", source)
     )
     used |= set(re.findall(r'"(_lazy_\w+|_group_tensors_\w+)"', source))
-    listed = {part for name in private_api.PRIVATE_NAMES for part in re.split(r"[:.]", name.path)}
+    listed = {part for name in ALL for part in re.split(r"[:.]", name.path)}
     assert used
     assert not used - listed
 

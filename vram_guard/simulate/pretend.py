@@ -259,6 +259,8 @@ class _NullContext:
     cuda_stream = 0
     device = _CUDA
     device_index = 0
+    stream_id = 0
+    device_type = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

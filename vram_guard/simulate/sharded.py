@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.simulate.pretend import Pretence, replaced
+from vram_guard.simulate.private_api import FSDP_NAMES, missing_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +24,16 @@ def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence) -> Iter
 
     Yields:
         A device mesh of one process, whose collectives do nothing.
+
+    Raises:
+        UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
+    missing = missing_names(FSDP_NAMES)
+    if missing:
+        raise UnsupportedTechniqueError(
+            f"parameters_on_host cannot be traced: torch {torch.__version__} has no "
+            + ", ".join(name.path.replace(":", ".") for name in missing)
+        )
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import _composable_state
     from torch.distributed.fsdp._fully_shard import _fsdp_param

@@ -120,7 +120,7 @@ def _mesh_of_one(device: torch.device) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     if not dist.is_initialized():
-        backend = "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if dist.get_world_size() != 1:
         raise UnsupportedTechniqueError(
