@@ -150,6 +150,7 @@ def _install(hooks: Any, module: nn.Module, name: str, device: torch.device) -> 
             return output
 
     weights.wait()
+    forward, other = module.__dict__.get("forward"), getattr(module, "_hf_hook", None)
     hooks.add_hook_to_module(module, ComesForItsForward(), append=True)
     # After an exception in the forward (out of memory, say) only hooks of this kind run.
     cleaning = module.register_forward_hook(lambda *_: weights.send_back(), always_call=True)
@@ -159,6 +160,10 @@ def _install(hooks: Any, module: nn.Module, name: str, device: torch.device) -> 
         module.__dict__.pop("_apply", None)
         cleaning.remove()
         hooks.remove_hook_from_module(module)
+        if other is not None:  # somebody else's hook, which accelerate took away with ours
+            hooks.add_hook_to_module(module, other)
+        elif forward is None:
+            module.__dict__.pop("forward", None)  # accelerate leaves the bound method there, which no pickle likes
 
     return undo
 
