@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from vram_guard.errors import UnsupportedOperatorError
-from vram_guard.simulate import attention, composites, values
+from vram_guard.simulate import attention, composites, convolutions, values
 from vram_guard.simulate.pretend import is_symbolic
 from vram_guard.simulate.recorder import Recorder
 
@@ -51,77 +51,6 @@ class Matmuls:
         if thread not in self._threads:
             self._threads.add(thread)
             self._recorder.permanent(self._size, str(func), "workspace")
-
-
-# --- convolution -------------------------------------------------------------------------------------------------
-
-
-def _channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.dim() == 4:
-        return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-    if tensor.dim() == 5:
-        return tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous()
-    return False
-
-
-def _format_for(*tensors: torch.Tensor) -> torch.memory_format:
-    """CuDNN's layout: channels last as soon as the input or the weight is (``cudnn_conv_suggest_memory_format``)."""
-    if any(_channels_last(tensor) for tensor in tensors):
-        return torch.channels_last if tensors[0].dim() == 4 else torch.channels_last_3d
-    return torch.contiguous_format
-
-
-def _copy_if_needed(tensor: torch.Tensor, layout: torch.memory_format) -> int:
-    if tensor.is_contiguous(memory_format=layout):
-        return 0
-    return tensor.numel() * tensor.element_size()
-
-
-def _tensor_core_workspace(weight: torch.Tensor, layout: torch.memory_format, groups: int, *read: torch.Tensor) -> int:
-    """Bytes of cuDNN's workspace where it has to transpose for its tensor-core kernels; 0 where nothing is known.
-
-    Half-precision kernels want NHWC and channels in multiples of 8: "NCHW can still be operated on by Tensor Cores, but
-    include some overhead due to automatic transpose operations" (NVIDIA, Convolutional Layers User's Guide), and packed
-    NCHW is padded automatically (NVIDIA's blog, "Tensor Ops Made Easier in cuDNN"). So a copy of each of the two
-    activations of the call, padded. Liger-Kernel's published peaks of a bfloat16 convolution with 4 channels show just
-    that: four times the size of one activation. Depthwise and grouped kernels are others, and are left out.
-    """
-    if layout is not torch.contiguous_format or groups != 1 or weight.element_size() != 2:
-        return 0
-    if not weight.dtype.is_floating_point:
-        return 0
-    return sum(t.numel() // t.shape[1] * (-(-t.shape[1] // 8) * 8) * t.element_size() for t in read if t.numel())
-
-
-def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One output; input and weight are copied for the call where their layouts differ from the one used."""
-    source, weight = args[:2]
-    layout = _format_for(source, weight)
-    shape = func(*args, **kwargs).shape
-    out = torch.empty(shape, dtype=source.dtype, device="meta", memory_format=layout)
-    recorder.track(out, str(func))
-    workspace = _tensor_core_workspace(weight, layout, args[8], source, out)
-    recorder.together([_copy_if_needed(source, layout), _copy_if_needed(weight, layout), workspace], str(func))
-    return out
-
-
-def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Gradients of input, weight and bias in the layout of the forward pass, as ``output_mask`` asks."""
-    grad, source, weight, bias_sizes = args[:4]
-    wanted = args[-1]
-    layout = _format_for(source, weight)
-    made: list[torch.Tensor | None] = [None, None, None]
-    for index, tensor in enumerate((source, weight)):
-        if wanted[index]:
-            made[index] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
-    if wanted[2]:
-        made[2] = torch.empty(bias_sizes, dtype=grad.dtype, device="meta")
-    for tensor in made:
-        if tensor is not None:
-            recorder.track(tensor, str(func))
-    workspace = _tensor_core_workspace(weight, layout, args[9], source, grad)
-    recorder.together([_copy_if_needed(grad, layout), _copy_if_needed(weight, layout), workspace], str(func))
-    return tuple(made)
 
 
 # --- temporaries inside single kernels ------------------------------------------------------------------------------
@@ -406,8 +335,8 @@ def logsumexp(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
 
 HANDLERS: dict[str, Handler] = {
     "aten::logsumexp": logsumexp,
-    "aten::convolution": convolution,
-    "aten::convolution_backward": convolution_backward,
+    "aten::convolution": convolutions.convolution,
+    "aten::convolution_backward": convolutions.convolution_backward,
     "aten::embedding_dense_backward": embedding_backward,
     "aten::_softmax_backward_data": softmax_backward,
     "aten::native_group_norm_backward": group_norm_backward,
