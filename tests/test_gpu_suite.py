@@ -565,31 +565,44 @@ def test_tiers_have_margins_of_their_own():
     ]
 
 
-def test_margins_come_from_published_rows_and_from_comparisons(folder, capsys):
-    published = folder / "published.json"
-    full = {"predicted": 50, "measured": 100, "real_oom": True}  # its "measured" is what had been reached by then
-    rows = [{"predicted": 97, "measured": 100, "real_oom": False}, {"predicted": 103, "measured": 100}, full]
-    published.write_text(json.dumps(rows))
+def published(path, *rows, **changes):
+    """A file as benchmarks/published writes it; each row is (predicted, measured)."""
+    row = {"source": margin.COUNTED[0], "name": "a", "tier": "symbolic", "seconds": 0.1, "ran": None, "fits": None}
+    row |= {"tools": {}, "verdicts": {}, "judged": True}
+    listed = [{**row, "predicted": predicted, "measured": measured} for predicted, measured in rows]
+    data = {"format": margin.PUBLISHED_FORMAT, "version": 1, "not_reproduced": {}, "failed": {}, "made_with": {}}
+    path.write_text(json.dumps({**data, "rows": listed, **changes}))
+    return path
+
+
+def test_margins_come_from_published_rows_and_from_comparisons(folder, tmp_path, capsys):
+    path = published(tmp_path / "published.json", (97, 100), (103, 100), (50, 100))
+    data = json.loads(path.read_text())
+    data["rows"][2]["ran"] = False  # its "measured" is what had been reached by then
+    path.write_text(json.dumps(data))
     assert compare.main([str(folder), "--json", str(folder / "c.json")]) == 0
     capsys.readouterr()
-    assert margin.main([str(published), str(folder / "c.json"), str(folder / RESULTS)]) == 0
+    assert margin.main([str(path), str(folder / "c.json"), str(folder / RESULTS)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[-5:-1] for line in printed[1:]] == [
-        ["1", "0.00%", "3.00%", "3.00%"],
-        ["0", "0.00%", "0.00%", "0.00%"],
-        ["1", "0.00%", "3.00%", "3.00%"],
-    ]
+    rows = len(margin.read_predictions(folder / "c.json")) * 2 + 2
+    assert printed[1].split()[:4] == ["symbolic", str(rows), "1", "0.00%"]
+
+
+def test_rows_of_other_quantities_make_no_margin(tmp_path):
+    path = published(tmp_path / "rows.json", (50, 100))
+    data = json.loads(path.read_text())
+    data["rows"][0]["source"] = "Liger-Kernel's operators"
+    path.write_text(json.dumps(data))
+    assert margin.read_predictions(path) == []
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("[{", "truncated"),
-        ("5", "expected a list of rows, found int"),
-        ("[5]", r"\[0\]: expected an object"),
-        ('[{"predicted": 1}]', r"\[0\]: field 'measured'"),
-        ('[{"predicted": 1, "measured": 0}]', r"\[0\]: field 'measured'"),
-        ('[{"predicted": true, "measured": 5}]', r"\[0\]: field 'predicted'"),
+        ("5", "field 'format' is None"),
+        ('{"format": "rows"}', "field 'format' is 'rows'"),
+        ('{"format": "vram_guard published rows", "version": 0}', "field 'version' is 0"),
     ],
 )
 def test_rows_that_are_wrong_are_refused_by_file_and_field(tmp_path, content, reason, capsys):
@@ -601,8 +614,17 @@ def test_rows_that_are_wrong_are_refused_by_file_and_field(tmp_path, content, re
     assert "rows.json" in capsys.readouterr().err
 
 
+def test_the_default_margin_is_a_percentile_of_enough_rows():
+    rows = [margin.Prediction(100 - each % 10, 100, "symbolic", "s") for each in range(50)]
+    made = margin.as_json([*rows, margin.Prediction(40, 100, "formula")], "2026-01-02")
+    assert made["sources"] == {"s": 50}  # a lower bound promises nothing, so it asks for no margin
+    assert made["tiers"]["symbolic"]["margin"] == pytest.approx(0.08)
+    assert made["tiers"]["partly symbolic"]["tier"] == "all tiers"
+    with pytest.raises(InvalidInputError, match="10 rows are too few"):
+        margin.as_json(rows[:10], "2026-01-02")
+
+
 def test_no_rows_give_no_margin(tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    path.write_text("[]")
+    path = published(tmp_path / "rows.json")
     assert margin.main([str(path)]) == 2
     assert "no rows" in capsys.readouterr().err

@@ -112,6 +112,7 @@ def _gpu_facts(card: GPU) -> dict[str, Any]:
 
 def _print_gpus(cards: Sequence[GPU]) -> None:
     from vram_guard.budget import DEFAULT_MARGIN, Budget
+    from vram_guard.budget.margins import measured_margin
 
     rows: list[tuple[str, ...]] = [("GPU", "architecture", "cc", "GiB", "usable", "GB/s", "fp32", "fp16", "bf16")]
     for card in cards:
@@ -123,7 +124,8 @@ def _print_gpus(cards: Sequence[GPU]) -> None:
     _print_columns(rows, left=2)
     print(
         f"\nusable: GiB less what the driver and the CUDA context take (partly estimates), less the default "
-        f"margin of {100 * DEFAULT_MARGIN:g}%.\nfp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. "
+        f"margin of {100 * DEFAULT_MARGIN:g}% ({measured_margin().source}).\n"
+        "fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. "
         "--json names each figure's source."
     )
 

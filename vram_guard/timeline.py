@@ -279,7 +279,7 @@ class Timeline:
         """
         from vram_guard.budget import Budget
 
-        usable = Budget.of(budget).usable
+        usable = Budget.of(budget).for_tier(self.tier).usable
         if self.tier == "formula":
             return 0  # a lower bound never promises that something fits
 

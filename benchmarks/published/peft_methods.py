@@ -208,6 +208,14 @@ class Painter(nn.Module):
         return squared.reshape(target.shape[0], -1).mean(1).mean()
 
 
+def _load() -> None:
+    """Import what loads itself at first use: while a trace pretends that there is a GPU is no time for that."""
+    import diffusers
+    import transformers
+
+    _ = diffusers.Flux2Transformer2DModel, transformers.Dinov2Model
+
+
 def _flux_batch(size: int) -> tuple[Any, ...]:
     tokens = LATENT_SIDE**2
     latents = torch.empty(size, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, dtype=torch.bfloat16, device="meta")
@@ -221,6 +229,7 @@ def _flux_batch(size: int) -> tuple[Any, ...]:
 def predict_flux(row: dict[str, str]) -> list[Row]:
     """The reserved peak of one method."""
     _need("transformers", "peft", "diffusers")
+    _load()
     step = _step(lambda: Painter(row["file"]), _flux_batch, lambda model, batch: model(*batch), weight_decay=1e-4)
     return [_predicted(FLUX, row, step)]
 

@@ -10,14 +10,14 @@ from numbers import Real
 from vram_guard.budget import nvml, torch_cuda
 from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
 from vram_guard.budget.device import DeviceMemory, GpuProcess, cuda_ordinal
+from vram_guard.budget.margins import measured_margin
 from vram_guard.budget.names import form_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.units import format_bytes, parse_bytes
 
-#: The part of the available memory that is left free unless the user says otherwise. A provisional choice,
-#: not a measurement: repeated runs of one training step are published to differ by up to 2%, and predictions
-#: have an error of their own on top. It is to be replaced by a quantile of measured errors.
-DEFAULT_MARGIN = 0.03
+#: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
+#: is known: a quantile of measured errors (:mod:`vram_guard.budget.margins`).
+DEFAULT_MARGIN = measured_margin().fraction
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Budget:
         compute_capability: (major, minor) of the card, None where no card is known. Planning then assumes
             nothing about bfloat16.
         notes: sentences a person should read with the numbers.
+        margin_source: where the margin comes from; "" for one that the user gave.
     """
 
     total: int
@@ -51,6 +52,7 @@ class Budget:
     processes: tuple[GpuProcess, ...] = ()
     compute_capability: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
+    margin_source: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "margin", checked_margin(self.margin))
@@ -78,14 +80,14 @@ class Budget:
             InvalidInputError: for anything else; for an unknown card the nearest names are listed.
         """
         if isinstance(value, Budget):
-            return value if margin is None else replace(value, margin=margin)
-        kept = DEFAULT_MARGIN if margin is None else checked_margin(margin)
+            return value if margin is None else replace(value, margin=margin, margin_source="")
+        kept, source = _margin(margin)
         if isinstance(value, GPU):
-            return _of_card(value, kept)
+            return replace(_of_card(value, kept), margin_source=source)
         if isinstance(value, str) and _names_a_card(value):
-            return _of_card(find_gpu(value), kept)
+            return replace(_of_card(find_gpu(value), kept), margin_source=source)
         amount = parse_bytes(value)
-        return cls(amount, amount, kept, "explicit")
+        return cls(amount, amount, kept, "explicit", margin_source=source)
 
     @classmethod
     def resolve(
@@ -116,8 +118,19 @@ class Budget:
         if budget is not None:
             amount = cls.of(budget, margin)
             return amount if card is None else amount.on_card(card)
-        kept = DEFAULT_MARGIN if margin is None else checked_margin(margin)
-        return _at_hand(device, kept) if card is None else _of_card(card, kept)
+        kept, source = _margin(margin)
+        found = _at_hand(device, kept) if card is None else _of_card(card, kept)
+        return replace(found, margin_source=source)
+
+    def for_tier(self, tier: str) -> Budget:
+        """The budget as an answer of this tier is held against it: with that tier's measured margin.
+
+        A margin that the user gave stays, and so does everything else.
+        """
+        if not self.margin_source:
+            return self
+        found = measured_margin(tier)
+        return replace(self, margin=found.fraction, margin_source=found.source)
 
     def explain(self) -> str:
         """One line: the usable amount, where it comes from and what was taken off."""
@@ -130,7 +143,8 @@ class Budget:
             parts.append(f"less {format_bytes(self.driver_reserved)} kept by the driver")
         if self.context:
             parts.append(f"less {format_bytes(self.context)} for the CUDA context (estimate)")
-        parts.append(f"less a margin of {100 * self.margin:.4g}%")
+        origin = f" ({self.margin_source})" if self.margin_source else ""
+        parts.append(f"less a margin of {100 * self.margin:.4g}%{origin}")
         if self.processes:
             parts.append("other processes: " + ", ".join(map(_described, self.processes)))
         return "; ".join([*parts, *self.notes])
@@ -169,6 +183,14 @@ def checked_margin(margin: object) -> float:
     if not 0 <= fraction < 1:  # true for NaN as well
         raise InvalidInputError(f"margin must be a fraction of at least 0 and below 1 (0.05 for 5%), not {margin!r}")
     return fraction
+
+
+def _margin(margin: float | None) -> tuple[float, str]:
+    """(The fraction, where it comes from); "" where it was given."""
+    if margin is not None:
+        return checked_margin(margin), ""
+    usual = measured_margin()
+    return usual.fraction, usual.source
 
 
 def _names_a_card(text: str) -> bool:

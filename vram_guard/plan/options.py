@@ -1,22 +1,20 @@
-"""Options, the request that a search answers, and how an answer becomes a Plan."""
+"""Options, the space of them, the request that a search answers, and how an answer becomes a Plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.techniques import splits_of
+from vram_guard.plan.words import recipe_words
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import Budget
     from vram_guard.timeline import Estimate, Timeline
-
-#: (precision, micro-batches that a loaded batch is split into) -> timeline over the micro-batch size.
-Source = Callable[[str, int], "Timeline"]
 
 
 class Option(NamedTuple):
@@ -24,12 +22,133 @@ class Option(NamedTuple):
 
     precision: str
     splits: int
+    """Micro-batches that a loaded batch is split into."""
+    recipe: Recipe = AS_WRITTEN
 
     def words(self, batch_size: int) -> str:
         """The option as people read it."""
-        if self.splits == 1:
-            return f"{self.precision}, batch {batch_size}"
-        return f"{self.precision}, {self.splits} micro-batches of {batch_size // self.splits}"
+        batch = f"batch {batch_size}"
+        if self.splits > 1:
+            batch = f"{self.splits} micro-batches of {batch_size // self.splits}"
+        return ", ".join([self.precision, batch, *recipe_words(self.recipe)])
+
+    @property
+    def changes_numbers(self) -> int:
+        """How much the option changes the numbers of the training: 0 nothing, more is more.
+
+        Checkpointing and offload compute what was computed before; micro-batches add up the same gradients in
+        another order (and take batch normalisation's statistics over fewer samples); a fused optimizer rounds
+        otherwise; mixed precision rounds activations; 8-bit states round the optimizer; half precision the weights.
+        """
+        return (
+            (self.splits > 1)
+            + 2 * (self.recipe.optimizer == "fused")
+            + 4 * self.precision.endswith("-mixed")
+            + 8 * (self.recipe.optimizer == "8bit")
+            + 16 * (self.precision in ("16-true", "bf16-true"))
+        )
+
+
+class Source(Protocol):
+    """Where timelines of options come from."""
+
+    def __call__(self, option: Option) -> Timeline:
+        """The option's timeline over the micro-batch size, by the law that was found at small sizes."""
+        ...
+
+    def exact(self, option: Option, size: int) -> Timeline:
+        """The option's timeline as traced at this very micro-batch size."""
+        ...
+
+
+class Costs(Protocol):
+    """What options cost, known without tracing each of them. Independent of any budget."""
+
+    def relative(self, option: Option) -> float:
+        """Step time under the option over the step time as written; a model."""
+        ...
+
+    def floor(self, option: Option) -> int:
+        """Bytes that the option takes at the very least, whatever its activations."""
+        ...
+
+
+Method = Literal["checkpoint", "offload_activations", "both"]
+
+
+class Chain(NamedTuple):
+    """Longer and longer lists of blocks: the ``n``-th is the first ``n`` of ``blocks``."""
+
+    method: Method
+    blocks: tuple[str, ...]
+
+    def recipe(self, base: Recipe, length: int) -> Recipe:
+        """``base`` with the first ``length`` blocks treated by the method.
+
+        "both": those blocks are offloaded and all others checkpointed.
+        """
+        first, rest = self.blocks[:length], self.blocks[length:]
+        if self.method == "both":
+            return base.with_(offload_activations=first, checkpoint=rest)
+        return base.with_(**{self.method: (*getattr(base, self.method), *first)})
+
+    @property
+    def lengths(self) -> range:
+        """The lengths that are not another chain's."""
+        # "both" with every block offloaded is "offload_activations", with none "checkpoint".
+        return range(1, len(self.blocks) + (self.method != "both"))
+
+
+@dataclass(frozen=True)
+class Space:
+    """Every option that may be taken: all combinations of these, and the first lengths of each chain."""
+
+    precisions: tuple[str, ...]
+    splits: tuple[int, ...] = (1,)
+    recipes: tuple[Recipe, ...] = (AS_WRITTEN,)
+    chains: tuple[Chain, ...] = ()
+    incompatible: Callable[[Option], str] = field(default=lambda _option: "", compare=False)
+    """Why an option's parts do not go together ("" where they do)."""
+    notes: tuple[str, ...] = ()
+    """What was left out, and why."""
+
+    def families(self) -> Iterator[Family]:
+        """Every family whose parts go together."""
+        for precision in self.precisions:
+            for recipe in self.recipes:
+                for chain in (None, *self.chains):
+                    for splits in self.splits:
+                        family = Family(precision, splits, recipe, chain)
+                        if family.lengths and not self.incompatible(family.option(family.lengths[-1])):
+                            yield family
+
+    def __contains__(self, option: Option) -> bool:
+        plain = option.precision in self.precisions and option.splits in self.splits
+        return plain and option.recipe in self.recipes
+
+
+class Family(NamedTuple):
+    """Options that differ only in how many blocks of a chain are treated."""
+
+    precision: str
+    splits: int
+    recipe: Recipe
+    chain: Chain | None
+
+    @property
+    def lengths(self) -> range:
+        """The numbers of blocks to choose from, ascending."""
+        return range(1) if self.chain is None else self.chain.lengths
+
+    def option(self, length: int) -> Option:
+        """The option that treats this many blocks."""
+        recipe = self.recipe if self.chain is None else self.chain.recipe(self.recipe, length)
+        return Option(self.precision, self.splits, recipe)
+
+    @property
+    def group(self) -> tuple[str, Recipe, Chain | None]:
+        """What families that differ only in their micro-batches have in common."""
+        return self.precision, self.recipe, self.chain
 
 
 @dataclass(frozen=True)
@@ -39,10 +158,9 @@ class Request:
     batch_size: int
     precision: str
     budget: Budget
-    mixed: str | None = None
-    """The mixed precision that may replace ``precision``."""
-    mixed_why: str = ""
-    may_accumulate: bool = False
+    space: Space
+    reasons: tuple[str, ...] = ()
+    """Why the precisions in the space are those."""
     accumulate: int = 1
     ranks: int = 1
     grow: bool = False
@@ -50,21 +168,28 @@ class Request:
     lr_rule: str = "linear"
     dataset_size: int | None = None
     settings: AllocatorSettings | None = None
+    host_usable: int | None = None
+    """Bytes of host memory that techniques may take; None: not known, not limited."""
+    correction: float = 1.0
+    """What predicted peaks are multiplied by, at least 1: earlier runs took more than predicted."""
 
     @property
     def samples_per_batch(self) -> int:
         """Samples of an optimizer step for each sample of a loaded batch."""
         return self.accumulate * self.ranks
 
-    def options(self) -> Iterator[Option]:
-        """Every option that is allowed, in order of preference."""
-        precisions = [self.mixed, self.precision] if self.mixed else [self.precision]
-        yield Option(self.precision, 1)
-        if self.mixed:
-            yield Option(self.mixed, 1)
-        if self.may_accumulate:
-            for splits in splits_of(self.batch_size):
-                yield from (Option(precision, splits) for precision in precisions)
+    @property
+    def as_written(self) -> Option:
+        """The step as its author wrote it."""
+        return Option(self.precision, 1)
+
+    def usable(self, estimate: Estimate) -> int:
+        """Bytes that a prediction may take, with the margin of its tier."""
+        return self.budget.for_tier(estimate.tier).usable
+
+    def corrected(self, estimate: Estimate) -> int:
+        """Bytes to hold against the budget."""
+        return int(estimate.peak_reserved * self.correction)
 
 
 class Candidate(NamedTuple):
@@ -83,6 +208,7 @@ def make_plan(
     fits: bool,
     reasons: tuple[str, ...],
     rejected: tuple[Rejected, ...],
+    slowdown: float | None = None,
 ) -> Plan:
     """The Plan that runs ``option`` on loaded batches of ``batch_size`` samples."""
     effective_before = request.batch_size * request.samples_per_batch
@@ -101,9 +227,12 @@ def make_plan(
         fits=fits,
         estimate=after.estimate,
         before=before.estimate,
-        budget=request.budget,
+        budget=request.budget.for_tier(after.estimate.tier),
         reasons=reasons,
         rejected=rejected,
+        recipe=option.recipe,
+        slowdown=slowdown,
+        correction=request.correction,
         timeline=after.timeline,
         timeline_before=before.timeline,
     )
@@ -113,8 +242,7 @@ def unchanged(
     request: Request, before: Candidate, reasons: tuple[str, ...], rejected: tuple[Rejected, ...] = ()
 ) -> Plan:
     """The step as written, which fits."""
-    option = Option(request.precision, 1)
-    return make_plan(request, before, before, option, request.batch_size, True, reasons, rejected)
+    return make_plan(request, before, before, request.as_written, request.batch_size, True, reasons, rejected, 1.0)
 
 
 def fits_reasons(before: Candidate) -> tuple[str, ...]:

@@ -1,26 +1,32 @@
-"""The search: the least change that makes a step fit (pure over timelines).
+"""The search: the cheapest change that makes a step fit (pure over timelines and a cost model).
 
-Options stand in one fixed order of preference, and the first that fits is taken:
+A step that fits as written is left alone. Otherwise every option stands in one fixed order, and the first in it that
+fits is taken: cheapest first by the cost model; at the same cost (to a thousandth of the step as written) what
+changes the numbers of the training least, then fewest micro-batches, then fewest treated blocks.
 
-1. the step as written;
-2. mixed precision alone: the same batch in one pass, and faster on tensor cores;
-3. gradient accumulation, fewest micro-batches first (the largest micro-batch keeps the GPU busiest); at the
-   same number of micro-batches mixed precision comes first, for it runs faster and leaves more free.
+Options that differ only in how many blocks are checkpointed or offloaded form a family. Within one, cost and host
+memory grow with the number of blocks and GPU memory shrinks, so the smallest number that fits is found by bisection,
+and proven by a direct trace. Families are visited in the order of their cheapest member; the search ends at the first
+family whose cheapest member costs more than what was found.
 
-So mixed precision is never paid for with more micro-batches than the precision as written would need. Neither
-the order nor an option's peak depends on the budget, and every option that is tried is replayed: so a bigger
-budget or one more allowed technique never leads to a later option, whatever fragmentation does.
+Neither the order nor an option's peak depends on the budget, and bisection probes a fixed tree of lengths: so a
+bigger budget or one more allowed technique never leads to a later option, whatever fragmentation does to the peaks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vram_guard.plan.activations import peak_outside
 from vram_guard.plan.growth import grown
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.options import (
     Candidate,
+    Chain,
+    Costs,
+    Family,
     Option,
     Request,
     Source,
@@ -30,78 +36,209 @@ from vram_guard.plan.options import (
     unchanged,
 )
 from vram_guard.plan.techniques import uses_batch_norm
+from vram_guard.plan.words import recipe_words
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
+    from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Estimate
+
+#: Costs that differ by less are equal: the model is not that good.
+COST_STEP = 0.001
+
+Key = tuple[float, int, int, int, str]
+_Group = tuple[str, "Recipe", "Chain | None"]
 
 
 @dataclass
 class _Trial:
-    """Tries options one by one and remembers what was wrong with each."""
+    """Tries options one by one and remembers what was wrong with each group of them."""
 
     request: Request
     source: Source
-    rejected: list[Rejected] = field(default_factory=list)
-    untraceable: set[tuple[str, bool]] = field(default_factory=set)
-    """(precision, whether split): the step failed there, and would fail again."""
+    costs: Costs
+    progress: Callable[[str], None]
+    misses: dict[_Group, Rejected] = field(default_factory=dict)
+    """The nearest miss of each group."""
+    too_much_for_the_host: dict[_Group, Rejected] = field(default_factory=dict)
+    hopeless: set[_Group] = field(default_factory=set)
+    tried: dict[tuple[Option, bool], Candidate | None] = field(default_factory=dict)
 
-    def candidate(self, option: Option) -> Candidate:
-        timeline = self.source(option.precision, option.splits)
+    def candidate(self, option: Option, *, exact: bool = False) -> Candidate:
         size = self.request.batch_size // option.splits
+        timeline = self.source.exact(option, size) if exact else self.source(option)
         return Candidate(timeline, timeline.at(size, settings=self.request.settings))
 
-    def fitting(self, option: Option) -> Candidate | None:
-        """The option's prediction if it fits; otherwise it is rejected."""
+    def key(self, option: Option) -> Key:
+        """The option's place in the fixed order."""
+        recipe = option.recipe
+        treated = len(recipe.checkpoint) + len(recipe.offload_activations)
+        cost = round(self.costs.relative(option) / COST_STEP) * COST_STEP
+        return cost, option.changes_numbers, option.splits, treated, repr(option)
+
+    def fitting(self, option: Option, group: _Group, *, exact: bool = False) -> Candidate | None:
+        """The option's prediction if it fits; otherwise the miss is noted."""
+        if (option, exact) not in self.tried:
+            self.tried[option, exact] = self._try(option, group, exact=exact)
+        return self.tried[option, exact]
+
+    def _try(self, option: Option, group: _Group, *, exact: bool) -> Candidate | None:
         words = option.words(self.request.batch_size)
-        if (option.precision, option.splits > 1) in self.untraceable:
+        floor, usable = self.costs.floor(option), self.request.budget.usable
+        if floor > usable:
+            why = f"needs at least {format_bytes(floor)} for weights, gradients and optimizer states alone"
+            self._miss(group, Rejected(words, None, floor - usable, why))
             return None
         try:
-            candidate = self.candidate(option)
+            if self._no_form_helps(option, group, exact=exact):
+                return None
+            candidate = self.candidate(option, exact=exact)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            self.untraceable.add((option.precision, option.splits > 1))
-            why = f"the step fails there: {type(error).__name__}: {error}"
-            self.rejected.append(Rejected(words, None, 0, why))
+            self._miss(group, Rejected(words, None, 0, f"the step fails there: {type(error).__name__}: {error}"))
             return None
-        return candidate if self.accepts(words, candidate.estimate) else None
+        rejected = self.refusal(words, candidate.estimate)
+        if rejected is not None:
+            self._miss(group, rejected)
+            return None
+        return candidate
 
-    def accepts(self, words: str, estimate: Estimate) -> bool:
-        peak, usable = estimate.peak_reserved, self.request.budget.usable
-        missing = max(0, peak - usable)
-        if missing:
-            why = f"needs {format_bytes(peak)}, misses by {format_bytes(missing)}"
-        elif estimate.tier == "formula":
+    def _no_form_helps(self, option: Option, group: _Group, *, exact: bool) -> bool:
+        """Whether forward and backward alone are too much: another form of the optimizer changes nothing of that."""
+        if option.recipe.optimizer not in ("for-loop", "fused"):
+            return False
+        plain = option._replace(recipe=option.recipe.with_(optimizer="as-written"))
+        size = self.request.batch_size // option.splits
+        timeline = self.source.exact(plain, size) if exact else self.source(plain)
+        least = peak_outside(timeline, "optimizer", size)
+        missing = least - self.request.budget.usable
+        if missing <= 0:
+            return False
+        why = f"needs at least {format_bytes(least)} outside the optimizer"
+        self._miss(group, Rejected(option.words(self.request.batch_size), None, missing, why))
+        return True
+
+    def refusal(self, words: str, estimate: Estimate) -> Rejected | None:
+        """Why a prediction is not good enough; None where it is."""
+        peak, usable = self.request.corrected(estimate), self.request.usable(estimate)
+        if peak > usable:
+            missing = peak - usable
+            return Rejected(words, peak, missing, f"needs {format_bytes(peak)}, misses by {format_bytes(missing)}")
+        if estimate.tier == "formula":
             why = f"needs at least {format_bytes(peak)}, a lower bound that promises nothing"
-        else:
+            return Rejected(words, peak, 0, why)
+        return None
+
+    def host_suffices(self, option: Option, candidate: Candidate, group: _Group) -> bool:
+        """Whether host memory holds what the option keeps there; otherwise that is noted."""
+        host, usable = candidate.estimate.host_peak, self.request.host_usable
+        if usable is None or host <= usable:
             return True
-        self.rejected.append(Rejected(words, peak, missing, why))
+        why = f"takes {format_bytes(host)} of host memory, of which {format_bytes(usable)} are available"
+        words, peak = option.words(self.request.batch_size), self.request.corrected(candidate.estimate)
+        self.too_much_for_the_host.setdefault(group, Rejected(words, peak, 0, why))
         return False
 
+    def _miss(self, group: _Group, rejected: Rejected) -> None:
+        known = self.misses.get(group)
+        if known is None or _nearness(rejected) < _nearness(known):
+            self.misses[group] = rejected
 
-def search(request: Request, source: Source) -> Plan:
+    def smallest(self, family: Family, best: Key | None) -> tuple[int, Candidate] | None:
+        """The smallest length of the family's chain that fits, with its prediction.
+
+        None where there is none, or none that stands before ``best``.
+        """
+        group, lengths = family.group, family.lengths
+        if group in self.hopeless:
+            return None
+        least = family._replace(splits=self.request.space.splits[-1]).option(lengths[-1])
+        if self.fitting(least, group) is None:
+            # Even with the smallest micro-batches and every block treated: no member will do.
+            self.hopeless.add(group)
+            return None
+        low, high = lengths[0] - 1, lengths[-1]
+        if self.fitting(family.option(high), group) is None:
+            return None
+        while high - low > 1:
+            if best is not None and self.key(family.option(low + 1)) >= best:
+                return None
+            middle = (low + high) // 2
+            if self.fitting(family.option(middle), group, exact=True) is None:
+                low = middle
+            else:
+                high = middle
+        for length in range(high, lengths[-1] + 1):
+            # The law that was found at small sizes might not hold at the one that will run.
+            candidate = self.fitting(family.option(length), group, exact=True)
+            if candidate is not None:
+                # The host holds more with every further block.
+                return (length, candidate) if self.host_suffices(family.option(length), candidate, group) else None
+        return None
+
+
+def _nearness(rejected: Rejected) -> tuple[bool, int]:
+    return rejected.missing == 0, rejected.missing
+
+
+def search(
+    request: Request, source: Source, costs: Costs, progress: Callable[[str], None] = lambda _line: None
+) -> Plan:
     """The plan for a request.
 
     Errors of the step as written reach the caller; where it fails under another option, that is rejected.
+
+    Args:
+        request: what is asked.
+        source: timelines of options.
+        costs: what options cost.
+        progress: called with a line of text before each family that has to be traced.
     """
-    trial = _Trial(request, source)
-    as_written = Option(request.precision, 1)
+    trial = _Trial(request, source, costs, progress)
+    as_written = request.as_written
     before = trial.candidate(as_written)
-    if trial.accepts(as_written.words(request.batch_size), before.estimate):
+    refusal = trial.refusal(as_written.words(request.batch_size), before.estimate)
+    if refusal is None and as_written in request.space:
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
-    for option in request.options():
-        if option != as_written and (after := trial.fitting(option)) is not None:
-            return _shrunk(request, option, before, after, trial.rejected)
-    return _nothing_fits(request, before, trial.rejected)
+    if refusal is not None:
+        trial.misses[as_written.precision, as_written.recipe, None] = refusal
+    best = _cheapest(trial)
+    if best is None:
+        return _nothing_fits(trial, before)
+    return _changed(trial, before, *best)
 
 
-def _shrunk(request: Request, option: Option, before: Candidate, after: Candidate, rejected: list[Rejected]) -> Plan:
-    reasons = [_shortage(before.estimate, request)]
+def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
+    families = sorted(((trial.key(f.option(f.lengths[0])), f) for f in trial.request.space.families()), key=_first)
+    best: tuple[Key, Option, Candidate] | None = None
+    for number, (key, family) in enumerate(families, 1):
+        if best is not None and key >= best[0]:
+            break
+        if family.group not in trial.hopeless:
+            cheapest = family.option(family.lengths[0]).words(trial.request.batch_size)
+            trial.progress(f"trying {number} of {len(families)} ways: {cheapest}")
+        found = trial.smallest(family, None if best is None else best[0])
+        if found is None:
+            continue
+        option = family.option(found[0])
+        reached = trial.key(option)
+        if best is None or reached < best[0]:
+            best = reached, option, found[1]
+    return None if best is None else (best[1], best[2])
+
+
+def _first(pair: tuple[Key, Family]) -> Key:
+    return pair[0]
+
+
+def _changed(trial: _Trial, before: Candidate, option: Option, after: Candidate) -> Plan:
+    request = trial.request
+    reasons = [_shortage(trial, before.estimate)]
     if option.precision != request.precision:
-        reasons.append(request.mixed_why)
+        reasons += request.reasons
     if option.splits > 1:
         reasons.append(
-            f"{option.splits} equal micro-batches are the fewest that fit; the effective batch size stays, "
-            "and with it learning rates, schedules and the number of optimizer steps."
+            f"{option.splits} equal micro-batches; the effective batch size stays, and with it learning rates, "
+            "schedules and the number of optimizer steps."
         )
         if uses_batch_norm(after.timeline):
             reasons.append(
@@ -109,12 +246,41 @@ def _shrunk(request: Request, option: Option, before: Candidate, after: Candidat
                 f"({request.batch_size // option.splits} samples instead of {request.batch_size}): the "
                 "result is close to the unsplit one, not equal."
             )
+    if option.recipe:
+        reasons.append(f"{'; '.join(recipe_words(option.recipe))}: as little of it as fits.")
+    cost = trial.costs.relative(option)
+    reasons.append(f"The cheapest way that fits: {cost:.2f} times the step time as written, by a model of the GPU.")
     reasons += tier_reason(after.estimate)
-    return make_plan(request, before, after, option, request.batch_size, True, tuple(reasons), tuple(rejected))
+    reasons += request.space.notes
+    rejected = (*_misses(trial), *_dearer(trial, option, cost))
+    return make_plan(request, before, after, option, request.batch_size, True, tuple(reasons), rejected, round(cost, 4))
 
 
-def _shortage(estimate: Estimate, request: Request) -> str:
-    peak, usable = estimate.peak_reserved, request.budget.usable
+def _misses(trial: _Trial) -> tuple[Rejected, ...]:
+    return (*trial.misses.values(), *trial.too_much_for_the_host.values())
+
+
+def _dearer(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
+    """The simplest ways that were never tried, because they cost more than what was taken."""
+    request, seen = trial.request, dict[str, Rejected]()
+    for family in request.space.families():
+        option = family.option(family.lengths[0])
+        words = recipe_words(option.recipe)
+        simple = (option.precision != request.precision) + (option.splits > 1) + len(words) == 1
+        if not simple or option == taken or family.group in trial.misses:
+            continue
+        price = trial.costs.relative(option)
+        name = option.words(request.batch_size)
+        if price > cost:
+            more = ", and more with every block" if family.chain else ""
+            seen.setdefault(name, Rejected(name, None, 0, f"costs {price:.2f} times the step time{more}"))
+    return list(seen.values())
+
+
+def _shortage(trial: _Trial, estimate: Estimate) -> str:
+    peak, usable = trial.request.corrected(estimate), trial.request.usable(estimate)
+    if peak <= usable and estimate.tier != "formula":
+        return "The step fits as written; what was pinned is changed all the same."
     if peak <= usable:
         return "The step as written could only be bounded from below, so it is not known to fit."
     return (
@@ -123,21 +289,24 @@ def _shortage(estimate: Estimate, request: Request) -> str:
     )
 
 
-def _nothing_fits(request: Request, before: Candidate, rejected: list[Rejected]) -> Plan:
+def _nothing_fits(trial: _Trial, before: Candidate) -> Plan:
+    request, rejected = trial.request, _misses(trial)
     missed = [option for option in rejected if option.missing > 0]
     nearest = min(missed, key=lambda option: option.missing, default=None)
-    reasons = [_shortage(before.estimate, request)]
+    reasons = [_shortage(trial, before.estimate)]
     if nearest is not None and len(rejected) > 1:
         reasons.append(
             f"Nothing that is allowed makes it fit. Nearest: {nearest.option}, short by "
             f"{format_bytes(nearest.missing)} ({nearest.missing} bytes)."
         )
-    if request.mixed is None and request.mixed_why:
-        reasons.append(request.mixed_why)
-    if not request.may_accumulate:
+    if request.space.precisions == (request.precision,):
+        reasons += request.reasons
+    reasons += request.space.notes
+    if request.space.splits == (1,) and request.batch_size > 1:
         reasons.append("Gradient accumulation was not allowed, or there are no gradients to accumulate.")
-    elif request.batch_size == 1:
+    if request.batch_size == 1:
         reasons.append("A batch of one sample cannot be split.")
     reasons.append("Nothing was changed.")
-    option = Option(request.precision, 1)
-    return make_plan(request, before, before, option, request.batch_size, False, tuple(reasons), tuple(rejected))
+    return make_plan(
+        request, before, before, request.as_written, request.batch_size, False, tuple(reasons), rejected, 1.0
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.plan.model import Plan
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import os
 
     from vram_guard.budget import Budget
+    from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Estimate, Note, OutOfMemoryPoint, Phase
 
 #: Fields are only added under this name; a field that changes its meaning gets a new one.
@@ -27,6 +29,8 @@ def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[st
     """
     if isinstance(answer, Plan):
         return {"schema": SCHEMA, "kind": "plan", **_plan(answer), "budget": _budget(answer.budget)}
+    if budget is not None:
+        budget = budget.for_tier(answer.tier)
     held_against = {} if budget is None else {"budget": _budget(budget), "fits": fits(answer, budget)}
     return {"schema": SCHEMA, "kind": "estimate", "estimate": _estimate(answer), **held_against}
 
@@ -43,7 +47,7 @@ def write_json(answer: Plan | Estimate, path: str | os.PathLike[str], *, budget:
 
 def fits(estimate: Estimate, budget: Budget) -> bool:
     """Whether the step is known to stay within the budget."""
-    return estimate.tier != "formula" and estimate.peak_reserved <= budget.usable
+    return estimate.tier != "formula" and estimate.peak_reserved <= budget.for_tier(estimate.tier).usable
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
@@ -61,7 +65,9 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "learning_rate_factor": plan.learning_rate_factor,
         "checkpointed_modules": list(plan.checkpointed_modules),
         "offload": list(plan.offload),
+        "recipe": _recipe(plan.recipe),
         "slowdown": plan.slowdown,
+        "correction": plan.correction,
         "estimate": _estimate(plan.estimate),
         "before": _estimate(plan.before),
         "reasons": list(plan.reasons),
@@ -75,6 +81,10 @@ def _plan(plan: Plan) -> dict[str, Any]:
             for option in plan.rejected
         ],
     }
+
+
+def _recipe(recipe: Recipe) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(recipe).items()}
 
 
 def _estimate(estimate: Estimate) -> dict[str, Any]:
@@ -127,6 +137,7 @@ def _budget(budget: Budget) -> dict[str, Any]:
         "available": budget.available,
         "total": budget.total,
         "margin": budget.margin,
+        "margin_source": budget.margin_source,
         "source": budget.source,
         "gpu": None if budget.gpu is None else budget.gpu.name,
         "compute_capability": None if capability is None else list(capability),

@@ -108,7 +108,8 @@ def _parts(answer: Plan | Estimate, budget: Budget | None, signs: _Signs) -> Ite
         yield from _plan_parts(answer, signs)
         return
     if budget is not None:
-        yield _verdict(answer, budget, fits(answer, budget))
+        budget = budget.for_tier(answer.tier)
+        yield _verdict(answer.peak_reserved, budget, fits(answer, budget))
     yield _table(answer, None, signs)
     if budget is not None:
         yield _bar("needed", answer.peak_reserved, budget, signs)
@@ -117,7 +118,7 @@ def _parts(answer: Plan | Estimate, budget: Budget | None, signs: _Signs) -> Ite
 
 
 def _plan_parts(plan: Plan, signs: _Signs) -> Iterator[RenderableType]:
-    yield _verdict(plan.estimate, plan.budget, plan.fits)
+    yield _verdict(plan.peak, plan.budget, plan.fits)
     yield _table(plan.estimate, plan.before if plan.changed else None, signs)
     if plan.changed:
         yield _bar("as written", plan.before.peak_reserved, plan.budget, signs)
@@ -137,8 +138,8 @@ def _heading(title: str) -> Text:
     return Text(f"\n{title}", style="bold")
 
 
-def _verdict(estimate: Estimate, budget: Budget, fitting: bool) -> Text:
-    peak, usable = estimate.peak_reserved, budget.usable
+def _verdict(peak: int, budget: Budget, fitting: bool) -> Text:
+    usable = budget.usable
     amounts = f"{format_bytes(peak)} of {format_bytes(usable)} usable"
     if fitting:
         return Text(f"FITS  {amounts}, {format_bytes(usable - peak)} to spare", style="bold green")
@@ -234,8 +235,12 @@ def _changes(plan: Plan, signs: _Signs) -> Table:
         table.add_row(name, Text(f"{before} {signs.arrow} {after}"))
     if not plan.changed:
         table.add_row("nothing changes", "")
-    if plan.slowdown is not None:
+    if plan.slowdown is not None and plan.changed:
         table.add_row("modelled step time", f"x {plan.slowdown:.2f}")
+    if plan.estimate.host_peak:
+        table.add_row("host memory", format_bytes(plan.estimate.host_peak))
+    if plan.correction != 1:
+        table.add_row("earlier runs took", f"x {plan.correction:.3f} of the prediction: {format_bytes(plan.peak)}")
     return table
 
 

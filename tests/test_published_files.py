@@ -1,0 +1,137 @@
+"""Files of published rows, the table, and rows that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from vram_guard.budget import Budget
+from vram_guard.budget.margins import margins, measured_margin
+from vram_guard.errors import InvalidInputError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "published"))
+
+import records
+import segformer
+import source
+import table
+
+MIB = 2**20
+ROW = records.Row("runs", "a 1", 100 * MIB, 98 * MIB, "symbolic", 0.5, ran=True, fits=True, tools={"other": 150 * MIB})
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rows.json"
+    results = records.Results([ROW], {"b": "no library"}, {"c": "Traceback"}, {"runs": {"torch": "2.0"}})
+    records.write(results, path)
+    assert records.read(path) == results
+    return path
+
+
+def change(path, **changes):
+    data = json.loads(path.read_text())
+    for name, value in changes.items():
+        target = data["rows"][0] if name in data["rows"][0] or name == "colour" else data
+        if value is None:
+            del target[name]
+        else:
+            target[name] = value
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 2}, "'version' is 2 and this release reads 1"),
+        ({"format": "other"}, "'format'"),
+        ({"colour": 1}, r"rows\[0\]: unknown field 'colour'"),
+        ({"tier": None}, r"rows\[0\]: field 'tier' is missing"),
+        ({"predicted": "98"}, r"rows\[0\]: field 'predicted' must be int"),
+        ({"predicted": 0}, r"rows\[0\]: field 'predicted' must be bytes above 0"),
+        ({"measured": True}, r"rows\[0\]: field 'measured' must be"),
+        ({"tools": {"other": "much"}}, r"rows\[0\]: field 'tools'"),
+        ({"failed": []}, "field 'failed' must be"),
+        ({"rows": {}}, "field 'rows' must be a list"),
+        ({"rows": [5]}, r"rows\[0\]: expected an object"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_name_and_the_field(file, changes, reason):
+    change(file, **changes)
+    with pytest.raises(InvalidInputError, match=reason) as raised:
+        records.read(file)
+    assert str(file) in str(raised.value)
+
+
+def test_a_truncated_file_is_refused(file):
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(InvalidInputError, match=r"rows\.json is truncated"):
+        records.read(file)
+    with pytest.raises(InvalidInputError, match="cannot read"):
+        records.read(file.with_name("none.json"))
+
+
+def test_a_row_that_fails_is_told_with_its_traceback_and_the_rest_goes_on():
+    def predict(number):
+        if number == 1:
+            raise records.NotReproducible("no library")
+        if number == 2:
+            raise ZeroDivisionError("broken")
+        return [dataclasses.replace(ROW, name=str(number))]
+
+    lines = []
+    rows = source.Source("runs", lambda: range(4), str, predict)
+    found = source.run(rows, tell=lines.append)
+    assert [row.name for row in found.rows] == ["0", "3"]
+    assert found.not_reproduced == {"runs: 1": "no library"}
+    assert "ZeroDivisionError: broken" in found.failed["runs: 2"]
+    assert len(lines) == 3
+
+
+def test_the_table_holds_us_and_the_others_against_the_same_rows(capsys):
+    rows = [
+        ROW,
+        dataclasses.replace(ROW, predicted=110 * MIB, tools={}),
+        dataclasses.replace(ROW, ran=False, predicted=500 * MIB),  # no peak; and the wrong verdict
+        dataclasses.replace(ROW, judged=False, predicted=900 * MIB, ran=None),
+    ]
+    ours, other = table.lines(rows)
+    assert (ours.rows, ours.wrong, ours.verdicts) == (2, 1, 3)
+    assert ours.median == pytest.approx(0.06)
+    assert ours.p90 == pytest.approx(0.1)
+    assert (other.tool, other.rows, other.bias) == ("other", 1, pytest.approx(0.5))
+    assert other.ours_there == (pytest.approx(0.02), pytest.approx(0.02))
+    table.print_table(records.Results(rows, {"x": "why"}, {"y": "Traceback"}))
+    printed = capsys.readouterr().out
+    assert "not reproduced: x: why" in printed
+    assert "FAILED: y" in printed
+
+
+def test_a_stated_segmentation_memory_is_predicted_within_five_percent():
+    row = next(row for row in segformer.rows() if segformer.name(row).startswith("mit_b0 Cityscapes"))
+    (found,) = segformer.predict(row)
+    assert found.tier == "symbolic"
+    assert abs(found.error) <= 0.05
+
+
+def test_the_default_margin_says_where_it_comes_from():
+    usual = measured_margin()
+    budget = Budget.of("24GiB")
+    assert budget.margin == usual.fraction
+    assert budget.margin_source == usual.source
+    assert usual.source in budget.explain()
+    for tier, found in margins().items():
+        assert budget.for_tier(tier).margin == found.fraction
+        assert 0 < found.fraction < 0.2
+    assert budget.for_tier("formula").margin == usual.fraction
+
+
+def test_a_margin_that_was_given_stays():
+    for budget in (Budget.of("24GiB", margin=0.1), Budget.of(Budget.of("24GiB"), margin=0.1)):
+        assert budget.margin_source == ""
+        assert budget.for_tier("partly symbolic") == budget
+        assert "measured" not in budget.explain()
