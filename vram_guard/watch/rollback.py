@@ -151,19 +151,19 @@ class StateKeeper:
         copied = [[version(tensor) for tensor in tensors] for tensors, _ in self._copies]
         hosted = [version(tensor) for tensor, _ in self._on_host]
         yield
-        for kept, before, looks in zip(self._modules, attributes, contents, strict=True):
-            kept.follow(before, looks)
+        for kept, known, looks in zip(self._modules, attributes, contents, strict=True):
+            kept.follow(known, looks)
         self._parameters = [
             (name, parameter, base + version(parameter) - before)
             for (name, parameter, base), before in zip(self._parameters, parameters, strict=True)
         ]
         for (tensors, flat), versions in zip(self._copies, copied, strict=True):
             pieces = flat.split([tensor.numel() for tensor in tensors])
-            for tensor, piece, before in zip(tensors, pieces, versions, strict=True):
-                if version(tensor) != before:
+            for tensor, piece, seen in zip(tensors, pieces, versions, strict=True):
+                if version(tensor) != seen:
                     piece.copy_(tensor.detach().reshape(-1))
-        for (tensor, copy), before in zip(self._on_host, hosted, strict=True):
-            if version(tensor) != before:
+        for (tensor, copy), seen in zip(self._on_host, hosted, strict=True):
+            if version(tensor) != seen:
                 copy.copy_(tensor.detach())
 
     @torch.no_grad()

@@ -1,0 +1,87 @@
+"""Predicted beside measured, after the first steps of a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from vram_guard.timeline import Estimate
+    from vram_guard.watch.memory import MemoryReader
+
+#: Optimizer steps after which a training is in its stride: the first one makes the optimizer's state, and in
+#: frameworks that free gradients late the second is the first in which state and old gradients meet.
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the first steps took, and what was predicted; bytes."""
+
+    predicted_allocated: int
+    predicted_reserved: int
+    allocated: int | None
+    """Peak of this training; None where it cannot be told, for an earlier peak of the process was higher."""
+    reserved: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted, the worse of the two; None where neither was measured."""
+        pairs = ((self.allocated, self.predicted_allocated), (self.reserved, self.predicted_reserved))
+        ratios = [measured / predicted for measured, predicted in pairs if measured is not None and predicted > 0]
+        return max(ratios, default=None)
+
+    def words(self) -> str:
+        """One line for people."""
+        parts = (
+            _words("allocated", self.allocated, self.predicted_allocated),
+            _words("reserved", self.reserved, self.predicted_reserved),
+        )
+        return f"after {STEPS} optimizer steps, peak {parts[0]}; {parts[1]}"
+
+    def metrics(self) -> dict[str, float]:
+        """What was measured, by name."""
+        found = {"allocated": self.allocated, "reserved": self.reserved}
+        return {f"measured_peak_{name}_bytes": float(value) for name, value in found.items() if value is not None}
+
+
+class Watcher:
+    """Measures one training's first steps.
+
+    It is made before the model is on the device: what is there by then is somebody else's. Peaks are never reset, for
+    the user's code may read them; so a peak counts only once it rises above that of everything before the training.
+
+    Args:
+        reader: the device's memory.
+        estimate: the prediction of the plan that is trained under.
+    """
+
+    def __init__(self, reader: MemoryReader, estimate: Estimate) -> None:
+        self._reader = reader
+        self._estimate = estimate
+        self._before = (reader.allocated(), reader.reserved())
+        self._earlier: tuple[int, int] | None = None
+
+    def start(self) -> None:
+        """Training begins: model and optimizer are made, validation's sanity check is over."""
+        self._earlier = (self._reader.peak_allocated(), self._reader.peak_reserved())
+
+    def measure(self) -> Measured | None:
+        """What has been measured since :meth:`start`; None before."""
+        if self._earlier is None:
+            return None
+        peaks = (self._reader.peak_allocated(), self._reader.peak_reserved())
+        allocated, reserved = (
+            peak - before if peak > earlier else None
+            for peak, earlier, before in zip(peaks, self._earlier, self._before, strict=True)
+        )
+        return Measured(self._estimate.peak_allocated, self._estimate.peak_reserved, allocated, reserved)
+
+
+def _words(name: str, measured: int | None, predicted: int) -> str:
+    if measured is None:
+        return f"{name} not measured (an earlier peak of this process is higher), {format_bytes(predicted)} predicted"
+    share = f" ({measured / predicted - 1:+.1%})" if predicted else ""
+    return f"{name} {format_bytes(measured)} measured, {format_bytes(predicted)} predicted{share}"
