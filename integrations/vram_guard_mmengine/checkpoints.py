@@ -1,0 +1,38 @@
+"""Resuming with MMEngine on a torch that loads weights only.
+
+MMEngine 0.10.7 calls ``torch.load`` without a word about ``weights_only``, which torch 2.6 and later take as "yes",
+and then refuses what MMEngine itself saves beside the weights: its history of logged numbers. Those are plain numbers
+in NumPy arrays. While the guard's training loads, exactly these classes are allowed; code in a checkpoint is refused as
+before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+
+
+def own_classes() -> list[Any]:
+    """What MMEngine saves in every checkpoint: histories of numbers, and the NumPy arrays that they are kept in."""
+    rebuild: Callable[..., Any] = np.array(0.0).__reduce__()[0]  # type: ignore[assignment]
+    scalar: Callable[..., Any] = np.float64(0).__reduce__()[0]  # type: ignore[assignment]
+    dtypes = {type(np.dtype(kind)) for kind in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")}
+    # numpy 1 and 2 have the functions in modules of different names, and checkpoints of both are about.
+    older = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (rebuild, scalar)]
+    return [HistoryBuffer, np.ndarray, np.dtype, *sorted(dtypes, key=str), rebuild, scalar, *older]
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Inside the block, ``torch.load`` takes MMEngine's own checkpoints with ``weights_only``."""
+    allowed = getattr(torch.serialization, "safe_globals", None)
+    if allowed is None:  # torch before 2.5 loads everything unless told otherwise
+        yield
+        return
+    with allowed(own_classes()):
+        yield

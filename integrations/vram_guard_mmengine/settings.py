@@ -1,0 +1,102 @@
+"""The settings of the guard, as a config's ``vram_guard = dict(...)`` has them, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from vram_guard.errors import InvalidInputError
+
+Mode = Literal["fit", "report", "strict"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+#: MMEngine's names of hook positions (``mmengine.runner.Priority``); numbers from 0 to 100 will do as well.
+PRIORITIES = (
+    *("HIGHEST", "VERY_HIGH", "HIGH", "ABOVE_NORMAL", "NORMAL"),
+    *("BELOW_NORMAL", "LOW", "VERY_LOW", "LOWEST"),
+)
+DEFAULT_PRIORITY = "VERY_HIGH"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See :class:`vram_guard_mmengine.VramGuardHook`, whose arguments these are."""
+
+    budget: str | int | None = None
+    gpu: str | None = None
+    margin: float | None = None
+    allow: Iterable[str] | None = None
+    """A frozenset after the check."""
+    mode: Mode = "fit"
+    grow: bool = False
+    target_utilization: float = 0.8
+    lr_rule: str = "linear"
+    loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean"
+    priority: str | int = DEFAULT_PRIORITY
+
+    def __post_init__(self) -> None:
+        from vram_guard.budget import Budget
+        from vram_guard.budget.budget import checked_margin
+        from vram_guard.plan.learning_rate import learning_rate_factor
+
+        object.__setattr__(self, "allow", _checked_allow(self.allow))
+        if self.margin is not None:
+            checked_margin(self.margin)
+        if self.budget is not None or self.gpu is not None:
+            Budget.resolve(self.budget, self.gpu, self.margin)
+        learning_rate_factor(self.lr_rule, 1, 1)
+        target: object = self.target_utilization
+        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
+            raise InvalidInputError(f"target_utilization must be above 0 and at most 1, such as 0.8, not {target!r}")
+        if self.mode not in MODES:
+            raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if not callable(self.loss_weight) and self.loss_weight not in ("mean", "sum"):
+            raise InvalidInputError(
+                f"loss_weight must be 'mean', 'sum' or a function of the batch, not {self.loss_weight!r}"
+            )
+        if not isinstance(self.grow, bool):
+            raise InvalidInputError(f"grow must be True or False, not {self.grow!r}")
+        checked_priority(self.priority)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Settings from the keys of a config.
+
+        Raises:
+            InvalidInputError: an unknown key (the message suggests the right one), or a value that makes no sense.
+        """
+        if not isinstance(given, Mapping):
+            raise InvalidInputError(f"vram_guard must be a dict(...) in the config, not {given!r}")
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            if key not in known:
+                near = get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise InvalidInputError(f"vram_guard: unknown key {key!r}, known are {', '.join(known)}{hint}")
+        return cls(**given)
+
+
+def _checked_allow(allow: Iterable[str] | None) -> frozenset[str]:
+    from vram_guard.plan import techniques
+
+    default: tuple[str, ...] = getattr(techniques, "DEFAULT_ALLOW", ("precision", "accumulate"))
+    return techniques.checked_techniques(default if allow is None else allow)
+
+
+def checked_priority(priority: object) -> str | int:
+    """A position among the hooks, as MMEngine takes it.
+
+    Raises:
+        InvalidInputError: an unknown name, or a number outside 0 to 100.
+    """
+    if isinstance(priority, str) and priority.upper() in PRIORITIES:
+        return priority
+    if isinstance(priority, int) and not isinstance(priority, bool) and 0 <= priority <= 100:
+        return priority
+    near = get_close_matches(str(priority).upper(), PRIORITIES, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise InvalidInputError(
+        f"priority must be one of {', '.join(PRIORITIES)} or a number from 0 to 100, not {priority!r}{hint}"
+    )
