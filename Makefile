@@ -13,7 +13,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench bench-peers gpu-measure gpu-compare test-matrix clean
+.PHONY: help install demo demo-variants test lint format bench bench-peers gpu-measure gpu-compare test-matrix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -29,6 +29,9 @@ install: $(STAMP) ## make .venv and install the package with all its tools
 demo: $(STAMP) ## train a small super-resolution model under a budget that its batch does not fit
 	OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) $(BIN)/python examples/lightning_superres/train.py --out demo-out
 
+demo-variants: $(STAMP) ## choose the largest of four networks that fits a budget, and train it
+	OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) $(BIN)/python examples/variants_convlstm/train.py
+
 test: $(STAMP) ## run the test suite
 	$(BIN)/python -m pytest -n $(WORKERS)
 
@@ -41,8 +44,9 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode
+bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, and a plan over all techniques
 	$(BIN)/python benchmarks/bench_trace.py
+	$(BIN)/python benchmarks/bench_plan.py
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.measure

@@ -99,15 +99,17 @@ def _report(answer: Variants, *, unicode: bool) -> Group:
 
 def _table(answer: Variants, *, unicode: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
-    table.add_column("variant", overflow="fold")
-    for title in ("parameters", "as written", "of budget", "step time", "largest batch"):
-        table.add_column(title, justify="right", no_wrap=title != "largest batch")
-    table.add_column(f"at batch size {answer.batch_size}", overflow="fold")
+    planned = any(row.fits and not row.fits_as_written for row in answer.rows)
+    titles = ("parameters", "as written", "of budget", "largest batch", *(("step time",) if planned else ()))
+    table.add_column("variant", overflow="fold", min_width=min(24, max(len(row.name) + 2 for row in answer.rows)))
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column(f"batch of {answer.batch_size}", overflow="fold")
     chosen = answer.chosen
     for row in answer.rows:
         style = "bold" if row is chosen else "" if row.fits else "dim"
         mark = " *" if row is chosen else ""
-        table.add_row(Text(row.name + mark), *_figures(row), Text(row.verdict()), style=style)
+        table.add_row(Text(row.name + mark), *_figures(row)[: len(titles)], Text(row.verdict()), style=style)
     return table
 
 
@@ -119,8 +121,8 @@ def _figures(row: Variant) -> tuple[str, ...]:
         f"{row.parameters:,}",
         format_bytes(row.peak),
         f"{row.peak / row.plan.budget.usable:.0%}",
-        f"x {slowdown:.2f}" if row.fits and slowdown is not None else "-",
         str(row.largest_batch_size),
+        f"x {slowdown:.2f}" if row.fits and slowdown is not None else "-",
     )
 
 
