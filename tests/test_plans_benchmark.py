@@ -1,0 +1,125 @@
+"""The table of plans: networks of the published sizes, halving counted right, pages that say what was found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.plans import __main__ as command
+from benchmarks.plans import diffusion, pages
+from benchmarks.plans.compare import halving
+from benchmarks.plans.unet import UNet
+from benchmarks.plans.workloads import WORKLOADS, gpt2_medium, vit_large
+from vram_guard import Budget, TrainingStep, trace
+
+GIB = 2**30
+STEP = TrainingStep(
+    model=lambda: nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 3, 3, padding=1)),
+    batch=lambda size: torch.zeros(size, 3, 64, 64),
+    loss=lambda model, images: nn.functional.mse_loss(model(images), images),
+    optimizer=torch.optim.AdamW,
+)
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "parameters"), [(gpt2_medium, 354_823_168), (vit_large, 304_326_632), (UNet, 859_520_964)]
+)
+def test_networks_have_the_published_sizes(build, parameters):
+    with torch.device("meta"):
+        assert count(build()) == parameters
+
+
+def test_the_unet_gives_noise_of_the_latents_shape():
+    with torch.device("meta"):
+        noise = UNet()(torch.zeros(2, 4, 16, 24), torch.zeros(2, dtype=torch.long), torch.zeros(2, 77, 768))
+    assert noise.shape == (2, 4, 16, 24)
+
+
+def test_the_diffusion_transformer_trains_beside_frozen_ones():
+    pytest.importorskip("diffusers")
+    with torch.device("meta"):
+        model = diffusion.Unlearning()
+    assert count(model.unlearned) == count(model.original) == 5_570_283_072
+    assert count(model.text_encoder) == 4_762_310_656
+    trained = {name.partition(".")[0] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {"unlearned"}
+
+
+def test_halving_stops_at_the_first_size_that_fits():
+    timeline = trace(STEP)
+    at = {size: timeline.at(size).peak_reserved for size in (48, 24, 12)}
+    budget = Budget.resolve(at[24] - 1, gpu="A100 80GB", margin=0)
+    found = halving(timeline, 48, budget)
+    assert (found["batch_size"], found["peak"]) == (12, at[12])
+    assert found["slowdown"] >= 1, "four small steps take at least as long as a large one"
+    enough = Budget.resolve(at[48], gpu="A100 80GB", margin=0)
+    assert halving(timeline, 48, enough) == {"batch_size": 48, "peak": at[48], "slowdown": 1.0}
+    assert halving(timeline, 48, Budget.resolve(2**20, gpu="A100 80GB", margin=0)) is None
+
+
+def row(**changes):
+    return {
+        "workload": "a",
+        "title": "A, 16 x 2",
+        "budget": "12GiB",
+        "usable": 12 * GIB,
+        "as_written": 20 * GIB,
+        "batch_size": 16,
+        "fits": True,
+        "changed": True,
+        "plan": "4 micro-batches of 4",
+        "peak": 11 * GIB,
+        "slowdown": 1.25,
+        "host_peak": 0,
+        "halving": {"batch_size": 4, "peak": 9 * GIB, "slowdown": 1.5},
+        "seconds": 3.21,
+        **changes,
+    }
+
+
+REPORT = {
+    "machine": {"python": "3.11", "torch": "2.13", "cores": 2},
+    "gpu": "A100 80GB",
+    "rows": [
+        row(),
+        row(budget="8GiB", fits=False, changed=False, plan="nothing fits", peak=20 * GIB, halving=None),
+        row(
+            budget="24GiB",
+            changed=False,
+            plan="as written",
+            slowdown=1.0,
+            peak=20 * GIB,
+            halving={"batch_size": 16, "peak": 20 * GIB, "slowdown": 1.0},
+        ),
+    ],
+    "failed": {"b": "not installed: pip install diffusers"},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "fails", "kept"), [(pages.EN, "fails", "16 (unchanged)"), (pages.ZH, "失败", "16（不变）")]
+)
+def test_the_page_shows_plan_cost_and_halving(words, fails, kept):
+    page = pages.page(REPORT, words)
+    assert "| 12 GiB | 4 micro-batches of 4 | 11.00 GiB | × 1.25 | - | 16 → 4 | × 1.50 | 3.2 " in page
+    assert f"| 8 GiB | {words.nothing_fits} | - | - | - | {fails} | - |" in page
+    assert f"| 24 GiB | {words.unchanged} | 20.00 GiB | × 1.00 | - | {kept} | × 1.00 |" in page
+    assert "not installed: pip install diffusers" in page
+
+
+def test_the_table_in_the_terminal(capsys):
+    command.print_tables(REPORT)
+    out = capsys.readouterr().out
+    assert "A, 16 x 2: 20.00 GiB as written" in out
+    assert "4 (x 1.50)" in out
+    assert "b: not installed" in out
+
+
+def test_no_training_of_that_name(capsys):
+    assert command.main(["--only", "nonsense"]) == 2
+    assert f"there are {', '.join(WORKLOADS)}" in capsys.readouterr().err
