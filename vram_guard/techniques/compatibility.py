@@ -7,7 +7,11 @@ from vram_guard.techniques.recipe import Recipe
 #: torch's optimizers whose update of a parameter depends on nothing but that parameter, with a fused step for the CPU
 #: (``torch/optim``, "fused"): the ones that step on the host, each parameter by itself.
 STEP_ON_HOST = ("Adam", "AdamW", "SGD", "Adagrad")
-FUSED = STEP_ON_HOST
+
+#: torch's optimizers with a fused kernel for CUDA ("fused" in their constructors).
+FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+
+#: Those whose 8-bit kin has this name in torchao and in bitsandbytes: ``Adam`` -> ``Adam8bit``.
 EIGHT_BIT = ("Adam", "AdamW")
 
 

@@ -7,16 +7,11 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
+from vram_guard.techniques.compatibility import EIGHT_BIT, FUSED
 from vram_guard.techniques.recipe import OPTIMIZER_FORMS, OptimizerForm
 
 if TYPE_CHECKING:
     import torch
-
-#: torch's classes with a fused kernel for CUDA (``torch/optim``, "fused" in their constructors).
-FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-
-#: The 8-bit kin of a class has this name in both libraries: ``Adam`` -> ``Adam8bit``.
-EIGHT_BIT = ("Adam", "AdamW")
 
 #: Where it is looked for, the first that is installed. bitsandbytes updates in one kernel per parameter; torchao
 #: compiles its step, and what that takes while it runs is known to a bound only.
