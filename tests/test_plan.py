@@ -198,3 +198,74 @@ def test_a_plan_is_a_value() -> None:
     one, other = plan(STEP, 16, "4GiB"), plan(STEP, 16, "4GiB")
     assert isinstance(one, Plan)
     assert one == other
+
+
+class Deep(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer
+        self.layers = torch.nn.ModuleList(layer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+DEEP = TrainingStep(
+    model=Deep,
+    batch=lambda size: torch.zeros(size, 128, 64),
+    loss=lambda model, batch: model(batch).square().mean(),
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+)
+
+
+@pytest.mark.parametrize("technique", ["checkpoint", "offload_activations"])
+def test_as_many_blocks_as_needed_and_the_prediction_is_that_of_a_direct_trace(technique: str) -> None:
+    made = plan(DEEP, 16, "60MiB", gpu="A100 80GB", margin=0, allow=technique)
+    assert made.fits
+    treated = getattr(made.recipe, technique)
+    assert 0 < len(treated) < 6
+    assert made.slowdown is not None
+    assert made.slowdown >= 1  # copies may hide behind a launch-bound step
+    direct = trace(DEEP.with_(recipe=made.recipe)).at(16)
+    assert direct.peak_reserved == made.estimate.peak_reserved <= 60 * MIB
+    one_less = made.recipe.with_(**{technique: treated[:-1]})
+    assert trace(DEEP.with_(recipe=one_less)).at(16).peak_reserved > 60 * MIB
+    if technique == "offload_activations":
+        assert made.estimate.host_peak > 0
+        poor = plan(DEEP, 16, "60MiB", gpu="A100 80GB", margin=0, allow=technique, host_budget="1MiB")
+        assert not poor.fits
+        assert any("host memory" in option.why for option in poor.rejected)
+
+
+def test_blocks_that_the_user_names() -> None:
+    made = plan(DEEP, 16, "60MiB", margin=0, allow="checkpoint", blocks=("layers.5", "layers.4", "layers.3"))
+    assert set(made.checkpointed_modules) <= {"layers.5", "layers.4", "layers.3"}
+    with pytest.raises(InvalidInputError, match=r"layer\.5"):
+        plan(DEEP, 16, "60MiB", margin=0, blocks=("layer.5",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pin": {"micro_batch_size": 3}}, "does not divide"),
+        ({"pin": {"micro_batch_size": 4}, "grow": True}, "contradict"),
+        ({"pin": {"precision": "bf16-mixed"}, "gpu": "T4", "budget": None}, "16-mixed"),
+        ({"pin": {"checkpoint": 7}}, "has 6"),
+        ({"correction": 0.9}, "correction"),
+        ({"host_budget": "lots"}, "lots"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:
+    arguments = {"batch_size": 16, "budget": "4GiB", **changes}
+    with pytest.raises(InvalidInputError, match=message):
+        plan(DEEP, **arguments)
+
+
+def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
+    made = plan(DEEP, 16, "60MiB", margin=0, allow="precision,accumulate", pin={"precision": "32-true"})
+    assert made.fits
+    assert not made.checkpointed_modules
+    assert made.precision == "32-true"
+    assert made.splits > 1

@@ -9,14 +9,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 from rich.console import Console
 
 from vram_guard.budget import Budget
-from vram_guard.plan.options import Request
+from vram_guard.plan.options import Option, Request, Space
 from vram_guard.plan.search import search
+from vram_guard.plan.techniques import splits_of
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
 from vram_guard.report.files import NotWrittenWarning, write_atomically
 from vram_guard.report.text import BAR_WIDTH, render, show
@@ -40,10 +41,32 @@ def step(per_sample: int, **changes: object) -> Timeline:
     return replace(Timeline(blocks, (0, 1, 2, ~2, ~1), phases, (2, 3)), **changes)
 
 
+class Halves:
+    """Two precisions, the same in however many micro-batches."""
+
+    timelines: ClassVar = {"32-true": step(2 * MIB), "bf16-mixed": step(MIB)}
+
+    def __call__(self, option: Option) -> Timeline:
+        return self.timelines[option.precision]
+
+    def exact(self, option: Option, size: int) -> Timeline:
+        return self(option)
+
+
+class Prices:
+    """Half precision is faster, micro-batches cost a little."""
+
+    def relative(self, option: Option) -> float:
+        return (0.5 if option.precision == "bf16-mixed" else 1.0) + 0.01 * (option.splits - 1)
+
+    def floor(self, option: Option) -> int:
+        return 0
+
+
 def planned(usable: int = 64 * MIB, **changes: object) -> Plan:
-    timelines = {"32-true": step(2 * MIB), "bf16-mixed": step(MIB)}
-    asked = Request(64, "32-true", Budget.of(usable, margin=0), mixed="bf16-mixed", mixed_why="bf16.")
-    return search(replace(asked, may_accumulate=True, **changes), lambda precision, _splits: timelines[precision])
+    space = Space(("32-true", "bf16-mixed"), (1, *splits_of(64)))
+    asked = Request(64, "32-true", Budget.of(usable, margin=0), space, reasons=("bf16.",))
+    return search(replace(asked, **changes), Halves(), Prices())
 
 
 def test_the_estimate_s_table_adds_up() -> None:
@@ -78,7 +101,9 @@ def test_a_plan_says_what_changes_why_and_what_was_not_taken() -> None:
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
-    text = render(planned(usable=5 * MIB), unicode=False)
+    plan = planned(usable=5 * MIB)
+    many = tuple(replace(plan.rejected[0], missing=number) for number in range(1, 15))
+    text = render(replace(plan, rejected=many), unicode=False)
     assert text.startswith("DOES NOT FIT")
     assert "nothing changes" in text
     assert "too much" in text

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DoesNotFitError
+from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard_lightning import growth, namespaces, recovery
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
@@ -39,10 +40,11 @@ class VramGuard(CallbackBase):
     It steps in once the model is complete and before it is moved, wrapped or given an optimizer, runs the
     user's own training step symbolically on the CPU, and prints the prediction. Then, by ``mode``:
 
-    - ``"fit"``: where the step does not fit, the least change that makes it fit is applied: mixed
-      precision, and smaller micro-batches of the same loaded batch. Loaders, schedules, steps, intervals and
-      the effective batch stay as they are. Where nothing that is allowed makes it fit, or the training
-      cannot be predicted, a warning says so and the training is left unchanged.
+    - ``"fit"``: where the step does not fit, the cheapest change that makes it fit is applied: mixed
+      precision, smaller micro-batches of the same loaded batch, activation checkpointing of as many blocks as
+      needed, offload to host memory. Loaders, schedules, steps, intervals and the effective batch stay as they
+      are. Where nothing that is allowed makes it fit, or the training cannot be predicted, a warning says so
+      and the training is left unchanged.
     - ``"report"``: nothing is changed and nothing raised; the training is bit-identical to one without the
       guard.
     - ``"strict"``: nothing is changed; a step that does not fit as written, or cannot be predicted, raises.
@@ -54,12 +56,16 @@ class VramGuard(CallbackBase):
         budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
         gpu: a whole card by name ("RTX 4090"). With neither, what is free on the Trainer's device.
         margin: the share of the budget to leave free, in [0, 1); None: the default.
-        allow: what may be changed: "precision", "accumulate".
+        allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`: "precision", "accumulate",
+            "checkpoint", "offload" and so on.
         mode: see above.
         grow: where the step fits, enlarge the loader's batch up to ``target_utilization`` and scale the
             learning rates by ``lr_rule``.
         target_utilization: the share of the memory that growth may fill, in (0, 1].
         lr_rule: "linear", "sqrt" or "none".
+        pin: parts of the plan that are fixed, see :class:`vram_guard.plan.Pins`.
+        blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
+        host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
         loss_weight: what the loss is over the samples of a batch. "mean": their mean, as torch's losses are;
             "sum": their sum; or a function ``batch -> count`` where it is the mean over something else,
             such as labels that are not ignored.
@@ -82,34 +88,41 @@ class VramGuard(CallbackBase):
         budget: Budget | str | int | None = None,
         gpu: str | None = None,
         margin: float | None = None,
-        allow: Iterable[str] = ("precision", "accumulate"),
+        allow: Iterable[str] = DEFAULT_ALLOW,
         mode: Mode = "fit",
         grow: bool = False,
         target_utilization: float = 0.8,
         lr_rule: str = "linear",
         loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean",
         *,
+        pin: Mapping[str, Any] | None = None,
+        blocks: Iterable[str] | None = None,
+        host_budget: str | int | None = None,
         recover: bool = True,
         max_recoveries: int = 8,
         remember: bool = True,
     ) -> None:
         super().__init__()
         self.settings = Settings(
-            budget,
-            gpu,
-            margin,
-            allow,
-            mode,
-            grow,
-            target_utilization,
-            lr_rule,
-            loss_weight,
-            recover,
-            max_recoveries,
-            remember,
+            budget=budget,
+            gpu=gpu,
+            margin=margin,
+            allow=allow,
+            mode=mode,
+            grow=grow,
+            target_utilization=target_utilization,
+            lr_rule=lr_rule,
+            loss_weight=loss_weight,
+            pin=pin,
+            blocks=blocks,
+            host_budget=host_budget,
+            recover=recover,
+            max_recoveries=max_recoveries,
+            remember=remember,
         )
         self.plan: Plan | None = None
         self._applied = Applied()
+        self._applied_plan = Applied()
         self._logged = False
         self._session: Session | None = None
         """Recovery, while it is armed."""
@@ -128,12 +141,13 @@ class VramGuard(CallbackBase):
         self.plan, self._restored_factor, self._armed = None, 1.0, True
         strategy = trainer.strategy
         lightnings_own = strategy.setup
-        self._applied = Applied()
+        self._applied, self._applied_plan = Applied(), Applied()
         self._applied.on_undo(self._disarm)
 
         def guarded_setup(trainer: Trainer) -> None:
             may_recover = self._before_strategy_setup(trainer, pl_module)
             lightnings_own(trainer)
+            self._applied_plan.finish()
             if may_recover:
                 self._arm_recovery(trainer, pl_module)
 
@@ -191,6 +205,7 @@ class VramGuard(CallbackBase):
         if acts and decision.plan.fits and decision.plan.changed:
             applied = apply(trainer, decision, self.settings.loss_weight)
             self._applied.on_undo(applied.undo)
+            self._applied_plan = applied
             self._splitter = decision.splitter
             decision = decision.with_notes(*applied.notes, *_about_learning_rates(trainer, decision))
         if acts and self.settings.recover and no_recovery:
@@ -295,7 +310,8 @@ def _about_learning_rates(trainer: Trainer, decision: Decision) -> list[str]:
 
 
 def _shrinks(plan: Plan) -> bool:
-    return plan.precision != plan.precision_before or plan.micro_batch_size < plan.batch_size_before
+    smaller = plan.micro_batch_size < plan.batch_size_before
+    return plan.precision != plan.precision_before or smaller or bool(plan.recipe)
 
 
 def _metrics(plan: Plan) -> dict[str, float]:

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
+from vram_guard.errors import UnsupportedStepError
 from vram_guard_lightning import growth, namespaces, private_api, ranks
 from vram_guard_lightning.capture import Captured, capture
 
@@ -72,12 +73,13 @@ def budget_of(trainer: Trainer, settings: Settings) -> Budget:
 def _decide_here(trainer: Trainer, module: LightningModule, settings: Settings, budget: Budget) -> Decision:
     captured = capture(trainer, module)
     refused = _refused(trainer, module, captured, settings)
+    _check_pins(settings, refused)
     allow = frozenset(settings.allow) - refused.keys()
     plan = _plan(captured, settings, budget, allow, grow=settings.grow and "grow" not in refused)
     if "precision" in allow and (reason := _no_scaler(trainer, captured, plan)):
         refused["precision"] = reason
         plan = _plan(captured, settings, budget, allow - {"precision"}, grow=False)
-    asked = {name for name in refused if name in settings.allow or (name == "grow" and settings.grow)}
+    asked = {name for name in refused if name in settings.named or (name == "grow" and settings.grow)}
     notes = list(captured.notes)
     notes += [f"{_WORDS[name]} not possible here: {refused[name]}" for name in sorted(asked)]
     splitter = None
@@ -95,6 +97,8 @@ _WORDS = {
     "accumulate": "smaller micro-batches are",
     "precision": "mixed precision is",
     "grow": "a larger batch is",
+    "offload_parameters": "parameters on the host are",
+    "offload_optimizer": "an optimizer on the host is",
 }
 
 
@@ -111,6 +115,9 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
             captured.sample.batch_size,
             budget,
             allow=allow,
+            pin=settings.pin,
+            blocks=settings.blocks,
+            host_budget=settings.host_budget,
             grow=grow,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
@@ -127,9 +134,25 @@ def _refused(trainer: Trainer, module: LightningModule, captured: Captured, sett
     reasons = {
         "accumulate": _why_not_split(trainer, module, captured),
         "precision": _why_not_mixed(trainer),
+        **_why_not_on_host(trainer, captured),
         "grow": growth.why_not(trainer, captured.sample.growable) if settings.grow else "",
     }
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+_PINNED = {
+    "micro_batch_size": "accumulate",
+    "precision": "precision",
+    "optimizer_on_host": "offload_optimizer",
+    "parameters_on_host": "offload_parameters",
+}
+
+
+def _check_pins(settings: Settings, refused: dict[str, str]) -> None:
+    """Raises UnsupportedStepError where a pin asks for what cannot be done in this training."""
+    for pin, technique in _PINNED.items():
+        if getattr(settings.pin, pin) and technique in refused:
+            raise UnsupportedStepError(f"{pin} is pinned, but {_WORDS[technique]} not possible: {refused[technique]}")
 
 
 def _why_not_split(trainer: Trainer, module: LightningModule, captured: Captured) -> str:
@@ -143,6 +166,19 @@ def _why_not_split(trainer: Trainer, module: LightningModule, captured: Captured
     except CannotSplitError as error:
         return str(error)
     return ""
+
+
+def _why_not_on_host(trainer: Trainer, captured: Captured) -> dict[str, str]:
+    sharded = (
+        "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard in "
+        "configure_model"
+    )
+    optimizer = ""
+    if trainer.gradient_clip_val:
+        optimizer = "gradients are clipped on the GPU after they have been copied to the host"
+    elif captured.step.data_parallel_ranks > 1:
+        optimizer = "every rank would update a copy of its own"
+    return {"offload_parameters": sharded, "offload_optimizer": optimizer}
 
 
 def _why_not_mixed(trainer: Trainer) -> str:

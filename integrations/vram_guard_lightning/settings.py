@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -10,6 +10,7 @@ from vram_guard.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
+    from vram_guard.plan.pins import Pins
 
 Mode = Literal["fit", "report", "strict"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -29,6 +30,12 @@ class Settings:
     target_utilization: float
     lr_rule: str
     loss_weight: Literal["mean", "sum"] | Callable[[Any], Any]
+    pin: Mapping[str, Any] | Pins | None = None
+    """Pins after the check."""
+    blocks: Iterable[str] | None = None
+    host_budget: str | int | None = None
+    named: frozenset[str] = frozenset()
+    """What ``allow`` names one by one: of those, a refusal is always told."""
     recover: bool = True
     max_recoveries: int = 8
     remember: bool = True
@@ -37,10 +44,19 @@ class Settings:
         from vram_guard.budget import Budget
         from vram_guard.budget.budget import checked_margin
         from vram_guard.plan.learning_rate import learning_rate_factor
+        from vram_guard.plan.pins import Pins
         from vram_guard.plan.techniques import checked_techniques
         from vram_guard.step import checked_count
+        from vram_guard.units import parse_bytes
 
-        object.__setattr__(self, "allow", checked_techniques(self.allow))
+        object.__setattr__(self, "pin", Pins.of(self.pin))
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+        if self.host_budget is not None:
+            parse_bytes(self.host_budget)
+        given = self.allow.split(",") if isinstance(self.allow, str) else tuple(self.allow)
+        object.__setattr__(self, "allow", checked_techniques(given))
+        object.__setattr__(self, "named", frozenset(name.strip() for name in given))
         if self.margin is not None:
             checked_margin(self.margin)
         if self.budget is not None or self.gpu is not None:

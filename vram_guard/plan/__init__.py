@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.options import Request
+from vram_guard.plan.options import Option, Request
+from vram_guard.plan.pins import Pins
 from vram_guard.plan.search import search
-from vram_guard.plan.techniques import checked_techniques, mixed_precision, resident_batch
+from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
 from vram_guard.step import checked_count
+from vram_guard.units import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.step import TrainingStep
-    from vram_guard.timeline import Timeline
 
-__all__ = ["Plan", "Rejected", "plan"]
+__all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "plan"]
 
 #: What is assumed of a GPU that nobody named: Ampere, the oldest generation with bfloat16.
 ASSUMED_COMPUTE_CAPABILITY = (8, 0)
@@ -33,15 +34,21 @@ def plan(
     *,
     gpu: GPU | str | None = None,
     margin: float | None = None,
-    allow: Iterable[str] = ("precision", "accumulate"),
+    allow: Iterable[str] = DEFAULT_ALLOW,
+    pin: Mapping[str, Any] | Pins | None = None,
+    blocks: Iterable[str] | None = None,
+    host_budget: str | int | None = None,
     grow: bool = False,
     target_utilization: float = 0.8,
     lr_rule: str = "linear",
     dataset_size: int | None = None,
     settings: AllocatorSettings | None = None,
+    correction: float = 1.0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The least change that makes the step fit, or, with ``grow``, the largest batch within the target.
+    """The cheapest change that makes the step fit, or, with ``grow``, the largest batch within the target.
+
+    A step that fits as written is left as it is.
 
     Args:
         step: the training step as written.
@@ -49,41 +56,65 @@ def plan(
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
         gpu: a whole card by name; with neither, the device at hand.
         margin: the share of the budget to leave free; None: the default.
-        allow: what may be changed: "precision" (32-true to mixed), "accumulate" (smaller micro-batches).
-        grow: where the step fits, enlarge the batch (whole multiples of it, precision and accumulation as
-            written) and give the factor for the learning rate.
+        allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; "offload" is every kind of it.
+        pin: parts of the plan that are fixed, see :class:`Pins`: ``{"micro_batch_size": 4, "checkpoint": "all"}``.
+        blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
+        host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free here now.
+        grow: where the step fits, enlarge the batch (whole multiples of it, everything else as written) and give the
+            factor for the learning rate.
         target_utilization: the share of the memory that growth may fill, in (0, 1]; never beyond the budget.
         lr_rule: "linear", "sqrt" or "none".
         dataset_size: samples of one epoch over all processes; growth leaves at least one optimizer step.
         settings: the allocator's settings; None: PyTorch's defaults.
+        correction: what predicted peaks are multiplied by, at least 1, where earlier runs took more than predicted.
         progress: called with a line of text before each slow part.
 
     Returns:
         A Plan. Where nothing fits, ``fits`` is False and everything else is as written.
 
     Raises:
-        InvalidInputError: an argument makes no sense; raised before anything is traced.
+        InvalidInputError: an argument makes no sense, or two contradict each other; raised before anything is traced.
         NoDeviceError: no budget, no GPU name and no GPU here.
     """
     from vram_guard.budget import Budget
 
     batch_size = checked_count("batch_size", batch_size)
     techniques = checked_techniques(allow)
+    pins = Pins.of(pin)
+    if step.recipe:
+        raise InvalidInputError("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
     _check_growth(target_utilization, lr_rule)
     if dataset_size is not None:
         dataset_size = checked_count("dataset_size", dataset_size)
+    correction = _checked_correction(correction)
+    host_usable = _host_usable(host_budget)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     capability = _compute_capability(resolved)
-    mixed, why = None, "Mixed precision was not allowed."
-    if "precision" in techniques:
-        mixed, why = mixed_precision(step.precision, capability)
+    pins.check(batch_size, capability, grow=grow, trains=step.optimizer is not None)
+    precisions, why = _precisions(step.precision, techniques, capability)
+
+    from vram_guard.plan.costing import Costing
+    from vram_guard.plan.space import space_of
+    from vram_guard.plan.tracing import Traces
+
+    report = progress or _silent
+    traces = Traces(step, batch_size, capability or ASSUMED_COMPUTE_CAPABILITY, report)
+    costing = Costing(traces, batch_size, resolved.gpu, step.precision, step.accumulate)
+    traces.as_written()
     request = Request(
         batch_size=batch_size,
         precision=step.precision,
         budget=resolved,
-        mixed=mixed,
-        mixed_why=why,
-        may_accumulate="accumulate" in techniques and step.optimizer is not None,
+        space=space_of(
+            batch_size,
+            precisions,
+            techniques,
+            traces.parts(costing, blocks),
+            pins,
+            trains=step.optimizer is not None,
+            incompatible=_incompatible(step),
+        ),
+        reasons=why,
         accumulate=step.accumulate,
         ranks=step.data_parallel_ranks,
         grow=grow,
@@ -91,9 +122,44 @@ def plan(
         lr_rule=lr_rule,
         dataset_size=dataset_size,
         settings=settings,
+        host_usable=host_usable,
+        correction=correction,
     )
-    traces = _Traces(step, batch_size, capability or ASSUMED_COMPUTE_CAPABILITY, progress or _silent)
-    return search(request, traces)
+    return search(request, traces, costing, report)
+
+
+def _incompatible(step: TrainingStep) -> Callable[[Option], str]:
+    from vram_guard.techniques.compatibility import incompatible
+
+    clip = step.clip_grad_norm is not None or step.clip_grad_value is not None
+
+    def why(option: Option) -> str:
+        return incompatible(option.recipe, clip=clip, precision=option.precision, ranks=step.data_parallel_ranks)
+
+    return why
+
+
+def _precisions(
+    precision: str, techniques: frozenset[str], capability: tuple[int, int] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The precisions to choose from, the step's own first, and why they are those."""
+    mixed, why = None, "Mixed precision was not allowed."
+    if "precision" in techniques:
+        mixed, why = mixed_precision(precision, capability)
+    half = half_precision(precision, capability) if "half" in techniques else None
+    return tuple(name for name in (precision, mixed, half) if name is not None), (why,)
+
+
+def _host_usable(host_budget: str | int | None) -> int | None:
+    """Bytes of host memory that may be taken; None: the operating system does not tell."""
+    if host_budget is not None:
+        return parse_bytes(host_budget)
+    from vram_guard.budget.host import host_memory
+
+    try:
+        return host_memory().available
+    except DeviceQueryError:
+        return None
 
 
 def _compute_capability(budget: Budget) -> tuple[int, int] | None:
@@ -108,6 +174,12 @@ def _compute_capability(budget: Budget) -> tuple[int, int] | None:
         return None
 
 
+def _checked_correction(correction: object) -> float:
+    if isinstance(correction, bool) or not isinstance(correction, int | float) or not 1 <= correction < 100:
+        raise InvalidInputError(f"correction must be a factor of at least 1, such as 1.04, not {correction!r}")
+    return float(correction)
+
+
 def _check_growth(target_utilization: float, lr_rule: str) -> None:
     # Annotations stop nobody; a comparison with NaN is false.
     share: object = target_utilization
@@ -119,36 +191,3 @@ def _check_growth(target_utilization: float, lr_rule: str) -> None:
 
 def _silent(_line: str) -> None:
     """The progress of those who asked for none."""
-
-
-class _Traces:
-    """Timelines of one step under other precisions and splits, each traced when first asked for."""
-
-    def __init__(
-        self, step: TrainingStep, batch_size: int, capability: tuple[int, int], progress: Callable[[str], None]
-    ) -> None:
-        self._step = step
-        self._batch_size = batch_size
-        self._capability = capability
-        self._progress = progress
-        self._traced: dict[tuple[str, bool], Timeline] = {}
-
-    def __call__(self, precision: str, splits: int) -> Timeline:
-        if splits == 1:
-            return self._trace(precision, split=False)
-        # A step that already cuts its loaded batch into slices gets each slice cut again.
-        slices = self._step.accumulate if self._step.whole_batch else 1
-        return resident_batch(self._trace(precision, split=True), traced=2, resident=splits * slices)
-
-    def _trace(self, precision: str, *, split: bool) -> Timeline:
-        from vram_guard.simulate import trace
-
-        key = (precision, split)
-        if key not in self._traced:
-            self._progress(f"tracing the step in {precision}{' in micro-batches' if split else ''}")
-            changes = {"accumulate": 2, "whole_batch": True} if split else {}
-            step = self._step.with_(precision=precision, **changes)
-            # The law is checked where it is used: at the user's own batch size, and at the largest micro-batch.
-            check_at = max(1, self._batch_size // 2) if split else self._batch_size
-            self._traced[key] = trace(step, compute_capability=self._capability, check_at=check_at)
-        return self._traced[key]

@@ -42,3 +42,17 @@ def _end_of_forward(timeline: Timeline) -> int:
     if second:
         return second[0]
     return forwards[-1][1] if forwards else 0
+
+
+def peak_outside(timeline: Timeline, phase: str, batch_size: int) -> int:
+    """The most requested bytes alive at once while any phase but this one runs; no allocator reserves less."""
+    timeline = timeline.exact(batch_size)
+    sizes = timeline.sizes(batch_size)
+    starts = [*(part.start for part in timeline.phases), len(timeline.events)]
+    peak = held = 0
+    for part, start, end in zip(timeline.phases, starts, starts[1:], strict=False):
+        for event in timeline.events[start:end]:
+            held += sizes[event] if event >= 0 else -sizes[~event]
+            if held > peak and part.name != phase:
+                peak = held
+    return peak

@@ -31,9 +31,9 @@ LINEAR_RULE_HELD_UNTIL = 8192
 def grown(request: Request, before: Candidate) -> Plan:
     """The largest multiple of the batch below which every multiple on the list stays within the target."""
     target = int(request.budget.total * request.target_utilization)
-    limit = min(request.budget.usable, target)
+    limit = min(request.usable(before.estimate), target)
     share = f"{request.target_utilization:.0%} of {format_bytes(request.budget.total)}"
-    if before.estimate.peak_reserved > limit:
+    if request.corrected(before.estimate) > limit:
         why = f"It already uses more than the target of {share}: the batch is not grown."
         return unchanged(request, before, (*fits_reasons(before), why))
     most, cap_reason = _most_growth(request)
@@ -42,7 +42,7 @@ def grown(request: Request, before: Candidate) -> Plan:
     for multiple in growth_multiples(most):
         size = multiple * request.batch_size
         estimate = before.timeline.at(size, settings=request.settings)
-        if estimate.peak_reserved > limit or estimate.tier == "formula":
+        if request.corrected(estimate) > limit or estimate.tier == "formula":
             rejected.append(_too_large(request, size, estimate, limit))
             break
         best, factor = Candidate(before.timeline, estimate), multiple
@@ -59,12 +59,12 @@ def grown(request: Request, before: Candidate) -> Plan:
         *_learning_rate_reasons(request, factor),
         *tier_reason(best.estimate),
     )
-    option = Option(request.precision, 1)
-    return make_plan(request, before, best, option, factor * request.batch_size, True, reasons, tuple(rejected))
+    size = factor * request.batch_size
+    return make_plan(request, before, best, request.as_written, size, True, reasons, tuple(rejected))
 
 
 def _share(candidate: Candidate, request: Request) -> str:
-    return f"{candidate.estimate.peak_reserved / request.budget.total:.0%}"
+    return f"{request.corrected(candidate.estimate) / request.budget.total:.0%}"
 
 
 def _most_growth(request: Request) -> tuple[int, str]:
@@ -79,8 +79,8 @@ def _most_growth(request: Request) -> tuple[int, str]:
 
 
 def _too_large(request: Request, size: int, estimate: Estimate, limit: int) -> Rejected:
-    missing = max(0, estimate.peak_reserved - limit)
-    peak = estimate.peak_reserved
+    peak = request.corrected(estimate)
+    missing = max(0, peak - limit)
     why = f"needs {format_bytes(peak)}, over the target by {format_bytes(missing)}"
     if not missing:
         why = "could only be bounded from below"

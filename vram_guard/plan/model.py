@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vram_guard.plan.words import offload_words, ranges
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -55,10 +57,12 @@ class Plan:
     budget: Budget
     reasons: tuple[str, ...]
     rejected: tuple[Rejected, ...]
-    checkpointed_modules: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
+    recipe: Recipe = AS_WRITTEN
+    """The techniques beyond precision and micro-batches."""
     slowdown: float | None = None
-    """Predicted step time over the step time as written; None: not modelled."""
+    """Step time over the step time as written, by the cost model; None: not modelled."""
+    correction: float = 1.0
+    """What predicted peaks were multiplied by before they were held against the budget."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     """What ``estimate`` was read from, for plots and snapshots."""
     timeline_before: Timeline | None = field(default=None, repr=False, compare=False)
@@ -67,6 +71,21 @@ class Plan:
     def splits(self) -> int:
         """Micro-batches that one loaded batch is split into."""
         return self.batch_size // self.micro_batch_size
+
+    @property
+    def checkpointed_modules(self) -> tuple[str, ...]:
+        """Modules that compute their forward again in the backward pass."""
+        return self.recipe.checkpoint
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """What waits in host memory, in words."""
+        return tuple(offload_words(self.recipe))
+
+    @property
+    def peak(self) -> int:
+        """Bytes that are held against the budget: the predicted reserved peak, corrected."""
+        return int(self.estimate.peak_reserved * self.correction)
 
     @property
     def changed(self) -> bool:
@@ -82,8 +101,9 @@ class Plan:
             ("micro-batches per optimizer step", str(self.accumulate_before), str(self.accumulate)),
             ("effective batch size", str(self.effective_batch_size_before), str(self.effective_batch_size)),
             ("learning rates", "x 1", f"x {self.learning_rate_factor:g}"),
-            ("checkpointed modules", "none", ", ".join(self.checkpointed_modules) or "none"),
-            ("offload", "none", ", ".join(self.offload) or "none"),
+            ("checkpointed modules", "none", ranges(self.checkpointed_modules) or "none"),
+            ("on the host", "nothing", ", ".join(self.offload) or "nothing"),
+            ("optimizer", "as written", self.recipe.optimizer.replace("-", " ")),
         )
         return tuple(change for change in sizes if change[1] != change[2])
 
@@ -97,13 +117,15 @@ class Plan:
         """The plan in plain words, several lines: verdict, changes, reasons, what was rejected."""
         lines = [self._verdict(), ""]
         lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or ["  nothing changes"]
+        if self.slowdown is not None and self.changed:
+            lines.append(f"  step time, modelled: x {self.slowdown:.2f}")
         lines += ["", "Why:", *(f"  - {reason}" for reason in self.reasons)]
         if self.rejected:
             lines += ["", "Not taken:", *(f"  - {option.option}: {option.why}" for option in self.rejected)]
         return "\n".join(lines)
 
     def _verdict(self) -> str:
-        peak, usable = self.estimate.peak_reserved, self.budget.usable
+        peak, usable = self.peak, self.budget.usable
         if self.fits:
             spare = format_bytes(usable - peak)
             return f"Fits: {format_bytes(peak)} of {format_bytes(usable)}, {spare} to spare."

@@ -12,25 +12,44 @@ from vram_guard.timeline import Affine, Block, Timeline
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-TECHNIQUES: tuple[str, ...] = ("precision", "accumulate")
+#: What ``allow`` may name, and what it means. "offload" is all four kinds of it.
+TECHNIQUES: dict[str, str] = {
+    "precision": "mixed precision in place of 32-true",
+    "half": "bf16-true in place of 32-true: weights and optimizer states in bfloat16 too",
+    "accumulate": "smaller micro-batches of the same loaded batch",
+    "checkpoint": "activation checkpointing of repeated blocks, as many as needed",
+    "offload_activations": "activations of blocks wait in host memory for the backward pass",
+    "offload_frozen": "frozen modules wait in host memory for their forward",
+    "offload_optimizer": "optimizer states and step in host memory",
+    "offload_parameters": "parameters, gradients and optimizer states in host memory (FSDP2)",
+    "foreach": "the optimizer without foreach lists: equal results, fewer temporaries",
+    "fused": "the fused optimizer: no temporaries, results differ in the last bits",
+    "8bit": "8-bit optimizer states",
+}
+OFFLOADS = ("offload_activations", "offload_frozen", "offload_optimizer", "offload_parameters")
+
+#: What is allowed unless the user says otherwise: results stay equal, or as close as mixed precision is.
+DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "offload", "foreach")
 
 BFLOAT16_SINCE = (8, 0)
 FLOAT16_FAST_SINCE = (7, 0)
 
 
 def checked_techniques(allow: Iterable[str]) -> frozenset[str]:
-    """The allowed techniques; a string is read as a comma-separated list.
+    """The allowed techniques, "offload" spelt out; a string is read as a comma-separated list.
 
     Raises:
         InvalidInputError: an unknown technique; the message suggests the nearest known one.
     """
-    names = [name.strip() for name in allow.split(",") if name.strip()] if isinstance(allow, str) else list(allow)
+    names = [name.strip() for name in allow.split(",")] if isinstance(allow, str) else list(allow)
+    names = [name for name in names if name != ""]
+    known = (*TECHNIQUES, "offload")
     for name in names:
-        if name not in TECHNIQUES:
-            near = get_close_matches(str(name), TECHNIQUES, n=1)
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidInputError(f"allow: unknown technique {name!r}, known are {', '.join(TECHNIQUES)}{hint}")
-    return frozenset(names)
+            raise InvalidInputError(f"allow: unknown technique {name!r}, known are {', '.join(known)}{hint}")
+    return frozenset(single for name in names for single in (OFFLOADS if name == "offload" else (name,)))
 
 
 def mixed_precision(precision: str, capability: tuple[int, int] | None) -> tuple[str | None, str]:
@@ -57,6 +76,15 @@ def mixed_precision(precision: str, capability: tuple[int, int] | None) -> tuple
     if capability >= FLOAT16_FAST_SINCE:
         return "16-mixed", f"Compute capability {name} has no bfloat16: float16 with a GradScaler."
     return None, f"Mixed precision was not tried: compute capability {name} has no fast half precision."
+
+
+def half_precision(precision: str, capability: tuple[int, int] | None) -> str | None:
+    """The "true" half precision that may replace ``precision`` on request; None where there is none.
+
+    Only bfloat16: float16 weights need a gradient scaler, which torch's does not do for them.
+    """
+    fits = precision == "32-true" and (capability is None or capability >= BFLOAT16_SINCE)
+    return "bf16-true" if fits else None
 
 
 def splits_of(batch_size: int) -> Iterator[int]:

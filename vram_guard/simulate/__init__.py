@@ -7,7 +7,7 @@ from dataclasses import replace
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import Estimate, Note, Timeline, merge_affine
 
-__all__ = ["estimate", "trace"]
+__all__ = ["estimate", "holds_at", "trace", "trace_at"]
 
 #: Two sizes that differ by one sample, neither of them 1: torch treats dimensions of one specially.
 TRACED_SIZES = (2, 3)
@@ -26,7 +26,11 @@ LAW_BROKEN = Note("the sequence of allocations differs between batch sizes: ever
 
 
 def trace(
-    step: TrainingStep, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, check_at: int | None = None
+    step: TrainingStep,
+    *,
+    compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
+    check_at: int | None = None,
+    checked: bool = True,
 ) -> Timeline:
     """Two consecutive training steps as allocations and frees, for every batch size.
 
@@ -39,6 +43,7 @@ def trace(
         step: what is trained.
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
+        checked: False leaves the check to the caller, who compares with :func:`trace_at` where it matters.
 
     Raises:
         UnsupportedStepError: the step cannot be run symbolically at all.
@@ -54,8 +59,10 @@ def trace(
     merged = merge_affine(small, large)
     from_values = any(FROM_VALUES in note.message for note in small.notes)
     if merged is not None and not from_values:
+        if not checked:
+            return merged
         direct = run_step(step, check_at, compute_capability)
-        if _same(direct, merged, check_at):
+        if holds_at(direct, merged, check_at):
             return replace(merged, traced=(*TRACED_SIZES, check_at))
 
     def retrace(batch_size: int) -> Timeline:
@@ -65,8 +72,23 @@ def trace(
     return replace(small, notes=(*small.notes, LAW_BROKEN), retrace=retrace)
 
 
-def _same(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
-    """Whether a trace at one batch size is what the law says of it."""
+def trace_at(
+    step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
+) -> Timeline:
+    """The step traced at one batch size alone; other sizes that the timeline is asked for are traced anew.
+
+    Raises:
+        UnsupportedStepError: the step cannot be run symbolically at all.
+        Exception: whatever the user's own code raises, with its own traceback.
+    """
+    from vram_guard.simulate.run import run_step
+
+    exact = run_step(step, checked_count("batch_size", batch_size), compute_capability)
+    return replace(exact, retrace=lambda size: trace_at(step, size, compute_capability=compute_capability))
+
+
+def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
+    """Whether a direct trace at one batch size is what the law says of it."""
     return (
         direct.events == merged.events
         and direct.sizes(batch_size) == merged.sizes(batch_size)

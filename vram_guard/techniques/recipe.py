@@ -47,7 +47,8 @@ class Recipe:
             object.__setattr__(self, name, tuple(paths))
         both = set(self.checkpoint) & set(self.offload_activations)
         if both:
-            raise InvalidInputError(f"{', '.join(sorted(both))}: a module is either checkpointed or offloaded, not both")
+            names = ", ".join(sorted(both))
+            raise InvalidInputError(f"{names}: a module is either checkpointed or offloaded, not both")
 
     def __bool__(self) -> bool:
         """Whether anything is switched on."""

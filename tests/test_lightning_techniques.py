@@ -1,0 +1,154 @@
+"""Techniques of a plan, applied by VramGuard to real trainings: the training stays what it was."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard_lightning import VramGuard, namespaces
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
+INSTALLED = [module.__name__ for module in namespaces.installed()]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def make_module(namespace: str, *, teacher: bool = False) -> Any:
+    pl = importlib.import_module(namespace)
+
+    class Deep(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Block(6) for _ in range(6))
+            self.head = nn.Linear(6, 2)
+            self.teacher = nn.Sequential(nn.Linear(6, 100_000), nn.Linear(100_000, 2)) if teacher else None
+            if self.teacher is not None:
+                self.teacher.requires_grad_(False)
+            self.checkpointed: list[bool] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            x, y = batch
+            self.checkpointed.append("forward" in vars(self.blocks[0]))
+            if self.teacher is not None:
+                with torch.no_grad():
+                    y = y + 0.01 * self.teacher(x)
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.mse_loss(self.head(x), y)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Deep()
+
+
+def fit(root: Any, guard: Any, namespace: str = INSTALLED[0], *, teacher: bool = False, **how: Any) -> Any:
+    module = make_module(namespace, teacher=teacher)
+    trainer = cases.make_trainer(namespace, root, [guard] if guard else [], **how)
+    torch.manual_seed(3)
+    trainer.fit(module, cases.loader(40))
+    return module
+
+
+def resident(timeline: Any) -> int:
+    """Bytes of parameters on the GPU when the traced steps are over."""
+    freed = {~event for event in timeline.events if event < 0}
+    return sum(
+        block.size.base
+        for index, block in enumerate(timeline.blocks)
+        if block.category == "parameters" and index not in freed
+    )
+
+
+@pytest.mark.parametrize("namespace", INSTALLED)
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"checkpoint": "all"},
+        {"checkpoint": 3},
+        {"offload_activations": ("blocks.1", "blocks.4")},
+        {"checkpoint": 2, "offload_activations": ("blocks.4",)},
+        {"optimizer": "for-loop"},
+        {"optimizer": "fused"},
+    ],
+)
+def test_weights_are_those_of_the_unguarded_training(tmp_path: Any, namespace: str, pin: dict[str, Any]) -> None:
+    guard = VramGuard(budget="4GiB", pin=pin)
+    guarded = fit(tmp_path, guard, namespace)
+    written = fit(tmp_path, None, namespace)
+    assert guard.plan is not None
+    assert guard.plan.fits
+    assert guard.plan.recipe
+    torch.testing.assert_close(cases.weights(guarded), cases.weights(written), rtol=1e-6, atol=1e-7)
+    assert guarded.checkpointed[0] is (pin.get("checkpoint") is not None)
+    assert "forward" not in vars(guarded.blocks[0]), "the module is given back as it came"
+    assert list(guarded.state_dict()) == list(written.state_dict())
+
+
+def test_a_frozen_teacher_waits_on_the_host(tmp_path: Any) -> None:
+    pytest.importorskip("accelerate")
+    guard = VramGuard(budget="4GiB", pin={"frozen_on_host": ("teacher",)})
+    guarded = fit(tmp_path, guard, teacher=True)
+    written = fit(tmp_path, None, teacher=True)
+    assert guard.plan is not None
+    assert guard.plan.offload == ("teacher (frozen) on the host",)
+    assert resident(guard.plan.timeline) < resident(guard.plan.timeline_before) - 3_000_000  # 0.8 million weights
+    torch.testing.assert_close(cases.weights(guarded), cases.weights(written), rtol=0, atol=0)
+
+
+def test_checkpointing_goes_together_with_micro_batches_and_mixed_precision(tmp_path: Any) -> None:
+    pin = {"checkpoint": "all", "micro_batch_size": 4, "precision": "bf16-mixed"}
+    guard = VramGuard(budget="4GiB", pin=pin)
+    guarded = fit(tmp_path, guard)
+    written = fit(tmp_path, None, precision="bf16-mixed")
+    assert guard.plan is not None
+    assert (guard.plan.splits, len(guard.plan.checkpointed_modules)) == (2, 6)
+    # Dropout draws other numbers for micro-batches, so the weights are close in kind only.
+    assert (cases.weights(guarded) - cases.weights(written)).abs().max() < 0.1
+
+
+def test_what_cannot_be_pinned_here_is_refused_with_the_reason(tmp_path: Any) -> None:
+    guard = VramGuard(budget="4GiB", pin={"parameters_on_host": True}, mode="strict")
+    with pytest.raises(UnsupportedStepError, match="ModelParallelStrategy"):
+        fit(tmp_path, guard)
+    clipped = VramGuard(budget="4GiB", pin={"optimizer_on_host": True}, mode="strict")
+    with pytest.raises(UnsupportedStepError, match="clipped"):
+        fit(tmp_path, clipped, gradient_clip_val=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pin": {"micro_batch": 4}}, "did you mean 'micro_batch_size'"),
+        ({"pin": {"checkpoint": True}}, "checkpoint must be"),
+        ({"pin": {"checkpoint": -1}}, "checkpoint must be"),
+        ({"pin": {"precision": "fp8"}}, "precision must be one of"),
+        ({"pin": {"optimizer_on_host": 1}}, "True or False"),
+        ({"pin": {"optimizer_on_host": True, "parameters_on_host": True}}, "leave optimizer_on_host out"),
+        ({"pin": {"checkpoint": "all", "offload_activations": "all"}}, "either checkpointed or offloaded"),
+        ({"pin": 4}, "mapping"),
+        ({"host_budget": "-1GiB"}, "-1GiB"),
+    ],
+)
+def test_nonsense_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        VramGuard(budget="4GiB", **settings)

@@ -1,0 +1,184 @@
+"""What options cost and what they take at the least, worked out from the traces of the step's precisions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from vram_guard.plan.activations import activation_bytes
+from vram_guard.plan.cost import (
+    forward_seconds_by_module,
+    offload_seconds,
+    recompute_seconds,
+    relative_cost,
+    step_seconds,
+)
+from vram_guard.plan.options import Option
+from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
+
+if TYPE_CHECKING:
+    from vram_guard.budget import GPU
+    from vram_guard.plan.tracing import Traces
+    from vram_guard.techniques.recipe import Recipe
+    from vram_guard.timeline import Category, Timeline
+
+#: An 8-bit state is a quarter of a 32-bit one (its scales come on top).
+EIGHT_BIT_SHARE = 0.25
+
+
+class Costing:
+    """Step times and lower bounds of options for one step; see :class:`vram_guard.plan.options.Costs`.
+
+    Args:
+        traces: where timelines come from; only those of whole batches as written are asked for, one per precision.
+        batch_size: samples that the loader delivers at once.
+        gpu: the card; None: one of the compute capability that was traced for.
+        precision: the step's own.
+        accumulate: the step's own micro-batches per optimizer step.
+    """
+
+    def __init__(self, traces: Traces, batch_size: int, gpu: GPU | None, precision: str, accumulate: int) -> None:
+        self._traces = traces
+        self._batch_size = batch_size
+        self._gpu = gpu
+        self._precision = precision
+        self._accumulate = accumulate
+        self._times: dict[Option, StepTime] = {}
+        self._steps: dict[tuple[str, int], StepTime] = {}
+        self._saved: dict[tuple[str, int], Mapping[str, int]] = {}
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def relative(self, option: Option) -> float:
+        """Step time under the option over the step time as written."""
+        return relative_cost(self.seconds(option), self.seconds(Option(self._precision, 1)))
+
+    def seconds(self, option: Option) -> StepTime:
+        """The predicted time of one optimizer step under the option."""
+        if option not in self._times:
+            self._times[option] = self._seconds(option)
+        return self._times[option]
+
+    def _seconds(self, option: Option) -> StepTime:
+        recipe, size = option.recipe, self._batch_size // option.splits
+        timeline = self._traces(Option(option.precision, 1))
+        rounds = option.splits * self._accumulate
+        time = self._step(option.precision, size, rounds)
+        if recipe.checkpoint:
+            work = timeline.exact(size).work
+            time += recompute_seconds(work, recipe.checkpoint, size, self._gpu, micro_batches=rounds)
+        if recipe.offload_activations:
+            saved = sum(self._saved_by(option.precision, size, recipe.offload_activations).values())
+            time += offload_seconds(saved, self._gpu).times(rounds)
+        if recipe.frozen_on_host:
+            # They never change: nothing is copied back.
+            arriving = offload_seconds(self._frozen_bytes(recipe), self._gpu, both_ways=False)
+            time += arriving.times(rounds)
+        return time + self._host_optimizer(timeline, recipe, rounds) + self._form(timeline, recipe)
+
+    def _step(self, precision: str, size: int, rounds: int) -> StepTime:
+        key = (precision, size)
+        if key not in self._steps:
+            timeline = self._traces(Option(precision, 1))
+            self._steps[key] = step_seconds(timeline, size, self._gpu, micro_batches=rounds)
+        return self._steps[key]
+
+    def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:
+        """Gradients go to the host, the step is made there, weights come back."""
+        if not (recipe.optimizer_on_host or recipe.parameters_on_host):
+            return StepTime()
+        static = self._static
+        down = offload_seconds(static["gradients"], self._gpu, both_ways=False).times(rounds)
+        # The weights once after the step, or for every forward and every backward pass.
+        trips = 2 * rounds if recipe.parameters_on_host else 1
+        up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
+        moved = sum(work.moved.at(1) for work in timeline.work if work.phase == "optimizer")
+        return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH)
+
+    def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
+        """Without foreach, the host starts each operator of the step for each parameter by itself."""
+        if recipe.optimizer != "for-loop":
+            return StepTime()
+        operators = sum(work.phase == "optimizer" for work in timeline.work)
+        return StepTime(dispatch=operators * self._trained * HOST_PER_OPERATOR)
+
+    # --- blocks -----------------------------------------------------------------------------------------------
+
+    def of_blocks(self, names: Iterable[str]) -> tuple[Mapping[str, int], Mapping[str, float], Mapping[str, float]]:
+        """For each block: bytes it saves for the backward pass, seconds of its forward, seconds of offloading it."""
+        names = tuple(names)
+        timeline = self._traces(Option(self._precision, 1)).exact(self._batch_size)
+        saved = self._saved_by(self._precision, self._batch_size, names)
+        forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu)
+        recompute = dict.fromkeys(names, 0.0)
+        for path, time in forward.items():
+            for name in _around(path, recompute):
+                recompute[name] += time.device
+        offload = {name: offload_seconds(size, self._gpu).seconds for name, size in saved.items()}
+        return saved, recompute, offload
+
+    def _saved_by(self, precision: str, size: int, names: Iterable[str]) -> Mapping[str, int]:
+        key = (precision, size)
+        if key not in self._saved:
+            self._saved[key] = activation_bytes(self._traces(Option(precision, 1)), size)
+        saved = dict.fromkeys(names, 0)
+        for path, held in self._saved[key].items():
+            for name in _around(path, saved):
+                saved[name] += held
+        return saved
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def floor(self, option: Option) -> int:
+        """Bytes of weights, gradients and optimizer states on the GPU when the optimizer steps."""
+        recipe, static = option.recipe, self._static
+        if recipe.parameters_on_host:
+            return 0
+        states = 0 if recipe.optimizer_on_host else static["optimizer_states"]
+        if recipe.optimizer == "8bit":
+            states = int(states * EIGHT_BIT_SHARE)
+        total = static["parameters"] - self._frozen_bytes(recipe) + static["gradients"] + states
+        halved = self._precision == "32-true" and option.precision in ("16-true", "bf16-true")
+        return total // 2 if halved else total
+
+    @cached_property
+    def _static(self) -> Mapping[Category, int]:
+        """Bytes by category when the second optimizer step begins, or at the end where there is none."""
+        timeline = self._traces(Option(self._precision, 1)).exact(self._batch_size)
+        ends = [phase.start for phase in timeline.phases if phase.name == "optimizer" and phase.step == 2]
+        alive = _alive(timeline, ends[-1] if ends else len(timeline.events))
+        held: dict[Category, int] = {"parameters": 0, "gradients": 0, "optimizer_states": 0}
+        for index in alive:
+            block = timeline.blocks[index]
+            if block.category in held:
+                held[block.category] += block.bytes_at(self._batch_size)
+        return held
+
+    @cached_property
+    def _trained(self) -> int:
+        return sum(parameter.requires_grad for parameter in self._traces.model.parameters())
+
+    def _frozen_bytes(self, recipe: Recipe) -> int:
+        modules = (self._traces.model.get_submodule(name) for name in recipe.frozen_on_host)
+        return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+
+
+def _around(path: str, names: Mapping[str, object]) -> Iterable[str]:
+    """Those of the names that the module is, or lies in."""
+    while True:
+        if path in names:
+            yield path
+        if not path:
+            return
+        path = path.rpartition(".")[0]
+
+
+def _alive(timeline: Timeline, end: int) -> Iterable[int]:
+    alive: dict[int, None] = {}
+    for event in timeline.events[:end]:
+        if event >= 0:
+            alive[event] = None
+        else:
+            alive.pop(~event, None)
+    return alive

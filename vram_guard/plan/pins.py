@@ -1,0 +1,122 @@
+"""Pins: the parts of a plan that the user has fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.plan.techniques import BFLOAT16_SINCE
+from vram_guard.step import PRECISIONS, checked_count
+from vram_guard.techniques.recipe import OPTIMIZER_FORMS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the search may not choose; None: free. A pin holds whether its technique is allowed or not.
+
+    Attributes:
+        precision: one of :data:`vram_guard.step.PRECISIONS`.
+        micro_batch_size: samples of a micro-batch; divides the batch.
+        checkpoint: module names, how many blocks, "all" or "none".
+        offload_activations: the same.
+        frozen_on_host: names of frozen modules, "all" or "none".
+        optimizer: one of :data:`vram_guard.techniques.OPTIMIZER_FORMS`.
+        optimizer_on_host: whether the optimizer lives in host memory.
+        parameters_on_host: whether the parameters do.
+    """
+
+    precision: str | None = None
+    micro_batch_size: int | None = None
+    checkpoint: tuple[str, ...] | int | str | None = None
+    offload_activations: tuple[str, ...] | int | str | None = None
+    frozen_on_host: tuple[str, ...] | str | None = None
+    optimizer: str | None = None
+    optimizer_on_host: bool | None = None
+    parameters_on_host: bool | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | Pins | None) -> Pins:
+        """Pins from a mapping of names to values.
+
+        Raises:
+            InvalidInputError: an unknown name, a value that makes no sense, or two pins that contradict each other.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, Pins):
+            return given
+        if not isinstance(given, Mapping):
+            raise InvalidInputError(f"pin must be a mapping such as {{'micro_batch_size': 4}}, not {given!r}")
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                near = get_close_matches(str(name), names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise InvalidInputError(f"pin: unknown part {name!r}, known are {', '.join(names)}{hint}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("optimizer", self.optimizer, OPTIMIZER_FORMS)
+        if self.micro_batch_size is not None:
+            checked_count("pin: micro_batch_size", self.micro_batch_size)
+        for name in ("checkpoint", "offload_activations", "frozen_on_host"):
+            object.__setattr__(self, name, _modules(name, getattr(self, name), counts=name != "frozen_on_host"))
+        for name in ("optimizer_on_host", "parameters_on_host"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidInputError(f"pin: {name} must be True or False, not {getattr(self, name)!r}")
+        if self.optimizer_on_host and self.parameters_on_host:
+            raise InvalidInputError(
+                "pin: parameters_on_host takes the optimizer to the host too; leave optimizer_on_host out"
+            )
+        if "all" in (self.checkpoint, self.offload_activations) and self.checkpoint == self.offload_activations:
+            raise InvalidInputError("pin: a block is either checkpointed or offloaded, so not all of them both ways")
+
+    def check(self, batch_size: int, capability: tuple[int, int] | None, *, grow: bool, trains: bool) -> None:
+        """Whether the pins go together with the rest of the request.
+
+        Args:
+            batch_size: samples that the loader delivers at once.
+            capability: of the GPU; None: unknown.
+            grow: whether the batch is to grow.
+            trains: whether there is an optimizer.
+
+        Raises:
+            InvalidInputError: they contradict it.
+        """
+        size = self.micro_batch_size
+        if size is not None and batch_size % size:
+            raise InvalidInputError(
+                f"pin: micro_batch_size {size} does not divide the batch of {batch_size}: micro-batches are equal"
+            )
+        if size is not None and size != batch_size and grow:
+            raise InvalidInputError("pin: micro_batch_size and grow contradict each other: give one of them")
+        if size is not None and size != batch_size and not trains:
+            raise InvalidInputError("pin: micro_batch_size needs an optimizer: there are no gradients to accumulate")
+        if self.precision and self.precision.startswith("bf16") and capability and capability < BFLOAT16_SINCE:
+            raise InvalidInputError(
+                f"pin: {self.precision} needs compute capability 8.0 or later, this GPU has "
+                f"{capability[0]}.{capability[1]}; use 16-mixed"
+            )
+
+
+def _one_of(name: str, value: object, known: Iterable[str]) -> None:
+    if value is not None and value not in tuple(known):
+        raise InvalidInputError(f"pin: {name} must be one of {', '.join(known)}, not {value!r}")
+
+
+def _modules(name: str, value: Any, *, counts: bool) -> tuple[str, ...] | int | str | None:
+    if value is None or (isinstance(value, str) and value in ("all", "none")):
+        return value
+    if counts and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    number = "how many blocks, " if counts else ""
+    raise InvalidInputError(f"pin: {name} must be module names, {number}'all' or 'none', not {value!r}")

@@ -1,0 +1,130 @@
+"""Timelines of one step under every option that is asked for, each traced once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vram_guard.plan.options import Option
+from vram_guard.plan.space import Parts
+from vram_guard.plan.techniques import resident_batch
+from vram_guard.plan.words import recipe_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from vram_guard.plan.costing import Costing
+    from vram_guard.step import TrainingStep
+    from vram_guard.techniques.recipe import Recipe
+    from vram_guard.timeline import Timeline
+
+
+class Traces:
+    """The source of timelines for a search. Built models are shared by all traces."""
+
+    def __init__(
+        self, step: TrainingStep, batch_size: int, capability: tuple[int, int], progress: Callable[[str], None]
+    ) -> None:
+        self._step = step
+        self._batch_size = batch_size
+        self._capability = capability
+        self._progress = progress
+        self._traced: dict[tuple[str, bool, Recipe], Timeline] = {}
+        self._exact: dict[tuple[tuple[str, bool, Recipe], int], Timeline] = {}
+        self._built: TrainingStep | None = None
+
+    @property
+    def step(self) -> TrainingStep:
+        """The step as written, its model built (symbolically, where it is a constructor)."""
+        if self._built is None:
+            from vram_guard.simulate.run import with_built_model
+
+            self._built = with_built_model(self._step, self._capability)
+        return self._built
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The step's model."""
+        return self.step.model  # type: ignore[return-value]
+
+    def as_written(self) -> Timeline:
+        """The step without any change, its law checked at the batch size that was asked for."""
+        return self(Option(self._step.precision, 1))
+
+    def __call__(self, option: Option) -> Timeline:
+        """The option's timeline, over the micro-batch size."""
+        return self._resident(self._trace(option.precision, option.splits > 1, option.recipe), option)
+
+    def exact(self, option: Option, size: int) -> Timeline:
+        """The option's timeline after a direct trace at the micro-batch size that will run.
+
+        By the law where there is one and the direct trace confirms it; else the direct trace, which traces every other
+        size that it is asked for.
+        """
+        key = (option.precision, option.splits > 1, option.recipe)
+        if (key, size) not in self._exact:
+            self._exact[key, size] = self._at(option, size)
+        timeline = self._exact[key, size]
+        return self._resident(timeline, option)
+
+    def _at(self, option: Option, size: int) -> Timeline:
+        from vram_guard.simulate import holds_at, trace_at
+
+        known = self._traced.get((option.precision, option.splits > 1, option.recipe))
+        if known is not None and (size in known.traced or known.retrace is not None):
+            return known
+        self._progress(f"tracing {option.words(option.splits * size)}")
+        step = self._changed(option.precision, option.splits > 1, option.recipe)
+        direct = trace_at(step, size, compute_capability=self._capability)
+        return known if known is not None and holds_at(direct, known, size) else direct
+
+    def _resident(self, timeline: Timeline, option: Option) -> Timeline:
+        if option.splits == 1:
+            return timeline
+        # A step that already cuts its loaded batch into slices gets each slice cut again.
+        slices = self._step.accumulate if self._step.whole_batch else 1
+        return resident_batch(timeline, traced=2, resident=option.splits * slices)
+
+    def _trace(self, precision: str, split: bool, recipe: Recipe) -> Timeline:
+        from vram_guard.simulate import trace
+
+        key = (precision, split, recipe)
+        if key not in self._traced:
+            written = precision == self._step.precision and not split and not recipe
+            how = [precision, *(["in micro-batches"] if split else []), *recipe_words(recipe)]
+            self._progress(f"tracing {', '.join(how)}")
+            # The law is checked where it is used: here for the step as written, for others once they are chosen.
+            self._traced[key] = trace(
+                self._changed(precision, split, recipe),
+                compute_capability=self._capability,
+                check_at=self._batch_size,
+                checked=written,
+            )
+        return self._traced[key]
+
+    def _changed(self, precision: str, split: bool, recipe: Recipe) -> TrainingStep:
+        changes = {"accumulate": 2, "whole_batch": True} if split else {}
+        return self.step.with_(precision=precision, recipe=recipe, **changes)
+
+    def parts(self, costing: Costing, blocks: Iterable[str] | None) -> Parts:
+        """What the model offers to the techniques.
+
+        Args:
+            costing: prices of this step.
+            blocks: the modules that may be treated; None: the repeated ones.
+
+        Raises:
+            InvalidInputError: ``blocks`` names modules that the model does not have.
+        """
+        from vram_guard.techniques.blocks import find_blocks, named_blocks
+        from vram_guard.techniques.frozen import frozen_candidates
+
+        found = find_blocks(self.model) if blocks is None else named_blocks(self.model, blocks)
+        names = tuple(block.name for block in found)
+        saved, recompute, offload = costing.of_blocks(names)
+        frozen = sorted(frozen_candidates(self.model), key=self._bytes_of, reverse=True)
+        return Parts(names, saved, recompute, offload, tuple(frozen))
+
+    def _bytes_of(self, name: str) -> int:
+        return sum(p.numel() * p.element_size() for p in self.model.get_submodule(name).parameters())
