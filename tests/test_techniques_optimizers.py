@@ -143,6 +143,7 @@ def test_8_bit_keeps_groups_and_hyperparameters(library, kind):
     assert [group["lr"] for group in written.param_groups] == [1e-2, 1e-3], "the old one is no longer driven"
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.4's SequentialLR warns of itself
 def test_a_repointed_scheduler_goes_on_as_the_old_one_would():
     def make():
         model = net()

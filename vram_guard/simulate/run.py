@@ -228,6 +228,10 @@ class _Run:
             self.recorder.mark_host(tensor)
         if recipe.parameters_on_host:
             moved.clear()  # what FSDP replaces dies, as for real
+            self.recorder.note(
+                "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps "
+                "apart: reserved memory can be higher than said by the gradients of the largest module"
+            )
         place(model, recipe, "cuda", self.step.precision, mesh)
         for name in recipe.frozen_on_host:
             for parameter in model.get_submodule(name).parameters():

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vram_guard.techniques.blocks import ModelBlock, find_blocks, named_blocks
+from vram_guard.techniques.compatibility import incompatible
+from vram_guard.techniques.placing import optimizer_for, place
 from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, OptimizerForm, Recipe
 
 if TYPE_CHECKING:
@@ -18,15 +20,18 @@ __all__ = [
     "OptimizerForm",
     "Recipe",
     "find_blocks",
+    "incompatible",
     "install",
     "named_blocks",
+    "optimizer_for",
+    "place",
 ]
 
 
 def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
     """Switch on what the recipe asks of the model itself; all of it, or nothing.
 
-    The optimizer's part of a recipe is no business of the model.
+    Where weights and optimizer states lie is decided before the model moves: :func:`place`, :func:`optimizer_for`.
 
     Returns:
         A function that takes everything off again.
