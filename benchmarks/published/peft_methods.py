@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import importlib
 import importlib.util
 import json
 import time
@@ -45,6 +46,12 @@ CAPABILITY = (8, 9)
 #: What cannot be rebuilt without data.
 LEFT_OUT = {
     "shira--flux2-klein-default": "the positions of its trainable weights are drawn, and counted, while it is built"
+}
+
+LOADED_EARLY = {
+    "transformers": ("LlamaForCausalLM", "Dinov2Model"),
+    "peft": ("get_peft_model",),
+    "diffusers": ("Flux2Transformer2DModel",),
 }
 
 REFERENCE = "ln_tuning--llama-3.2-3B-default"
@@ -84,6 +91,10 @@ def _need(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise NotReproducible(f"{' and '.join(missing)} not installed")
+    # Some load themselves at first use: while a trace pretends that there is a GPU is no time for that.
+    for name in names:
+        module = importlib.import_module(name)
+        _ = [getattr(module, each) for each in LOADED_EARLY.get(name, ())]
 
 
 # --- Llama ----------------------------------------------------------------------------------------------------
@@ -208,14 +219,6 @@ class Painter(nn.Module):
         return squared.reshape(target.shape[0], -1).mean(1).mean()
 
 
-def _load() -> None:
-    """Import what loads itself at first use: while a trace pretends that there is a GPU is no time for that."""
-    import diffusers
-    import transformers
-
-    _ = diffusers.Flux2Transformer2DModel, transformers.Dinov2Model
-
-
 def _flux_batch(size: int) -> tuple[Any, ...]:
     tokens = LATENT_SIDE**2
     latents = torch.empty(size, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, dtype=torch.bfloat16, device="meta")
@@ -229,7 +232,6 @@ def _flux_batch(size: int) -> tuple[Any, ...]:
 def predict_flux(row: dict[str, str]) -> list[Row]:
     """The reserved peak of one method."""
     _need("transformers", "peft", "diffusers")
-    _load()
     step = _step(lambda: Painter(row["file"]), _flux_batch, lambda model, batch: model(*batch), weight_decay=1e-4)
     return [_predicted(FLUX, row, step)]
 
