@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from benchmarks.plans import __main__ as command
-from benchmarks.plans import diffusion, pages
+from benchmarks.plans import compare, diffusion, pages
 from benchmarks.plans.compare import halving
 from benchmarks.plans.unet import UNet
-from benchmarks.plans.workloads import WORKLOADS, gpt2_medium, vit_large
-from vram_guard import Budget, TrainingStep, trace
+from benchmarks.plans.workloads import WORKLOADS, Workload, gpt2_medium, vit_large
+from vram_guard import Budget, TrainingStep, plan, trace
 
 GIB = 2**30
 STEP = TrainingStep(
@@ -123,3 +123,21 @@ def test_the_table_in_the_terminal(capsys):
 def test_no_training_of_that_name(capsys):
     assert command.main(["--only", "nonsense"]) == 2
     assert f"there are {', '.join(WORKLOADS)}" in capsys.readouterr().err
+
+
+def test_a_row_says_what_the_plan_and_halving_come_to():
+    found = compare.row(Workload("small", 48, STEP), Budget.resolve("40MiB", gpu="A100 80GB"), [].append)
+    made = plan(STEP, 48, Budget.resolve("40MiB", gpu="A100 80GB"), host_budget=compare.HOST_BUDGET)
+    assert found["fits"]
+    assert found["changed"]
+    assert (found["peak"], found["slowdown"]) == (made.peak, made.slowdown)
+    assert found["peak"] <= found["usable"] < found["as_written"]
+    assert found["halving"]["batch_size"] < 48
+    assert f"micro-batches of {made.micro_batch_size}" in found["plan"] or made.splits == 1
+    assert found["traces"] >= 2
+
+
+def test_a_budget_beyond_the_card_is_left_out():
+    said = []
+    assert not list(compare.rows("small", Workload("small", 48, STEP), ["24GiB"], "RTX 3060 12GB", said.append))
+    assert "more than RTX 3060" in said[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.plan.options import Option
 from vram_guard.step import LARGEST_BATCH, TrainingStep, checked_count
 from vram_guard.units import format_bytes
 
@@ -67,8 +68,11 @@ class Variant:
         if self.fits_as_written:
             return "fits"
         if self.fits:
-            return "; ".join(f"{name}: {after}" for name, _, after in self.plan.changes())
-        return f"short by {format_bytes(max(0, self.plan.before.peak_reserved - self.plan.budget.usable))}"
+            made = self.plan
+            words = Option(made.precision, made.splits, made.recipe).words(made.batch_size)
+            return words.removeprefix(f"{made.precision_before}, ")
+        missing = self.plan.peak - self.plan.budget.usable
+        return f"short by {format_bytes(missing)}" if missing > 0 else "not known to fit: only a lower bound"
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,9 @@ class Variants:
         return "\n".join([self._verdict(), "", *(f"  - {row.name}: {self._line(row)}" for row in self.rows)])
 
     def _verdict(self) -> str:
-        usable, chosen = format_bytes(self.budget.usable), self.chosen
+        chosen = self.chosen
         if chosen is None:
+            usable = format_bytes(self.budget.usable)
             return f"None of {len(self.rows)} variants fits into {usable} at batch size {self.batch_size}."
         how = "as written" if chosen.fits_as_written else "under its plan"
         assert chosen.plan is not None
@@ -117,7 +122,7 @@ class Variants:
             "last": "the last of those given that fits",
             "first": "the first of those given that fits",
         }[self.prefer]
-        peak = format_bytes(chosen.plan.estimate.peak_reserved)
+        peak, usable = format_bytes(chosen.plan.peak), format_bytes(chosen.plan.budget.usable)
         return f"{chosen.name}: {reason}, {peak} of {usable} {how} at batch size {self.batch_size}."
 
     @staticmethod
