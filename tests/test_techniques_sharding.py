@@ -192,10 +192,15 @@ def test_the_trace_carries_one_block_at_a_time_and_the_root_with_it():
 
 def test_the_trace_finds_parameter_gradient_and_two_states_on_the_host():
     each = WIDTH * WIDTH * 4 + WIDTH * 4
-    peak = run_step(step(), 4, (8, 0)).at(4).host_peak
+    timeline = run_step(step(), 4, (8, 0))
+    peak = timeline.at(4).host_peak
     # Adam's loop on the CPU (torch/optim/adam.py, _single_tensor_adam): the square root and its quotient of a weight,
     # while `denom` still holds that of the bias before.
     assert peak == 4 * (BLOCKS + 1) * each + 2 * WIDTH * WIDTH * 4 + WIDTH * 4
+    # Pinned are the parameters, once (FSDPParam._init_sharded_param), and the gradients of each of the two steps, which
+    # are copied without waiting (foreach_reduce).
+    pinned = [block.size.base for block in timeline.host_blocks if block.pinned]
+    assert sorted(pinned) == sorted(3 * (BLOCKS + 1) * [WIDTH * WIDTH * 4, WIDTH * 4])
 
 
 def test_what_the_trace_allocates_is_the_sequence_of_a_real_run(monkeypatch):

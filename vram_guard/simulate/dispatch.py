@@ -142,19 +142,21 @@ class SymbolicMode(TorchDispatchMode):
 
     def _generic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
-        to_host = False
+        to_host = pinned = False
         if device is not None:
             if device.type == "cuda":
                 kwargs = {**kwargs, "device": _META}
             elif device.type == "cpu" and _any_symbolic(args):
                 kwargs = {**kwargs, "device": _META}
                 to_host = True
+                # A copy that nobody waits for goes to pinned memory (ATen/native/TensorConversions.cpp, `pin_out`).
+                pinned = bool(kwargs.get("non_blocking")) and not self._all_on_host(args)
             elif device.type == "meta" and self.recorder.has_host_tensors:
                 to_host = self._all_on_host(args)  # a change of type only: it stays where it is
         elif self.recorder.has_host_tensors:
             to_host = self._all_on_host(args)
-        pinned = bool(kwargs.get("pin_memory"))
-        if pinned:
+        if kwargs.get("pin_memory"):
+            pinned = True
             kwargs = {**kwargs, "pin_memory": False}
         out = self._run(func, args, kwargs)
         if to_host:

@@ -36,6 +36,11 @@ class HostMemory:
         """Whether this symbolic tensor lives in host memory."""
         return bool(self._symbolic) and tensor.untyped_storage()._cdata in self._symbolic
 
+    def pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether this symbolic tensor lives in pinned host memory."""
+        ref = self._symbolic.get(tensor.untyped_storage()._cdata)
+        return ref is not None and ref.block < len(self._blocks) and self._blocks[ref.block].pinned
+
     def add(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
         """This symbolic tensor lives in host memory."""
         self._add(self._symbolic, tensor, pinned)

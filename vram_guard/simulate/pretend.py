@@ -48,7 +48,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 class Pretence:
     """Whether the pretence is on right now, and which symbolic tensors pretend to be in host memory."""
 
-    def __init__(self, on_host: Callable[[torch.Tensor], bool], tolist: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(
+        self,
+        on_host: Callable[[torch.Tensor], bool],
+        pinned: Callable[[torch.Tensor], bool],
+        tolist: Callable[[torch.Tensor], Any],
+    ) -> None:
         self.active = False
         """A module imported during a trace may keep what it found in ``torch.cuda``: that must end with the trace."""
         self.in_kernel = False
@@ -56,6 +61,7 @@ class Pretence:
         self.shapes_only = 0
         """Above 0 while torch derives the shapes of results: operators that run then take no memory."""
         self.on_host = on_host
+        self.pinned = pinned
         self.tolist = tolist
 
 
@@ -96,10 +102,12 @@ def _tensor_attributes(state: Pretence) -> dict[str, Any]:
         return to(self, "cpu")
 
     def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self  # pinned host memory takes nothing from the GPU
+        if _real_is_meta(self) and state.on_host(self) and not state.pinned(self):
+            return torch.empty_like(self, device="cpu", pin_memory=True)  # a copy, as for real
+        return self
 
     def is_pinned(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        return False
+        return _real_is_meta(self) and state.on_host(self) and state.pinned(self)
 
     def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return _stand_in(self).numpy() if _real_is_meta(self) else _base.numpy(self, *args, **kwargs)

@@ -108,7 +108,7 @@ class _Run:
         self.capability = capability
         self.interrupts = interrupts
         self.recorder = Recorder()
-        self.pretence = Pretence(self.recorder.on_host, _listed)
+        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, _listed)
         self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
         self.take_off: Callable[[], None] = lambda: None
 
