@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DoesNotFitError
@@ -14,6 +15,7 @@ from vram_guard_lightning import growth, namespaces, recovery
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
 from vram_guard_lightning.settings import Mode, Settings
+from vram_guard_lightning.watching import Watch
 
 # ruff: noqa: ARG002 - Lightning decides what its hooks are given
 
@@ -127,6 +129,7 @@ class VramGuard(CallbackBase):
         self._session: Session | None = None
         """Recovery, while it is armed."""
         self._splitter: Splitter | None = None
+        self._watch: Watch | None = None
         self._armed = False
         """Between setup and teardown: a callback that stands twice in a Trainer is called twice."""
         self._restored_factor = 1.0
@@ -161,6 +164,21 @@ class VramGuard(CallbackBase):
         if self.settings.mode == "fit":
             self._scale_learning_rates(trainer)
         self._log(trainer)
+        if self._watch is not None:
+            self._watch.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Say once, after the first steps, what was measured beside what was predicted."""
+        found = None if self._watch is None else self._watch.after_batch(trainer)
+        if found is None:
+            return
+        if trainer.is_global_zero:
+            _write(f"vram_guard: {found.words()}\n")
+        for logger in trainer.loggers:
+            metrics = {f"vram_guard/{name}": value for name, value in found.metrics().items()}
+            logger.log_metrics(metrics, step=trainer.global_step)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Every rank validates with rank 0's buffers, as under DDP's wrapper."""
@@ -200,6 +218,11 @@ class VramGuard(CallbackBase):
             return not no_recovery
         decision = outcome.value
         self.plan = decision.plan
+        no_recovery = no_recovery or _offloaded(decision.plan)
+        if not hands_off:  # BatchSizeFinder trains at other sizes than the predicted one
+            self._watch = Watch.begin(
+                trainer, module, _as_trained(decision.plan, acts=acts), remember=self.settings.remember
+            )
         if hands_off:
             decision = decision.with_notes(hands_off)
         if acts and decision.plan.fits and decision.plan.changed:
@@ -232,7 +255,7 @@ class VramGuard(CallbackBase):
             most=self.settings.max_recoveries,
             tell=lambda line: _warn(trainer, line),
             outlook=lambda: "" if self.plan is None else f"What was predicted:\n{self.plan.explain()}",
-            on_failure=lambda _failure: None,
+            on_failure=lambda _failure: self._watch.ran_out() if self._watch is not None else None,
         )
         self._applied.on_undo(self._session.undo)
 
@@ -270,7 +293,7 @@ class VramGuard(CallbackBase):
 
     def _disarm(self) -> None:
         self._armed = self._logged = False
-        self._session = self._splitter = None
+        self._session = self._splitter = self._watch = None
 
     def _log(self, trainer: Trainer) -> None:
         """The prediction, once, through the Trainer's own loggers."""
@@ -292,6 +315,18 @@ def _hands_off(trainer: Trainer) -> str:
     if _has(trainer, "callbacks.BatchSizeFinder"):
         return "nothing is changed: BatchSizeFinder tries batch sizes out, and the two would mislead each other"
     return ""
+
+
+def _offloaded(plan: Plan) -> str:
+    """Why a plan's own techniques forbid recovery ("" where they do not)."""
+    if plan.fits and (plan.recipe.parameters_on_host or plan.recipe.optimizer_on_host):
+        return "weights or optimizer state on the host are changed while backward and the step still run"
+    return ""
+
+
+def _as_trained(plan: Plan, *, acts: bool) -> Plan:
+    """With the estimate of what will really run."""
+    return plan if acts and plan.fits else replace(plan, estimate=plan.before)
 
 
 def _lr_finder(trainer: Trainer) -> bool:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
 from vram_guard.errors import UnsupportedStepError
-from vram_guard_lightning import growth, namespaces, private_api, ranks
+from vram_guard_lightning import growth, namespaces, private_api, ranks, watching
 from vram_guard_lightning.capture import Captured, capture
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
 
     from vram_guard.plan import plan
 
+    correction = watching.correction_for(captured.trainer, captured.module) if settings.remember else 1.0
     # A spinner on a terminal, nothing elsewhere: large models take some seconds.
     status = Console(stderr=True, quiet=not captured.trainer.is_global_zero).status("vram_guard: reading the training")
     with status, captured.lent():
@@ -122,6 +123,7 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=captured.epoch_samples,
+            correction=correction,
             progress=lambda line: status.update(f"vram_guard: {line}"),
         )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import warnings
@@ -28,6 +27,8 @@ KEPT = 5
 """Ratios that are remembered for one training."""
 MOST_FILES = 256
 """Trainings that are remembered; the longest unused go first."""
+LARGEST_RATIO = 10.0
+"""More than that is no error of a prediction, but something else on the device."""
 LARGEST_FILE = 4096
 """Bytes; a file of ours is far smaller."""
 
@@ -148,20 +149,25 @@ class Corrections:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            return _ignored(path, str(error))
+            _ignored(path, str(error))
+            return None
         try:
             content = json.loads(raw) if len(raw) <= LARGEST_FILE else None
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            return _ignored(path, "it is no file of vram_guard's")
+            _ignored(path, "it is no file of vram_guard's")
+            return None
         if content.get("version") != VERSION:
-            return _ignored(path, f"it has version {content.get('version')!r}, this release reads {VERSION}")
+            _ignored(path, f"it has version {content.get('version')!r}, this release reads {VERSION}")
+            return None
         if [content.get(name) for name in ("gpu", "torch", "structure")] != [about.gpu, about.torch, about.structure]:
-            return _ignored(path, "it is about another training")
+            _ignored(path, "it is about another training")
+            return None
         ratios = content.get("ratios")
         if not isinstance(ratios, list) or not all(_is_ratio(ratio) for ratio in ratios):
-            return _ignored(path, "its ratios are no positive numbers")
+            _ignored(path, "its ratios are no numbers in (0, 10]")
+            return None
         return [float(ratio) for ratio in ratios[-KEPT:]]
 
     def _prune(self) -> None:
@@ -176,10 +182,12 @@ class Corrections:
 
 
 def _is_ratio(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST_RATIO
 
 
-def _ignored(path: Path, why: str) -> None:
+def _ignored(path: Path, why: str) -> list[float] | None:
+    """Say why a file is not used; None, which is what is known from it."""
     warnings.warn(
         f"vram_guard: {path} is not used: {why}; delete it to measure anew", IgnoredCorrectionWarning, stacklevel=4
     )
+    return None

@@ -135,9 +135,8 @@ class _Step:
             self._state.restore()
             self._redoing = self._closure is not None
         free(recovery.memory)
-        # On every rank alike: a rank that is through has counted too.
-        gives_up = recovery.count > recovery.most or not lean
-        if gives_up:
+        goes_on = lean and recovery.count <= recovery.most
+        if not recovery.agreement.least(int(goes_on)):
             why = f"max_recoveries is {recovery.most}" if lean else "it already goes parameter by parameter"
             raise recovery.final(
                 f"out of memory in the optimizer step{'' if not done else ' of another rank'}, and {why}. "

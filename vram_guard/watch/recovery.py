@@ -196,15 +196,18 @@ class Recovery:
             self.keeper.restore()
             smaller = ladder.below(samples_of())
         except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must hear of it
-            obstacle = f"{'' if isinstance(error, CannotRollBackError) else type(error).__name__ + ': '}{error}"
+            kind = "" if isinstance(error, CannotRollBackError) else f"{type(error).__name__}: "
+            obstacle = f"the attempt cannot be repeated: {kind}{error}"
         self.keeper.forget()
         free(self.memory)
         self.count += 1
+        if smaller and self.count > self.most:
+            smaller, obstacle = 0, f"that was out-of-memory error {self.count}, and max_recoveries is {self.most}"
         smaller = self.agreement.least(smaller)
         elsewhere = failure.kind == ElsewhereError.__name__
         where = "on another rank" if elsewhere else f"in {running.stage}"
-        if not smaller or self.count > self.most:
-            raise self._given_up(failure, where, what, obstacle, smaller)
+        if not smaller:
+            raise self._given_up(failure, where, what, obstacle)
         self.tell(
             f"out of memory {where} of {what}"
             + ("" if elsewhere else f" ({failure})")
@@ -230,13 +233,8 @@ class Recovery:
         outlook = self.outlook()
         return RecoveryFailedError(f"{message}\n{outlook}" if outlook else message)
 
-    def _given_up(self, failure: Failure, where: str, what: str, obstacle: str, smaller: int) -> RecoveryFailedError:
-        if obstacle:
-            why = f"the attempt cannot be repeated: {obstacle}"
-        elif not smaller:
-            why = "there is no smaller micro-batch"
-        else:
-            why = f"that was out-of-memory error {self.count}, and max_recoveries is {self.most}"
+    def _given_up(self, failure: Failure, where: str, what: str, obstacle: str) -> RecoveryFailedError:
+        why = obstacle or "there is no smaller micro-batch"
         return self.final(
             f"out of memory {where} of {what}, and {why}. The weights are those of the last optimizer step.\n"
             f"The error was {failure}\n{failure.trace if failure.kind != ElsewhereError.__name__ else ''}"
