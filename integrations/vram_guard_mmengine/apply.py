@@ -12,9 +12,9 @@ from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
 from vram_guard.capture.loader import set_batch_size
+from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placing import optimizer_for
 from vram_guard_mmengine import optim, split_step
-from vram_guard_mmengine.summary import recipe_of
 
 if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
@@ -51,8 +51,8 @@ def before_building(runner: Any, plan: Plan) -> Applied:
             applied.notes.append("this training runs on the CPU, where bfloat16 autocast stands in for AmpOptimWrapper")
     if plan.batch_size != plan.batch_size_before:
         _set_batch_size(runner, plan.batch_size)
-    recipe = recipe_of(plan)
-    if recipe.optimizer != "as-written" or recipe.optimizer_on_host:
+    recipe = plan.recipe
+    if recipe.optimizer != "as-written":
         _change_optimizer(runner, plan, applied)
     return applied
 
@@ -75,7 +75,7 @@ def _change_optimizer(runner: Any, plan: Plan, applied: Applied) -> None:
     def build_optim_wrapper(*args: Any, **kwargs: Any) -> Any:
         wrapper = as_written(*args, **kwargs)
         if not any(wrapper is one for one in done):
-            wrapper.optimizer = optimizer_for(wrapper.optimizer, recipe_of(plan))
+            wrapper.optimizer = optimizer_for(wrapper.optimizer, plan.recipe)
             done.append(wrapper)
         return wrapper
 
@@ -85,7 +85,9 @@ def _change_optimizer(runner: Any, plan: Plan, applied: Applied) -> None:
 
 def before_training(runner: Any, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
     """Micro-batches, checkpointed and offloaded blocks: on the model as it will run."""
+    if decision.plan.recipe.optimizer in ("fused", "for-loop"):
+        with_form(runner.optim_wrapper.optimizer, decision.plan.recipe.optimizer)  # a checkpoint brings its own flags
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    applied.on_undo(techniques.install(model, recipe_of(decision.plan)))
+    applied.on_undo(techniques.install(model, decision.plan.recipe))
     if decision.splitter is not None:
         applied.on_undo(split_step.install(runner.model, decision.splitter, loss_weight))

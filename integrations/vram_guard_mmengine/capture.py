@@ -12,6 +12,7 @@ from mmengine.model import is_model_wrapper, revert_sync_batchnorm
 from mmengine.optim import OptimWrapper
 from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch.utils.data import DataLoader
 
 from vram_guard.capture.loader import Sample, random_state_kept, read_loader
@@ -157,7 +158,7 @@ def capture(runner: Any) -> Captured:
         clip_grad_norm=facts.clip_grad_norm,
         clip_grad_value=facts.clip_grad_value,
         data_parallel_ranks=runner.world_size,
-        prepare=_prepare,
+        prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
     )
     max_epochs, max_iters = _length(runner, loader)
     notes = (*sample.notes, *_notes(runner, model))
@@ -180,9 +181,16 @@ def _check_strategy(runner: Any) -> None:
         )
 
 
-def _prepare(model: nn.Module) -> None:
+def checkpointed_by_config(runner: Any) -> list[str]:
+    """Modules that the config's own ``activation_checkpointing`` names."""
+    named = runner.cfg.get("activation_checkpointing") or []
+    return [named] if isinstance(named, str) else list(named)
+
+
+def _prepare(model: nn.Module, checkpointed: list[str]) -> None:
     """What happens on the pretend device before the first step."""
     move_to_pretend_device(model)
+    turn_on_activation_checkpointing(model, checkpointed)
     model.train()  # as the loops do; backbones freeze stages in it
 
 
@@ -278,8 +286,6 @@ def _notes(runner: Any, model: nn.Module) -> list[str]:
     notes = []
     if runner.cfg.get("compile"):
         notes.append("torch.compile is not followed: counted as eager, and a compiled step takes no more")
-    if runner.cfg.get("activation_checkpointing"):
-        notes.append("activation_checkpointing is switched on after the prediction, which does not count it")
     if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
         notes.append("SyncBatchNorm's exchange of statistics is not counted")
     return notes

@@ -16,23 +16,40 @@ import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
 
+from vram_guard.errors import InvalidInputError
+
+#: Methods by whose names a history is summed up; it carries a table of them.
+STATISTICS = ("min", "max", "current", "mean")
+
+
+def _statistic(owner: object, name: object) -> Any:
+    """Stands in for ``getattr`` in a pickle, by which a history names its own methods; nothing else is had of it."""
+    if owner is HistoryBuffer and name in STATISTICS:
+        return getattr(HistoryBuffer, str(name))
+    raise InvalidInputError(f"the checkpoint asks for the attribute {name!r} of {owner!r}: that is not MMEngine's")
+
 
 def own_classes() -> list[Any]:
-    """What MMEngine saves in every checkpoint: histories of numbers, and the NumPy arrays that they are kept in."""
+    """What MMEngine saves in every checkpoint, in the form that ``torch.serialization.safe_globals`` takes."""
     rebuild: Callable[..., Any] = np.array(0.0).__reduce__()[0]  # type: ignore[assignment]
     scalar: Callable[..., Any] = np.float64(0).__reduce__()[0]  # type: ignore[assignment]
     dtypes = {type(np.dtype(kind)) for kind in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")}
     # numpy 1 and 2 have the functions in modules of different names, and checkpoints of both are about.
     older = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (rebuild, scalar)]
-    return [HistoryBuffer, np.ndarray, np.dtype, *sorted(dtypes, key=str), rebuild, scalar, *older]
+    arrays = [np.ndarray, np.dtype, *sorted(dtypes, key=str), rebuild, scalar, *older]
+    return [HistoryBuffer, (_statistic, "builtins.getattr"), *arrays]
+
+
+def loads_weights_only() -> bool:
+    """Whether this torch loads weights only unless told otherwise."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
 
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
     """Inside the block, ``torch.load`` takes MMEngine's own checkpoints with ``weights_only``."""
-    allowed = getattr(torch.serialization, "safe_globals", None)
-    if allowed is None:  # torch before 2.5 loads everything unless told otherwise
+    if not loads_weights_only():
         yield
         return
-    with allowed(own_classes()):
+    with torch.serialization.safe_globals(own_classes()):
         yield

@@ -13,7 +13,7 @@ from vram_guard.apply.microbatch import CannotSplitError, Splitter, telling_exam
 from vram_guard.capture import ranks
 from vram_guard.errors import UnsupportedStepError
 from vram_guard_mmengine import rates
-from vram_guard_mmengine.capture import Captured, capture
+from vram_guard_mmengine.capture import Captured, capture, checkpointed_by_config
 from vram_guard_mmengine.processes import Processes
 
 if TYPE_CHECKING:
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard_mmengine.settings import Settings
 
-#: MMEngine initialises and loads weights after the optimizer is built: what moves them before that is left out.
+#: What a plan may not use under MMEngine, which builds the optimizer first and initialises or loads weights after it.
 NOT_HERE = {
-    "offload_parameters": "MMEngine loads weights after the optimizer is built",
+    "half": "MMEngine has no optimizer wrapper for true half precision",
     "offload_frozen": "MMEngine loads weights after the model is placed",
+    "offload_optimizer": "MMEngine loads weights after the optimizer is built, which would step from older ones",
+    "offload_parameters": "MMEngine loads weights after the optimizer is built",
 }
 
 
@@ -77,11 +79,14 @@ def budget_of(settings: Settings) -> Budget:
 
 
 def _decide_here(runner: Any, captured: Captured, settings: Settings, budget: Budget) -> Decision:
-    refused = _refused(captured, settings)
-    allow = frozenset(settings.allow or ()) - refused.keys() - NOT_HERE.keys()
+    refused = _refused(runner, captured, settings)
+    allow = frozenset(settings.allow or ()) - refused.keys()
     plan = _plan(captured, settings, budget, allow, grow=settings.grow and "grow" not in refused)
-    asked = [name for name in refused if name in (settings.allow or ()) or (name == "grow" and settings.grow)]
-    notes = [*captured.notes, *(f"{_WORDS[name]} not possible here: {refused[name]}" for name in sorted(asked))]
+    asked = [name for name in refused if name in _named(settings) or (name == "grow" and settings.grow)]
+    notes = [
+        *captured.notes,
+        *(f"{_WORDS.get(name, name + ' is')} not possible here: {refused[name]}" for name in asked),
+    ]
     splitter = None
     if plan.splits > 1:
         example, size = telling_example(captured.sample.make)
@@ -108,6 +113,9 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
             captured.sample.batch_size,
             budget,
             allow=allow,
+            pin=settings.pin,
+            blocks=settings.blocks,
+            host_budget=settings.host_budget,
             grow=grow,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
@@ -118,14 +126,22 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
 # --- what may not be changed --------------------------------------------------------------------------------
 
 
-def _refused(captured: Captured, settings: Settings) -> dict[str, str]:
+def _refused(runner: Any, captured: Captured, settings: Settings) -> dict[str, str]:
     """Technique -> why it cannot be applied to this training."""
     reasons = {
         "accumulate": _why_not_split(captured),
         "precision": _why_not_mixed(captured),
         "grow": captured.sample.growable if settings.grow else "",
+        "checkpoint": "activation_checkpointing is set in the config" if checkpointed_by_config(runner) else "",
+        "8bit": "states of a checkpoint cannot become 8-bit ones" if getattr(runner, "_resume", False) else "",
+        **NOT_HERE,
     }
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _named(settings: Settings) -> frozenset[str]:
+    """The techniques worth a word when they are refused: the usual ones, or those that the user asked for."""
+    return frozenset(settings.allow or ()) - (NOT_HERE.keys() if settings.by_default else frozenset())
 
 
 def _why_not_split(captured: Captured) -> str:

@@ -45,6 +45,10 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         gpu: a whole card by name ("RTX 4090"). With neither, what is free on this process's device.
         margin: the share of the budget to leave free, in [0, 1); None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; None: the default.
+        pin: parts of the plan that are fixed, such as ``dict(precision="16-mixed")``, see
+            :class:`vram_guard.plan.Pins`.
+        blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
+        host_budget: host memory that techniques may take; None: what is free.
         mode: see above.
         grow: where the step fits, enlarge the batch up to ``target_utilization``, and scale learning rates by
             ``lr_rule``.

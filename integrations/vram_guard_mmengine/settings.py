@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
@@ -29,23 +29,37 @@ class Settings:
     margin: float | None = None
     allow: Iterable[str] | None = None
     """A frozenset after the check."""
+    pin: Mapping[str, Any] | None = None
+    blocks: Iterable[str] | None = None
+    host_budget: str | int | None = None
     mode: Mode = "fit"
     grow: bool = False
     target_utilization: float = 0.8
     lr_rule: str = "linear"
     loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean"
     priority: str | int = DEFAULT_PRIORITY
+    by_default: bool = field(default=True, init=False)
+    """Whether the user left ``allow`` open."""
 
     def __post_init__(self) -> None:
         from vram_guard.budget import Budget
         from vram_guard.budget.budget import checked_margin
         from vram_guard.plan.learning_rate import learning_rate_factor
+        from vram_guard.plan.pins import Pins
+        from vram_guard.units import parse_bytes
 
+        object.__setattr__(self, "by_default", self.allow is None)
         object.__setattr__(self, "allow", _checked_allow(self.allow))
         if self.margin is not None:
             checked_margin(self.margin)
         if self.budget is not None or self.gpu is not None:
             Budget.resolve(self.budget, self.gpu, self.margin)
+        if self.host_budget is not None:
+            parse_bytes(self.host_budget, "host_budget")
+        if self.blocks is not None:
+            blocks = self.blocks
+            object.__setattr__(self, "blocks", (blocks,) if isinstance(blocks, str) else tuple(blocks))
+        Pins.of(self.pin)
         learning_rate_factor(self.lr_rule, 1, 1)
         target: object = self.target_utilization
         if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
@@ -69,7 +83,7 @@ class Settings:
         """
         if not isinstance(given, Mapping):
             raise InvalidInputError(f"vram_guard must be a dict(...) in the config, not {given!r}")
-        known = [field.name for field in fields(cls)]
+        known = [one.name for one in fields(cls) if one.init]
         for key in given:
             if key not in known:
                 near = get_close_matches(str(key), known, n=1)
@@ -79,10 +93,9 @@ class Settings:
 
 
 def _checked_allow(allow: Iterable[str] | None) -> frozenset[str]:
-    from vram_guard.plan import techniques
+    from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 
-    default: tuple[str, ...] = getattr(techniques, "DEFAULT_ALLOW", ("precision", "accumulate"))
-    return techniques.checked_techniques(default if allow is None else allow)
+    return checked_techniques(DEFAULT_ALLOW if allow is None else allow)
 
 
 def checked_priority(priority: object) -> str | int:

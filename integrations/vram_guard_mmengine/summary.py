@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -13,15 +13,9 @@ if TYPE_CHECKING:
 CONFIG_KEY, META_KEY = "vram_guard_plan", "vram_guard"
 
 
-def recipe_of(plan: Plan) -> Recipe:
-    """The techniques of a plan."""
-    return getattr(plan, "recipe", AS_WRITTEN)
-
-
 def summary(plan: Plan, *, applied: bool) -> dict[str, Any]:
     """What the plan is and predicts; bytes are ints."""
-    recipe = recipe_of(plan)
-    techniques = {name: value for name, value in vars(recipe).items() if value != getattr(AS_WRITTEN, name)}
+    techniques = {name: value for name, value in vars(plan.recipe).items() if value != getattr(AS_WRITTEN, name)}
     return {
         "applied": applied,
         "fits": plan.fits,

@@ -1,0 +1,66 @@
+"""``vram-guard mmengine``: what the command line offers for MMEngine. Imports neither MMEngine nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vram_guard.errors import InvalidInputError
+
+#: Only keys that no other base file has: MMEngine refuses two sibling bases with a key in common.
+BASE = """# The guard, for any config that has this file in its _base_ list (or imports it inside read_base()).
+# It predicts the memory of a training step before anything is built, and changes the least that makes it fit.
+runner_type = "vram_guard_mmengine.GuardRunner"
+vram_guard = dict(
+    # budget="24GiB",       # what PyTorch may reserve; with neither budget nor gpu: what is free on the GPU here
+    # gpu="RTX 4090",       # a whole card by name
+    # mode="fit",           # "report": only say; "strict": stop where the training does not fit as written
+    # grow=True,            # fill what is left with a larger batch, and scale the learning rate with it
+)
+"""
+
+
+def add(commands: Any) -> None:
+    """The subcommands."""
+    mmengine = commands.add_parser("mmengine", help="the guard in OpenMMLab's configs")
+    own = mmengine.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    init = own.add_parser(
+        "init", help="write _base_/vram_guard.py", description="Write the guard's base file into a tree of configs."
+    )
+    init.add_argument("--configs", default="configs", metavar="DIR", help="the tree of configs (default: configs)")
+    init.add_argument("--force", action="store_true", help="replace a file that is there already")
+    init.set_defaults(run=_init)
+
+
+def _init(options: argparse.Namespace) -> int:
+    path = write_base(Path(options.configs), force=options.force)
+    print(  # noqa: T201 - the command line prints
+        f"wrote {path}\nAdd it to a config's _base_ list, or import it inside read_base(); its comments name settings."
+    )
+    return 0
+
+
+def write_base(configs: Path, *, force: bool = False) -> Path:
+    """Write ``configs/_base_/vram_guard.py``, whole or not at all; its path.
+
+    Raises:
+        InvalidInputError: there is no such folder, the file is there with other contents, or it cannot be written.
+    """
+    if not configs.is_dir():
+        raise InvalidInputError(f"{configs} is no folder: name the tree of configs with --configs DIR")
+    path = configs / "_base_" / "vram_guard.py"
+    if path.exists() and not force and path.read_text(encoding="utf-8") != BASE:
+        raise InvalidInputError(f"{path} is there already, with other contents: --force replaces it")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(BASE)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be written: {error}") from error
+    return path
