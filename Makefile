@@ -13,7 +13,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants test lint format bench bench-peers gpu-measure gpu-compare test-matrix clean
+.PHONY: help install demo demo-variants test lint format bench bench-peers bench-published gpu-measure gpu-compare test-matrix clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -58,9 +58,21 @@ bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/
 	$(BIN)/python -m pip install --quiet -c constraints.txt 'accelerate>=1.0' torch-kitsune==0.7.0
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.peers.bench
 
+# The published runs had other releases: transformers 4.51.3 lies beside the installed one; torchvision and timm come with
+# a CUDA build of torch (some GB), so they get an environment of their own.
+PUBLISHED := .venv-published
+
+bench-published: $(STAMP) ## predict what others measured and published, beside their tools: docs/*/accuracy.md's table
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	test -d $(PUBLISHED)/transformers-4.51.3 || $(BIN)/python -m pip install --quiet --no-deps \
+		--target $(PUBLISHED)/transformers-4.51.3 -r benchmarks/published/transformers-4.51.3.txt
+	test -d $(PUBLISHED)/torchvision || { $(PYTHON) -m venv $(PUBLISHED)/torchvision && \
+		$(PUBLISHED)/torchvision/bin/python -m pip install --quiet torch torchvision timm rich nvidia-ml-py; }
+	$(BIN)/python benchmarks/published --rows --libraries $(PUBLISHED) --json bench-published.json
+
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
 
 clean: ## remove what these targets made
-	rm -rf $(VENV) .matrix build dist demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build dist demo-out bench-out bench-published.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
