@@ -1,0 +1,396 @@
+"""Configs on disk in mmpretrain's and mmsegmentation's styles, trained by real Runners with and without the guard."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # mmengine imports parts of torch and setuptools that warn
+    pytest.importorskip("mmengine.runner")
+import mmengine_cases as cases
+import torch
+from mmengine.config import Config
+
+from vram_guard.errors import DoesNotFitError, InvalidInputError
+from vram_guard_mmengine import VramGuardHook
+from vram_guard_mmengine.commands import write_base
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RUNNER = "vram_guard_mmengine.GuardRunner"
+LEAVES = {"mmpretrain": (cases.MMPRETRAIN, "small.py"), "mmseg": (cases.MMSEG, "seg.py")}
+
+
+class Style:
+    """One style's configs, what its training does without the guard, and what it takes."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        files, self.leaf = LEAVES[name]
+        self.folder = folder
+        self.root = cases.write_configs(folder / "configs", files)
+        self.plain = cases.train(self.cfg("plain"))
+        whole = cases.train(self.guarded("whole", budget="1GiB"))
+        self.whole = whole
+        self.peak: int = cases.guard(whole).plan.before.peak_reserved
+
+    def cfg(self, work_dir: str, **changes: Any) -> Any:
+        return cases.load(self.root, self.leaf, self.folder / work_dir, **changes)
+
+    def guarded(self, work_dir: str, *, changes: dict[str, Any] | None = None, **settings: Any) -> Any:
+        settings = {"margin": 0, **settings}
+        return self.cfg(work_dir, runner_type=RUNNER, vram_guard=settings, **(changes or {}))
+
+
+@pytest.fixture(scope="module", params=list(LEAVES))
+def style(request: Any, tmp_path_factory: Any) -> Style:
+    return Style(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def pretrain(tmp_path_factory: Any) -> Style:
+    return Style("mmpretrain", tmp_path_factory.mktemp("pretrain"))
+
+
+def same(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+    """Rates at every iteration, batches, validation and checkpoint points, losses, final weights."""
+    mine, theirs = cases.diary(one), cases.diary(other)
+    assert mine.rates == theirs.rates
+    assert mine.batches == theirs.batches
+    assert mine.validated_at == theirs.validated_at
+    assert mine.saved_at == theirs.saved_at
+    assert mine.losses == pytest.approx(theirs.losses, abs=10 * tolerance)
+    assert torch.allclose(cases.weights(one), cases.weights(other), rtol=0, atol=tolerance)
+
+
+def test_a_training_that_fits_is_bit_identical(style: Style) -> None:
+    assert len(cases.diary(style.plain).rates) > 8
+    assert cases.diary(style.plain).validated_at
+    assert cases.diary(style.plain).saved_at
+    same(style.plain, style.whole, tolerance=0)
+    assert torch.equal(cases.weights(style.plain), cases.weights(style.whole))
+
+
+def test_accumulation_leaves_everything_as_it_was(style: Style) -> None:
+    runner = cases.train(style.guarded("split", budget=style.peak - 1, allow=["accumulate"]))
+    plan = cases.guard(runner).plan
+    assert plan.fits
+    assert plan.splits > 1
+    same(style.plain, runner)
+    assert "train_step" not in vars(runner.model), "the model is given back as it came"
+
+
+def test_the_users_own_accumulation_goes_on(pretrain: Style) -> None:
+    """Three batches an update, 12 iterations, a last epoch's batch that is short: the remainder rule too."""
+    options = {"optim_wrapper.accumulative_counts": 5}
+    plain = cases.train(pretrain.cfg("accumulating", **options))
+    runner = cases.train(
+        pretrain.guarded("accumulating-split", changes=options, budget=pretrain.peak - 1, allow=["accumulate"])
+    )
+    plan = cases.guard(runner).plan
+    assert plan.accumulate == 5 * plan.splits
+    same(plain, runner)
+    assert not torch.allclose(cases.weights(plain), cases.weights(pretrain.plain), rtol=0, atol=1e-6)
+
+
+def test_auto_scale_lr_is_left_alone_by_accumulation(pretrain: Style) -> None:
+    options = {"auto_scale_lr.enable": True}
+    plain = cases.train(pretrain.cfg("auto", **options))
+    assert cases.diary(plain).rates != cases.diary(pretrain.plain).rates
+    same(plain, cases.train(pretrain.guarded("auto-split", changes=options, budget=pretrain.peak - 1,
+                                             allow=["accumulate"])))  # fmt: skip
+
+
+# --- growth -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_grown_training_is_the_one_written_so(pretrain: Style, enabled: bool) -> None:
+    """Twice the batch and the rate, scaled once: by the guard, or by auto_scale_lr."""
+    total = int(pretrain.peak * 2.4)
+    options = {"auto_scale_lr.enable": enabled}
+    runner = cases.train(
+        pretrain.guarded(f"grown-{enabled}", changes=options, budget=total, grow=True, target_utilization=1.0)
+    )
+    plan = cases.guard(runner).plan
+    assert plan.batch_size == 16
+    by_hand = {"train_dataloader.batch_size": 16, **options}
+    if not enabled:
+        by_hand |= {"optim_wrapper.optimizer.lr": 2 * 5e-4 * 1024 / 512}
+        by_hand |= {"param_scheduler.1.eta_min": 2e-5}
+    cfg = pretrain.cfg(f"by-hand-{enabled}", **by_hand)
+    same_run = cases.train(cfg)
+    mine, theirs = cases.diary(runner).rates, cases.diary(same_run).rates
+    assert len(mine) == len(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+    if not enabled:
+        assert torch.allclose(cases.weights(runner), cases.weights(same_run), rtol=0, atol=1e-6)
+
+
+def test_a_grown_training_resumes_with_its_rates(pretrain: Style) -> None:
+    """Stopped in the middle and resumed: the rates are those of a run that was not stopped, scaled once."""
+    settings = {"budget": int(pretrain.peak * 2.4), "grow": True, "target_utilization": 1.0}
+    through = cases.train(pretrain.guarded("through", **settings))
+    cases.train(
+        pretrain.guarded("stopped", changes={"train_cfg.max_epochs": 2, "param_scheduler.1.end": 4}, **settings)
+    )
+    resumed = cases.train(pretrain.guarded("stopped", changes={"resume": True}, **settings))
+    assert cases.diary(resumed).rates == cases.diary(through).rates[4:]
+    # Resumed where there is no room to grow: the rates of the batch as it is written.
+    smaller = cases.train(pretrain.guarded("stopped", changes={"resume": True, "load_from": str(
+        pretrain.folder / "stopped" / "epoch_2.pth")}, budget="1GiB"))  # fmt: skip
+    first, written = cases.diary(smaller).rates[0], cases.diary(through).rates[4]
+    assert first == pytest.approx([rate / 2 for rate in written])
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------
+
+
+def test_resuming_a_split_training(style: Style) -> None:
+    """MMEngine's own resume, which torch's weights_only refuses without the guard, and no iteration more or less."""
+    settings = {"budget": style.peak - 1, "allow": ["accumulate"]}
+    first = cases.train(style.guarded("through-split", **settings))
+    checkpoint = min((style.folder / "through-split").glob("*_[0-9].pth"))
+    before = int(checkpoint.stem.split("_")[1])
+    resumed = cases.train(
+        style.guarded("resumed-split", changes={"resume": True, "load_from": str(checkpoint)}, **settings)
+    )
+    rates = cases.diary(first).rates
+    assert cases.diary(resumed).rates == rates[len(rates) - len(cases.diary(resumed).rates) :]
+    assert 0 < len(cases.diary(resumed).rates) < len(rates)
+    assert before
+    assert torch.allclose(cases.weights(first), cases.weights(resumed), rtol=0, atol=1e-6)
+
+
+def test_resuming_without_the_guard_needs_torchs_own_switch(pretrain: Style, monkeypatch: Any) -> None:
+    checkpoint = str(pretrain.folder / "plain" / "epoch_1.pth")
+    options = {"resume": True, "load_from": checkpoint}
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6):
+        with pytest.raises(Exception, match="weights_only"):
+            cases.train(pretrain.cfg("resumed-plain", **options))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    resumed = cases.train(pretrain.cfg("resumed-plain", **options))
+    assert cases.diary(resumed).rates == cases.diary(pretrain.plain).rates[3:]
+
+
+@pytest.mark.parametrize("harm", [lambda path: _Harmful(open, path, "w"), lambda _: _Harmful(getattr, dict, "clear")])
+def test_a_checkpoint_with_code_is_refused(pretrain: Style, tmp_path: Path, harm: Any) -> None:
+    witness = tmp_path / "ran"
+    torch.save({"meta": {}, "state_dict": {}, "message_hub": harm(str(witness))}, tmp_path / "harmful.pth")
+    options = {"resume": True, "load_from": str(tmp_path / "harmful.pth")}
+    with pytest.raises(Exception, match=r"weights_only|not MMEngine's"):
+        cases.train(pretrain.guarded("harmful", changes=options, budget="1GiB"))
+    assert not witness.exists()
+
+
+class _Harmful:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.what = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.what
+
+
+# --- three ways in ----------------------------------------------------------------------------------------------
+
+
+def test_a_base_file_of_new_keys(pretrain: Style) -> None:
+    path = write_base(pretrain.root)
+    assert path == pretrain.root / "_base_" / "vram_guard.py"
+    path.write_text(
+        path.read_text() + f"\nvram_guard = dict(budget={pretrain.peak - 1}, margin=0, allow=['accumulate'])\n"
+    )
+    leaf = (pretrain.root / "small.py").read_text().replace("_base_ = [", "_base_ = ['./_base_/vram_guard.py', ")
+    (pretrain.root / "guarded.py").write_text(leaf)
+    cfg = cases.load(pretrain.root, "guarded.py", pretrain.folder / "base")
+    runner = cases.train(cfg)
+    assert type(runner).__name__ == "GuardRunner"
+    assert cases.guard(runner).plan.splits > 1
+    same(pretrain.plain, runner)
+
+
+def test_default_hooks_of_the_leaf(pretrain: Style) -> None:
+    hook = (
+        "\ndefault_hooks = dict(vram_guard=dict(type='vram_guard_mmengine.VramGuardHook', "
+        f"budget={pretrain.peak - 1}, margin=0, allow=['accumulate']))\n"
+    )
+    (pretrain.root / "hooked.py").write_text((pretrain.root / "small.py").read_text() + hook)
+    runner = cases.train(cases.load(pretrain.root, "hooked.py", pretrain.folder / "hooked"))
+    assert type(runner).__name__ == "Runner"
+    assert cases.guard(runner).plan.splits > 1
+    assert {"DefaultSampler"} == {type(runner.train_dataloader.sampler).__name__}
+    same(pretrain.plain, runner)
+
+
+def test_cfg_options(pretrain: Style) -> None:
+    """As mmengine.config.DictAction reads them from the command line."""
+    import argparse
+
+    from mmengine.config import DictAction
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cfg-options", nargs="+", action=DictAction)
+    options = parser.parse_args(
+        ["--cfg-options", f"runner_type={RUNNER}", f"vram_guard.budget={pretrain.peak - 1}", "vram_guard.margin=0",
+         "vram_guard.allow=[accumulate]"]
+    ).cfg_options  # fmt: skip
+    runner = cases.train(pretrain.cfg("options", **options))
+    assert cases.guard(runner).plan.splits > 1
+    same(pretrain.plain, runner)
+
+
+def test_new_style_configs(pretrain: Style) -> None:
+    (pretrain.root / "__init__.py").write_text("")
+    lazy = pretrain.folder / "lazy"
+    cases.write_configs(lazy, {
+        "_base_/schedule.py": cases.MMPRETRAIN["_base_/schedules/adamw_swin.py"]
+        .replace("optim_wrapper = dict(", "optim_wrapper = dict(type=OptimWrapper, ")
+        .replace("\n", "\nfrom mmengine.optim import OptimWrapper\n", 1),
+        "_base_/runtime.py": cases.MMPRETRAIN["_base_/default_runtime.py"],
+        "_base_/data.py": cases.MMPRETRAIN["_base_/datasets/blobs.py"],
+        "_base_/model.py": cases.MMPRETRAIN["_base_/models/small.py"],
+        "leaf.py": "from mmengine.config import read_base\nwith read_base():\n"
+        "    from ._base_.model import *\n    from ._base_.data import *\n    from ._base_.schedule import *\n"
+        "    from ._base_.runtime import *\n    from ._base_.vram_guard import *\n"
+        f"vram_guard.update(budget={pretrain.peak - 1}, margin=0, allow=['accumulate'])\n",
+    })  # fmt: skip
+    write_base(lazy)
+    runner = cases.train(cases.load(lazy, "leaf.py", pretrain.folder / "lazy-work"))
+    assert cases.guard(runner).plan.splits > 1
+    same(pretrain.plain, runner)
+
+
+def test_a_hook_registered_by_hand(pretrain: Style) -> None:
+    runner = cases.build(pretrain.cfg("python"))
+    runner.register_hook(VramGuardHook(budget=pretrain.peak - 1, margin=0, allow=["accumulate"]))
+    runner.train()
+    assert cases.guard(runner).plan.splits > 1
+    same(pretrain.plain, runner)
+
+
+# --- what is written down ---------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_kept_and_logged(style: Style) -> None:
+    runner = cases.train(style.guarded("logged", budget=style.peak - 1, allow=["accumulate"]))
+    plan = cases.guard(runner).plan
+    work_dir = style.folder / "logged"
+    dumped = Config.fromfile(str(work_dir / style.leaf))
+    assert dumped.vram_guard_plan.micro_batch_size == plan.micro_batch_size
+    assert dumped.vram_guard_plan.applied is True
+    checkpoint = torch.load(min(work_dir.glob("*_[0-9]*.pth")), weights_only=False)
+    assert checkpoint["meta"]["vram_guard"]["predicted_peak_reserved"] == plan.estimate.peak_reserved
+    logs = Path(runner.log_dir)
+    text = next(logs.glob("*.log")).read_text()
+    assert "vram_guard: this plan is applied." in text
+    lines = [json.loads(line) for line in (logs / "vis_data" / "scalars.json").read_text().splitlines()]
+    logged = {line["predicted_memory"] for line in lines if "predicted_memory" in line}
+    assert logged == {plan.estimate.peak_allocated // 2**20}
+    assert f"predicted_memory: {plan.estimate.peak_allocated // 2**20}" in text
+
+
+# --- mixed precision --------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision_on_a_pretend_gpu(pretrain: Style) -> None:
+    runner = cases.train(pretrain.guarded("mixed", budget=pretrain.peak - 1, gpu="RTX 4090", allow=["precision"]))
+    plan = cases.guard(runner).plan
+    assert plan.precision == "bf16-mixed"
+    assert type(runner.optim_wrapper).__name__ == "CpuMixedOptimWrapper"
+    assert cases.diary(runner).rates == cases.diary(pretrain.plain).rates
+    assert cases.diary(runner).losses != cases.diary(pretrain.plain).losses
+    assert cases.diary(runner).losses == pytest.approx(cases.diary(pretrain.plain).losses, abs=0.05)
+
+
+# --- techniques -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("technique", ["checkpoint", "foreach", "fused", "offload_activations"])
+def test_techniques_leave_the_training_as_it_was(pretrain: Style, technique: str) -> None:
+    pin = {
+        "checkpoint": {"checkpoint": "all"},
+        "foreach": {"optimizer": "for-loop"},
+        "fused": {"optimizer": "fused"},
+        "offload_activations": {"offload_activations": "all"},
+    }[technique]
+    runner = cases.train(pretrain.guarded(technique, budget=pretrain.peak - 1, allow=[technique], pin=pin))
+    guard = cases.guard(runner)
+    assert guard.plan.changed
+    assert guard.plan.recipe
+    if guard.plan.fits:
+        assert runner.cfg.vram_guard_plan.techniques
+    same(pretrain.plain, runner)
+
+
+def test_checkpointed_blocks_take_less_and_learn_the_same(pretrain: Style) -> None:
+    runner = cases.train(pretrain.guarded("checkpointed", budget=pretrain.peak - 1, allow=["checkpoint"]))
+    plan = cases.guard(runner).plan
+    assert plan.fits
+    assert plan.checkpointed_modules
+    assert plan.estimate.peak_allocated < plan.before.peak_allocated
+    same(pretrain.plain, runner)
+    assert not any("forward" in vars(module) for module in runner.model.modules()), "taken off at the end"
+
+
+def test_the_configs_own_checkpointing_is_counted(pretrain: Style) -> None:
+    blocks = [f"layers.{number}" for number in range(4)]
+    options = {"activation_checkpointing": blocks}
+    runner = cases.train(pretrain.guarded("own-checkpoints", changes=options, budget="1GiB", mode="report"))
+    assert cases.guard(runner).plan.before.peak_allocated < cases.guard(pretrain.whole).plan.before.peak_allocated
+
+
+# --- what is wrong is said before anything is built -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"buget": "1GiB"}, "did you mean 'budget'"),
+        ({"budget": "-1GiB"}, "budget"),
+        ({"budget": 0}, "at least one byte"),
+        ({"gpu": "RTX 4091"}, "RTX 4090"),
+        ({"priority": "VERY_HIHG"}, "did you mean 'VERY_HIGH'"),
+        ({"mode": "fits"}, "mode"),
+        ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
+        ({"target_utilization": 0}, "target_utilization"),
+        ({"lr_rule": "cubic"}, "lr_rule"),
+    ],
+)
+def test_bad_settings(pretrain: Style, settings: dict[str, Any], message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cases.SmallClassifier, "__init__", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(InvalidInputError, match=message):
+        cases.build(pretrain.cfg("bad", runner_type=RUNNER, vram_guard=settings))
+    with pytest.raises(InvalidInputError, match=message):
+        VramGuardHook(**settings)
+
+
+def test_a_hook_position_in_default_hooks(pretrain: Style) -> None:
+    cfg = pretrain.cfg("position")
+    cfg.default_hooks["vram_guard"] = {"type": "vram_guard_mmengine.VramGuardHook", "priority": "NORMALL"}
+    with pytest.raises(InvalidInputError, match="did you mean 'NORMAL'"):
+        cases.build(cfg)
+
+
+def test_a_dataset_smaller_than_the_batch(pretrain: Style) -> None:
+    options = {"train_dataloader.batch_size": 64, "train_dataloader.drop_last": True}
+    with pytest.raises(InvalidInputError, match="no whole batch of 64"):
+        cases.train(pretrain.guarded("small", changes=options, budget="1GiB"))
+
+
+def test_impossible_budgets(pretrain: Style) -> None:
+    runner = cases.train(pretrain.guarded("tiny", budget="1MiB", allow=["accumulate"]))
+    assert not cases.guard(runner).plan.fits
+    same(pretrain.plain, runner, tolerance=0)
+    with pytest.raises(DoesNotFitError):
+        cases.train(pretrain.guarded("strict", budget=pretrain.peak - 1, mode="strict"))
+
+
+def test_report_changes_nothing(style: Style) -> None:
+    runner = cases.train(style.guarded("report", budget=style.peak - 1, mode="report"))
+    assert cases.guard(runner).plan.changed
+    same(style.plain, runner, tolerance=0)
