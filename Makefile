@@ -16,7 +16,7 @@ MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 .PHONY: help install demo demo-variants test lint format bench bench-peers bench-published gpu-measure gpu-compare test-matrix clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 $(STAMP): pyproject.toml constraints.txt vram_guard/__init__.py
 	$(PYTHON) -m venv $(VENV)
