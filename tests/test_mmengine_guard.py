@@ -318,22 +318,27 @@ def test_techniques_leave_the_training_as_it_was(pretrain: Style, technique: str
         "fused": {"optimizer": "fused"},
         "offload_activations": {"offload_activations": "all"},
     }[technique]
-    runner = cases.train(pretrain.guarded(technique, budget=pretrain.peak - 1, allow=[technique], pin=pin))
-    guard = cases.guard(runner)
-    assert guard.plan.changed
-    assert guard.plan.recipe
-    if guard.plan.fits:
-        assert runner.cfg.vram_guard_plan.techniques
+    runner = cases.train(pretrain.guarded(technique, budget="1GiB", pin=pin))
+    plan = cases.guard(runner).plan
+    assert plan.recipe
+    assert runner.cfg.vram_guard_plan.techniques
     same(pretrain.plain, runner)
+    if technique in ("foreach", "fused"):
+        assert runner.optim_wrapper.param_groups[0]["fused" if technique == "fused" else "foreach"] is (
+            technique == "fused"
+        )
 
 
 def test_checkpointed_blocks_take_less_and_learn_the_same(pretrain: Style) -> None:
-    runner = cases.train(pretrain.guarded("checkpointed", budget=pretrain.peak - 1, allow=["checkpoint"]))
+    options = {"model.depth": 12, "train_cfg.max_epochs": 1}
+    plain = cases.train(pretrain.guarded("deep", changes=options, budget="1GiB", mode="report"))
+    peak = cases.guard(plain).plan.before.peak_reserved
+    runner = cases.train(pretrain.guarded("deep-less", changes=options, budget=peak - 1, allow=["checkpoint"]))
     plan = cases.guard(runner).plan
     assert plan.fits
     assert plan.checkpointed_modules
     assert plan.estimate.peak_allocated < plan.before.peak_allocated
-    same(pretrain.plain, runner)
+    same(plain, runner)
     assert not any("forward" in vars(module) for module in runner.model.modules()), "taken off at the end"
 
 

@@ -155,7 +155,7 @@ class Recovery:
         self.agreement.share_buffers()
         while True:
             self.keeper.take()
-            running = Attempt(self, ladder.size, SetAside(self.model.parameters()), synchronise)
+            running = Attempt(self, ladder.size, SetAside(self.keeper.parameters), synchronise)
             try:
                 outcome = self._try(attempt, running)
                 if not isinstance(outcome, Failure):

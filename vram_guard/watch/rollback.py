@@ -28,6 +28,11 @@ COPIED_IN_PLACE = 2**20
 LOOKED_INTO = 64
 
 
+#: What every module has: looked at by identity alone, for looking into a dozen hook tables a module takes long.
+_EVERY_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
+_IMMUTABLE = (int, float, bool, str, bytes, tuple, type(None), torch.dtype, torch.device, torch.Size, nn.Module)
+
+
 class CannotRollBackError(Exception):
     """The attempt changed something of which there is no copy; the message says what."""
 
@@ -99,7 +104,7 @@ class StateKeeper:
         self._model = model
         self._modules: list[_Module] = []
         self._random: RandomState | None = None
-        self._parameters: list[tuple[str, nn.Parameter, int]] = []
+        self._parameters: list[tuple[nn.Parameter, int]] = []
         self._copies: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._quiet: list[tuple[torch.Tensor, int]] = []
@@ -114,12 +119,19 @@ class StateKeeper:
         generators: list[torch.Generator] = []
         for module in self._model.modules():
             kept = _Module(module, dict(vars(module)))
-            for value in kept.attributes.values():
-                _note(value, kept, tensors, generators)
+            for name, value in kept.attributes.items():
+                if value is not None and name not in _EVERY_MODULES and not isinstance(value, _IMMUTABLE):
+                    _note(value, kept, tensors, generators)
+            own = kept.attributes["_parameters"].values()
+            self._parameters += [(parameter, version(parameter)) for parameter in own if parameter is not None]
             self._modules.append(kept)
-        self._parameters = [(name, p, version(p)) for name, p in self._model.named_parameters()]
         self._copy(tensors.values())
-        self._random = RandomState({p.device for _, p, _ in self._parameters}, generators)
+        self._random = RandomState({parameter.device for parameter, _ in self._parameters}, generators)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the remembered state; tied ones as often as they are found."""
+        return [parameter for parameter, _ in self._parameters]
 
     def forget(self) -> None:
         """Let go of everything that was remembered."""
@@ -132,9 +144,12 @@ class StateKeeper:
         Raises:
             CannotRollBackError: it changed parameters, or a large tensor that never changed before.
         """
-        for name, parameter, before in self._parameters:
+        for parameter, before in self._parameters:
             if version(parameter) != before:
-                raise CannotRollBackError(f"the weights of {name} were already changed during forward or backward")
+                names = [name for name, known in self._model.named_parameters() if known is parameter]
+                raise CannotRollBackError(
+                    f"the weights of {', '.join(names)} were already changed during forward or backward"
+                )
         for tensor, before in self._quiet:
             if version(tensor) != before:
                 self._known.clear()  # from now on it is copied
@@ -147,15 +162,15 @@ class StateKeeper:
         """What changes inside the block stays so when the attempt is taken back (hooks that run once a batch)."""
         attributes = [dict(vars(kept.module)) for kept in self._modules]
         contents = [[_look(container) for container, _ in kept.containers] for kept in self._modules]
-        parameters = [version(parameter) for _, parameter, _ in self._parameters]
+        parameters = [version(parameter) for parameter in self.parameters]
         copied = [[version(tensor) for tensor in tensors] for tensors, _ in self._copies]
         hosted = [version(tensor) for tensor, _ in self._on_host]
         yield
         for kept, known, looks in zip(self._modules, attributes, contents, strict=True):
             kept.follow(known, looks)
         self._parameters = [
-            (name, parameter, base + version(parameter) - before)
-            for (name, parameter, base), before in zip(self._parameters, parameters, strict=True)
+            (parameter, base + version(parameter) - before)
+            for (parameter, base), before in zip(self._parameters, parameters, strict=True)
         ]
         for (tensors, flat), versions in zip(self._copies, copied, strict=True):
             pieces = flat.split([tensor.numel() for tensor in tensors])
