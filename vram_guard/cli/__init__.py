@@ -1,0 +1,88 @@
+"""The ``vram-guard`` command: one file per command, each with ``add(commands)`` for its parser.
+
+What a command needs is imported when it runs, so that ``--help`` and ``--version`` never wait for torch. The adapters'
+commands come from the entry points ``vram_guard.commands`` of installed distributions, each the ``add`` of its own.
+
+Exit codes: 0 done (and, where something is checked, it fits), 1 it does not fit, 2 bad usage, 3 the environment
+cannot be read. Answers go to standard output, messages to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vram_guard import __version__
+from vram_guard.cli import doctor, gpus
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
+from vram_guard.cli.printing import JSON_SCHEMA
+from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["EXIT_DOES_NOT_FIT", "EXIT_DONE", "EXIT_ENVIRONMENT", "EXIT_USAGE", "JSON_SCHEMA", "main"]
+
+#: The core's own commands, in the order of ``--help``.
+_COMMANDS = {"gpus": gpus.add, "doctor": doctor.add}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. argparse itself exits with 0 for help and 2 for bad usage."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser(given).parse_args(given)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        code = run(options)
+        sys.stdout.flush()
+    except VramGuardError as error:
+        print(f"vram-guard: {error}", file=sys.stderr)
+        return _exit_code(error)
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    return code
+
+
+def _exit_code(error: VramGuardError) -> int:
+    if isinstance(error, DoesNotFitError):
+        return EXIT_DOES_NOT_FIT
+    if isinstance(error, InvalidInputError):
+        return EXIT_USAGE
+    return EXIT_ENVIRONMENT
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vram-guard",
+        description="Know how much GPU memory a PyTorch training step takes before it runs, and make it fit.",
+        epilog="Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 the environment cannot be read.",
+    )
+    parser.add_argument("--version", action="version", version=f"vram-guard {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in _COMMANDS.values():
+        add(commands)
+    # Looking through the installed distributions takes longer than some of our own commands do.
+    if not arguments or arguments[0] not in _COMMANDS:
+        _add_adapters(commands)
+    return parser
+
+
+def _add_adapters(commands: Any) -> None:
+    """The commands of installed adapters."""
+    from importlib.metadata import entry_points
+
+    for entry in sorted(entry_points(group="vram_guard.commands"), key=lambda entry: entry.name):
+        _add_adapter(entry, commands)
+
+
+def _add_adapter(entry: EntryPoint, commands: Any) -> None:
+    """One that cannot be imported is left out, and said: the others still work."""
+    try:
+        entry.load()(commands)
+    except ImportError as error:
+        print(f"vram-guard: the command {entry.name!r} is not at hand: {error}", file=sys.stderr)

@@ -1,0 +1,77 @@
+"""``vram-guard gpus``: the cards that are known by name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.cli.exits import EXIT_DONE
+from vram_guard.cli.printing import print_columns, print_json
+
+if TYPE_CHECKING:
+    from vram_guard.budget import GPU
+
+
+def add(commands: Any) -> None:
+    """The parser of ``gpus``."""
+    parser = commands.add_parser("gpus", help="the GPUs that are known by name", description=_gpus.__doc__)
+    parser.add_argument("name", nargs="?", help='one card, by any of its names ("4090", "A100 40GB")')
+    parser.add_argument("--json", action="store_true", help="answer as JSON")
+    parser.set_defaults(run=_gpus)
+
+
+def _gpus(options: argparse.Namespace) -> int:
+    """List the GPUs that can be given by name, with memory, what a training may use of it, and throughput."""
+    from vram_guard.budget import catalogue, find_gpu
+
+    cards = catalogue() if options.name is None else (find_gpu(options.name),)
+    if options.json:
+        print_json({"gpus": [_gpu_facts(card) for card in cards]})
+    else:
+        _print_gpus(cards)
+    return EXIT_DONE
+
+
+def _gpu_facts(card: GPU) -> dict[str, Any]:
+    """A card for programs: bytes, bytes a second, FLOP a second; null where unknown."""
+    from vram_guard.budget import Budget
+
+    return {
+        "name": card.name,
+        "aliases": list(card.aliases),
+        "architecture": card.architecture,
+        "compute_capability": list(card.compute_capability),
+        "memory_bytes": card.memory_bytes,
+        "usable_bytes": Budget.of(card).usable,
+        "memory_bandwidth": card.memory_bandwidth,
+        "fp32_flops": card.fp32_flops,
+        "tf32_flops": card.tf32_flops,
+        "fp16_flops": card.fp16_flops,
+        "bf16_flops": card.bf16_flops,
+        "sources": {figure: card.source_of(figure) for figure, _ in card.sources},
+    }
+
+
+def _print_gpus(cards: Sequence[GPU]) -> None:
+    from vram_guard.budget import DEFAULT_MARGIN, Budget
+    from vram_guard.budget.margins import measured_margin
+
+    rows: list[tuple[str, ...]] = [("GPU", "architecture", "cc", "GiB", "usable", "GB/s", "fp32", "fp16", "bf16")]
+    for card in cards:
+        major, minor = card.compute_capability
+        memory, usable = card.memory_bytes / 2**30, Budget.of(card).usable / 2**30
+        figures = [_tera(flops) for flops in (card.fp32_flops, card.fp16_flops, card.bf16_flops)]
+        sizes = (f"{memory:.2f}", f"{usable:.2f}", f"{card.memory_bandwidth / 1e9:.0f}")
+        rows.append((card.name, card.architecture, f"{major}.{minor}", *sizes, *figures))
+    print_columns(rows, left=2)
+    print(
+        f"\nusable: GiB less what the driver and the CUDA context take (partly estimates), less the default "
+        f"margin of {100 * DEFAULT_MARGIN:g}% ({measured_margin().source}).\n"
+        "fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. "
+        "--json names each figure's source."
+    )
+
+
+def _tera(flops: int | None) -> str:
+    return "-" if flops is None else f"{flops / 1e12:.1f}"
