@@ -1,0 +1,190 @@
+"""A training step by its name, as commands and configs give it: ``package.module:callable``, ``file.py:callable``.
+
+Naming a module imports it, which runs its code: names come from the person at the command line or from that person's
+own config, as with ``python -m``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.step import TrainingStep
+
+ADVICE = (
+    "name a TrainingStep, or a function that returns one: package.module:function, or path/to/file.py:function "
+    "(from vram_guard import TrainingStep)"
+)
+
+#: Longer names are pasted files.
+LONGEST_NAME = 1000
+
+
+def object_named(name: str) -> Any:
+    """What ``package.module:attribute`` or ``path/to/file.py:attribute`` names; the attribute may be dotted.
+
+    The current folder is looked in first, as ``python -m`` does; for a file, its own folder.
+
+    Raises:
+        InvalidInputError: the name is malformed, there is no such module or attribute, or importing it fails.
+    """
+    module_name, attribute = _parts(name)
+    _look_in(Path.cwd())
+    if _is_file(module_name):
+        _look_in(Path(module_name).resolve().parent)
+    found: Any = _module(module_name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise InvalidInputError(f"{name}: {module_name} has no {part!r}{_nearest(part, dir(found))}")
+        found = getattr(found, part)
+    return found
+
+
+def step_named(name: str, arguments: Mapping[str, Any] | None = None) -> TrainingStep:
+    """The training step that a name stands for.
+
+    Args:
+        name: of a TrainingStep, or of a callable that returns one.
+        arguments: entries of a config: the callable is given those that its parameters are called after, no others.
+
+    Raises:
+        InvalidInputError: as :func:`object_named`; it names something else; the callable needs an argument that is
+            not there, or raises.
+    """
+    made = called(name, arguments)
+    if not isinstance(made, TrainingStep):
+        raise InvalidInputError(f"{name} gives a {_kind(made)}, no TrainingStep: {ADVICE}")
+    return made
+
+
+def steps_named(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, TrainingStep]:
+    """Several steps from one name: a mapping of names to steps (or a callable that returns one), or a single step.
+
+    Raises:
+        InvalidInputError: as :func:`step_named`.
+    """
+    made = called(name, arguments)
+    if isinstance(made, TrainingStep):
+        return {name.rpartition(":")[2]: made}
+    if not isinstance(made, Mapping) or not made:
+        raise InvalidInputError(f"{name} gives a {_kind(made)}, neither a TrainingStep nor a dict of them: {ADVICE}")
+    for key, step in made.items():
+        if not isinstance(key, str) or not isinstance(step, TrainingStep):
+            raise InvalidInputError(f"{name}: {key!r} is a {_kind(step)}, no TrainingStep: {ADVICE}")
+    return dict(made)
+
+
+def called(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
+    """The named object; a callable that is no step is called with the arguments that it has parameters for.
+
+    Raises:
+        InvalidInputError: as :func:`object_named`; a parameter without a default is not among the arguments, or the
+            callable raises.
+    """
+    found = object_named(name)
+    if isinstance(found, (TrainingStep, Mapping)) or not callable(found):
+        return found
+    fitting = _fitting(name, found, arguments or {})
+    try:
+        return found(**fitting)
+    except VramGuardError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _parts(name: object) -> tuple[str, str]:
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        raise InvalidInputError(f"a name must be text such as package.module:function, not {type(name).__name__}")
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon or not module_name or not all(part.isidentifier() for part in attribute.split(".")):
+        raise InvalidInputError(f"{name!r} names no training step: {ADVICE}")
+    if not _is_file(module_name) and not all(part.isidentifier() for part in module_name.split(".")):
+        raise InvalidInputError(f"{name!r}: {module_name!r} is neither a module nor a file that ends in .py: {ADVICE}")
+    return module_name, attribute
+
+
+def _is_file(module_name: str) -> bool:
+    return module_name.endswith(".py")
+
+
+def _module(module_name: str) -> Any:
+    try:
+        if _is_file(module_name):
+            return _module_from(Path(module_name))
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise InvalidInputError(
+                f"there is no module {missing!r} in {Path.cwd()} or among what is installed: {ADVICE}"
+            ) from None
+        raise InvalidInputError(f"importing {module_name} needs {missing!r}, which is not installed") from error
+    except VramGuardError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(f"importing {module_name} raised {type(error).__name__}: {error}") from error
+
+
+def _module_from(path: Path) -> Any:
+    """A module from a file that need not be on the path; the same object when it is asked for again."""
+    if not path.is_file():
+        raise InvalidInputError(f"there is no file {path}: {ADVICE}")
+    own_name = f"vram_guard_named_{path.stem}_{abs(hash(path.resolve()))}"
+    if own_name in sys.modules:
+        return sys.modules[own_name]
+    spec = importlib.util.spec_from_file_location(own_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[own_name] = module  # dataclasses and pickle look modules up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[own_name]
+        raise
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    """Modules are looked for in ``folder`` first, now and when what was imported imports more."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _fitting(name: str, builder: Callable[..., Any], arguments: Mapping[Any, Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    if inspect.isclass(builder) and not issubclass(builder, TrainingStep):
+        raise InvalidInputError(f"{name} is a class, no step: write a function that makes a TrainingStep with it")
+    needed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.name not in arguments
+    ]
+    if needed:
+        raise InvalidInputError(f"{name} needs {', '.join(needed)}: write it into the config, or give it a default")
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return {key: value for key, value in arguments.items() if isinstance(key, str)}
+    return {one.name: arguments[one.name] for one in parameters if one.name in arguments}
+
+
+def _kind(made: object) -> str:
+    return type(made).__name__
+
+
+def _nearest(part: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(part, [one for one in known if not one.startswith("_")], n=3)
+    return f"; did you mean {', '.join(near)}?" if near else ""
