@@ -253,6 +253,8 @@ def pretended_gpu(monkeypatch, fno):
     monkeypatch.setattr(cuda.memory, "_snapshot", taken)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: state.update(cleared=True), raising=False)
     monkeypatch.setattr("benchmarks.gpu.facts.device_used", lambda: 11 * GIB)
+    for flags in (torch.backends.cudnn, torch.backends.cuda.matmul):  # the worker sets them: put back at the end
+        monkeypatch.setattr(flags, "allow_tf32", flags.allow_tf32)
 
 
 class PretendedLoop:
