@@ -13,7 +13,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants test lint format bench bench-peers bench-published gpu-measure gpu-compare test-matrix clean
+.PHONY: help install demo demo-variants test lint format bench bench-peers bench-published gpu-measure gpu-compare test-matrix messages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -72,6 +72,13 @@ bench-published: $(STAMP) ## predict what others measured and published, beside 
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
+
+messages: $(STAMP) ## bring the translations up to date with the code and compile them
+	mkdir -p build
+	$(BIN)/pybabel -q extract -k marked --no-location --sort-output -o build/messages.pot vram_guard integrations
+	$(BIN)/pybabel -q update --no-fuzzy-matching --ignore-obsolete --ignore-pot-creation-date -w 120 \
+		-D vram_guard -d vram_guard/locale -l zh_CN -i build/messages.pot
+	$(BIN)/pybabel compile --statistics -D vram_guard -d vram_guard/locale
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .matrix build dist demo-out bench-out bench-published.json .mypy_cache .pytest_cache .ruff_cache .hypothesis

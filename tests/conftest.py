@@ -10,6 +10,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "agg")
+# The tests read English, whatever the developer's terminal speaks.
+os.environ["VRAM_GUARD_LANG"] = "en"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

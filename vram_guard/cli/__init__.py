@@ -20,6 +20,7 @@ from vram_guard.cli import doctor, gpus
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.language import checked_language, language, speaking
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -33,6 +34,17 @@ _COMMANDS = {"gpus": gpus.add, "doctor": doctor.add}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. argparse itself exits with 0 for help and 2 for bad usage."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    wanted, given = _language_of(given)
+    try:
+        spoken = language() if wanted is None else checked_language(wanted)
+    except InvalidInputError as error:
+        print(f"vram-guard: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    with speaking(spoken):
+        return _run(given)
+
+
+def _run(given: list[str]) -> int:
     options = _parser(given).parse_args(given)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -46,6 +58,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     return code
+
+
+def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """``--lang``, known before there is a parser, whose help speaks it; and the arguments without it.
+
+    After an adapter's command it may be an option of the script that is launched, so it counts only before it.
+    """
+    wanted, rest, command = None, list[str](), ""
+    words = iter(arguments)
+    for word in words:
+        if word == "--lang":
+            wanted = next(words, None)
+        elif word.startswith("--lang="):
+            wanted = word.removeprefix("--lang=")
+        else:
+            rest.append(word)
+            command = command or ("" if word.startswith("-") else word)
+            if command and command not in _COMMANDS:
+                break
+    return wanted, [*rest, *words]
 
 
 def _exit_code(error: VramGuardError) -> int:
@@ -63,6 +95,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 the environment cannot be read.",
     )
     parser.add_argument("--version", action="version", version=f"vram-guard {__version__}")
+    parser.add_argument("--lang", metavar="LANGUAGE", help="en or zh; otherwise what the environment says (LANG=zh_CN)")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in _COMMANDS.values():
         add(commands)

@@ -1,0 +1,147 @@
+"""Chinese and English: the catalogues are complete, compiled, and chosen as the reader's environment says."""
+
+from __future__ import annotations
+
+import ast
+import string
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from babel.messages.mofile import write_mo
+from babel.messages.pofile import read_po
+
+from vram_guard import cli, language
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import CHINESE, ENGLISH, LOCALE, display_width, ljust, rjust, speaking
+
+ROOT = Path(__file__).parents[1]
+CATALOGUE = LOCALE / CHINESE / "LC_MESSAGES" / "vram_guard.po"
+ADVICE = "run `make messages`, and translate what it adds"
+
+
+def messages_in_code():
+    """Every message in the sources -> where it stands."""
+    found = {}
+    for root in (ROOT / "vram_guard", ROOT / "integrations"):
+        for path in root.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("_", "marked"):
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    text = node.args[0]
+                    if isinstance(text, ast.Constant):
+                        found[text.value] = where
+                        given = {keyword.arg for keyword in node.keywords}
+                        if node.func.id == "_":
+                            assert placeholders(text.value) == given, f"{where}: placeholders and values differ"
+    return found
+
+
+def placeholders(text):
+    return {name for _, name, _, _ in string.Formatter().parse(text) if name}
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    with CATALOGUE.open("rb") as file:
+        return read_po(file, locale=CHINESE)
+
+
+def test_every_message_of_the_code_is_in_the_catalogue(catalogue):
+    code = messages_in_code()
+    assert code
+    missing = {where: text for text, where in code.items() if text not in catalogue}
+    assert not missing, ADVICE
+    stale = [message.id for message in catalogue if message.id and message.id not in code]
+    assert not stale, ADVICE
+
+
+def test_every_message_is_translated_with_the_same_placeholders(catalogue):
+    for message in catalogue:
+        if not message.id:
+            continue
+        assert message.string, f"{message.id!r} is not translated: {ADVICE}"
+        assert placeholders(message.string) == placeholders(message.id), message.id
+        assert not message.fuzzy, message.id
+
+
+def test_the_compiled_catalogue_is_the_one_that_people_edit(catalogue):
+    compiled = BytesIO()
+    write_mo(compiled, catalogue)
+    assert CATALOGUE.with_suffix(".mo").read_bytes() == compiled.getvalue(), ADVICE
+
+
+@pytest.mark.parametrize(
+    ("environment", "encoding", "expected"),
+    [
+        ({}, "utf-8", ENGLISH),
+        ({"LANG": "zh_CN.UTF-8"}, "utf-8", CHINESE),
+        ({"LANG": "zh_CN.GBK"}, "gbk", CHINESE),
+        ({"LANG": "zh_CN.UTF-8"}, "ascii", ENGLISH),
+        ({"LANG": "zh_CN.UTF-8"}, "no-such-encoding", ENGLISH),
+        ({"LANG": "zh_CN.UTF-8"}, None, CHINESE),
+        ({"LANG": "zh_CN.UTF-8", "LC_ALL": "C.UTF-8"}, "utf-8", ENGLISH),
+        ({"LANG": "en_US.UTF-8", "LC_ALL": "zh_CN.UTF-8"}, "utf-8", CHINESE),
+        ({"LANG": "en_US.UTF-8", "LC_MESSAGES": "zh_CN"}, "utf-8", CHINESE),
+        ({"LANG": "en_US.UTF-8", "LANGUAGE": "fr:zh_CN:en"}, "utf-8", CHINESE),
+        ({"LANG": "C", "LANGUAGE": "zh_CN"}, "utf-8", ENGLISH),
+        ({"LANG": "de_DE.UTF-8"}, "utf-8", ENGLISH),
+        ({"LANG": "zh_CN.UTF-8", "VRAM_GUARD_LANG": "en"}, "utf-8", ENGLISH),
+        ({"LANG": "en_US.UTF-8", "VRAM_GUARD_LANG": "zh"}, "utf-8", CHINESE),
+        ({"VRAM_GUARD_LANG": "klingon"}, "utf-8", ENGLISH),
+    ],
+)
+def test_the_language_of_an_environment(environment, encoding, expected):
+    assert language._of_environment(environment, encoding) == expected
+
+
+@pytest.mark.parametrize("name", ["zh", "zh_CN", "zh-Hans", "ZH_cn.UTF-8"])
+def test_speaking_chinese_for_a_while(name):
+    before = language.language()
+    with speaking(name):
+        assert language.language() == CHINESE
+        with pytest.raises(InvalidInputError, match="不支持语言 'xx'"), speaking("xx"):
+            pass
+        assert language.language() == CHINESE
+    assert language.language() == before
+
+
+@pytest.mark.parametrize("name", ["", "x", "zz_CN", 3])
+def test_unknown_languages_are_refused(name):
+    with pytest.raises(InvalidInputError, match="give en or zh"):
+        language.use_language(name)
+
+
+def test_a_message_without_translation_is_english():
+    with speaking("zh"):
+        assert language._("no such {thing}", thing="message") == "no such message"
+
+
+def test_columns_are_counted_as_terminals_show_them():
+    assert display_width("GiB") == 3
+    assert display_width("显存") == 4
+    assert display_width("显存（GiB）") == 11
+    assert display_width("e\u0301") == 1
+    assert ljust("显存", 6) == "显存  "
+    assert rjust("显存", 6) == "  显存"
+    assert ljust("显存", 2) == "显存"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "language", "rest"),
+    [
+        (["gpus", "4090"], None, ["gpus", "4090"]),
+        (["--lang", "zh", "gpus", "4090"], "zh", ["gpus", "4090"]),
+        (["gpus", "4090", "--lang=zh"], "zh", ["gpus", "4090"]),
+        (["launch", "train.py", "--lang", "fr"], None, ["launch", "train.py", "--lang", "fr"]),
+        (["--lang", "zh", "launch", "train.py", "--lang", "fr"], "zh", ["launch", "train.py", "--lang", "fr"]),
+        (["--lang"], None, []),
+    ],
+)
+def test_where_the_language_is_an_option_of_ours(arguments, language, rest):
+    assert cli._language_of(arguments) == (language, rest)
+
+
+def test_an_unknown_language_is_bad_usage(capsys):
+    assert cli.main(["--lang", "klingon", "gpus"]) == 2
+    assert "give en or zh" in capsys.readouterr().err
