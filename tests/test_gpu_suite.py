@@ -253,8 +253,11 @@ def pretended_gpu(monkeypatch, fno):
     monkeypatch.setattr(cuda.memory, "_snapshot", taken)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: state.update(cleared=True), raising=False)
     monkeypatch.setattr("benchmarks.gpu.facts.device_used", lambda: 11 * GIB)
-    for flags in (torch.backends.cudnn, torch.backends.cuda.matmul):  # the worker sets them: put back at the end
-        monkeypatch.setattr(flags, "allow_tf32", flags.allow_tf32)
+    flags = (torch.backends.cudnn, torch.backends.cuda.matmul)  # the worker sets them
+    before = [flag.allow_tf32 for flag in flags]
+    yield
+    for flag, value in zip(flags, before, strict=True):
+        flag.allow_tf32 = value
 
 
 class PretendedLoop:
