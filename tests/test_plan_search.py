@@ -282,7 +282,7 @@ def test_a_step_that_fails_in_mixed_precision_is_planned_without_it() -> None:
     plan = find(request(100 * MIB), source)
     assert taken(plan) == ("32-true", 2)
     broken = [option for option in plan.rejected if "TypeError: no bf16 kernel" in option.why]
-    assert [option.option for option in broken] == ["bf16-mixed, 64 micro-batches of 1"]
+    assert [option.option for option in broken] == ["bf16-mixed, batch 64"]
     assert [precision for precision, _ in source.asked].count("bf16-mixed") == 1  # it would fail again
 
 

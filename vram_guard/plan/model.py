@@ -121,8 +121,18 @@ class Plan:
             lines.append(f"  step time, modelled: x {self.slowdown:.2f}")
         lines += ["", "Why:", *(f"  - {reason}" for reason in self.reasons)]
         if self.rejected:
-            lines += ["", "Not taken:", *(f"  - {option.option}: {option.why}" for option in self.rejected)]
+            lines += ["", "Not taken:", *self._not_taken()]
         return "\n".join(lines)
+
+    def _not_taken(self) -> list[str]:
+        """One line for each reason, with the first option that it kept out."""
+        kept_out: dict[str, list[str]] = {}
+        for option in self.rejected:
+            kept_out.setdefault(option.why, []).append(option.option)
+        return [
+            f"  - {first}{f' (and {len(more)} more)' if more else ''}: {why}"
+            for why, (first, *more) in kept_out.items()
+        ]
 
     def _verdict(self) -> str:
         peak, usable = self.peak, self.budget.usable

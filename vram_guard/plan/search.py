@@ -151,29 +151,46 @@ class _Trial:
         group, lengths = family.group, family.lengths
         if group in self.hopeless:
             return None
-        least = family._replace(splits=self.request.space.splits[-1]).option(lengths[-1])
-        if self.fitting(least, group) is None:
-            # Even with the smallest micro-batches and every block treated: no member will do.
+        if family.splits > 1 and not self._least_fits(family):
             self.hopeless.add(group)
             return None
         low, high = lengths[0] - 1, lengths[-1]
-        if self.fitting(family.option(high), group) is None:
+        # One size is all that whole batches are ever asked for; the law of a split step serves all its sizes.
+        if not self._will_do(family, high, best, exact=family.splits == 1):
             return None
         while high - low > 1:
-            if best is not None and self.key(family.option(low + 1)) >= best:
-                return None
             middle = (low + high) // 2
-            if self.fitting(family.option(middle), group, exact=True) is None:
-                low = middle
-            else:
+            if self._will_do(family, middle, best, exact=True):
                 high = middle
+            else:
+                low = middle
         for length in range(high, lengths[-1] + 1):
+            if not self._improves(family, length, best):
+                return None
             # The law that was found at small sizes might not hold at the one that will run.
             candidate = self.fitting(family.option(length), group, exact=True)
             if candidate is not None:
                 # The host holds more with every further block.
                 return (length, candidate) if self.host_suffices(family.option(length), candidate, group) else None
         return None
+
+    def _least_fits(self, family: Family) -> bool:
+        """Whether the group's smallest micro-batches with every block treated fit: if not, no member will do."""
+        least = family._replace(splits=self.request.space.splits[-1]).option(family.lengths[-1])
+        return self.fitting(least, family.group) is not None
+
+    def _will_do(self, family: Family, length: int, best: Key | None, *, exact: bool) -> bool:
+        """Whether this many blocks fit, or are more than would be taken anyhow: those are not worth a trace.
+
+        Calling them fitting only leads to fewer blocks. What is found so is never later in the order under a bigger
+        budget: both parts of the condition hold there whenever they hold here.
+        """
+        if not self._improves(family, length, best):
+            return True
+        return self.fitting(family.option(length), family.group, exact=exact) is not None
+
+    def _improves(self, family: Family, length: int, best: Key | None) -> bool:
+        return best is None or self.key(family.option(length)) < best
 
 
 def _nearness(rejected: Rejected) -> tuple[bool, int]:
