@@ -136,7 +136,7 @@ def test_without_matplotlib_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None\n"
         "import vram_guard.report.plot as plot\n"
-        "try: plot._figure(4)\n"
+        "try: plot.new_figure(4)\n"
         "except ImportError as error: sys.exit('vram-guard[plot]' not in str(error))\n"
         "sys.exit(2)"
     )

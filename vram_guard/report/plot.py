@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vram_guard.errors import InvalidInputError
+from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.report.files import write_atomically
 from vram_guard.report.walk import walk
 from vram_guard.units import format_bytes
@@ -40,6 +40,8 @@ LAYERS: dict[Category, tuple[str, str]] = {
     "workspace": ("#bbbbbb", "workspace"),
 }
 INK, FAINT, LIMIT = "#222222", "#f2f2f5", "#c0102a"
+
+FORMATS = ("png", "svg", "pdf")
 
 #: More columns than this cannot be told apart at the width of a page: each then shows its highest moment.
 MOST_COLUMNS = 1600
@@ -74,9 +76,9 @@ def timeline_figure(
     """The memory timeline of a step at one batch size.
 
     Raises:
-        ImportError: matplotlib is not installed; names the extra that brings it.
+        MissingLibraryError: matplotlib is not installed; names the extra that brings it.
     """
-    figure = _figure(height=4.8)
+    figure = new_figure(height=4.8)
     axes = figure.add_subplot()
     _panel(axes, timeline, batch_size, budget, settings, title or f"{timeline.precision}, batch {batch_size}")
     _finish(figure, [axes], budget)
@@ -87,7 +89,7 @@ def plan_figure(plan: Plan, *, settings: AllocatorSettings | None = None) -> Fig
     """The step as written above the step as planned, on one scale; a single panel where nothing changes.
 
     Raises:
-        ImportError: matplotlib is not installed; names the extra that brings it.
+        MissingLibraryError: matplotlib is not installed; names the extra that brings it.
         InvalidInputError: the plan carries no timelines.
     """
     if plan.timeline is None or plan.timeline_before is None:
@@ -102,7 +104,7 @@ def plan_figure(plan: Plan, *, settings: AllocatorSettings | None = None) -> Fig
         size = f"{plan.splits} micro-batches of {plan.micro_batch_size}"
         if plan.splits > DRAWN_MICRO_BATCHES:
             size += " (two are drawn)"
-    figure = _figure(height=8.2)
+    figure = new_figure(height=8.2)
     upper, lower = figure.subplots(2, 1, sharey=True)
     _panel(upper, plan.timeline_before, plan.batch_size_before, plan.budget, settings, before)
     after = f"planned: {plan.precision}, {size}"
@@ -116,16 +118,33 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> bool:
 
     Returns:
         Whether it was written; where it could not be, a warning says why.
+
+    Raises:
+        InvalidInputError: the name ends in something else.
     """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=Path(path).suffix.lstrip(".").lower() or "png", dpi=150)
+    figure.savefig(buffer, format=picture_format(path), dpi=150)
     return write_atomically(path, buffer.getvalue())
 
 
-def stack(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None = None) -> Stack:
-    """Bytes by category after every event, thinned to :data:`MOST_COLUMNS` columns that keep the maxima."""
+def picture_format(path: str | os.PathLike[str]) -> str:
+    """The format that a file's name asks for; a name without an ending is a PNG.
+
+    Raises:
+        InvalidInputError: the name ends in something else than .png, .svg or .pdf.
+    """
+    ending = Path(path).suffix.lstrip(".").lower() or "png"
+    if ending not in FORMATS:
+        raise InvalidInputError(f"{path}: pictures are written as .png, .svg or .pdf")
+    return ending
+
+
+def stack(
+    timeline: Timeline, batch_size: int, settings: AllocatorSettings | None = None, *, most: int = MOST_COLUMNS
+) -> Stack:
+    """Bytes by category after every event, thinned to ``most`` columns that keep the maxima."""
     walked = walk(timeline, batch_size, settings=settings)
-    columns = _highest(walked.allocated)
+    columns = _highest(walked.allocated, most)
     wanted = set(columns)
     now: dict[Category, int] = dict.fromkeys(LAYERS, 0)
     layers: dict[Category, list[int]] = {category: [] for category in LAYERS}
@@ -139,19 +158,24 @@ def stack(timeline: Timeline, batch_size: int, settings: AllocatorSettings | Non
     return Stack(columns, layers, [walked.reserved[index] for index in columns])
 
 
-def _highest(curve: list[int]) -> list[int]:
-    """The indices to draw: all, or the highest of each of :data:`MOST_COLUMNS` stretches."""
-    if len(curve) <= MOST_COLUMNS:
+def _highest(curve: list[int], most: int) -> list[int]:
+    """The indices to draw: all, or the highest of each of ``most`` stretches."""
+    if len(curve) <= most:
         return list(range(len(curve)))
-    edges = [len(curve) * i // MOST_COLUMNS for i in range(MOST_COLUMNS + 1)]
+    edges = [len(curve) * i // most for i in range(most + 1)]
     return [max(range(*edge), key=curve.__getitem__) for edge in pairwise(edges)]
 
 
-def _figure(height: float) -> Figure:
+def new_figure(height: float) -> Figure:
+    """An empty figure of the reports' width, in inches.
+
+    Raises:
+        MissingLibraryError: matplotlib is not installed; names the extra that brings it.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'vram-guard[plot]'") from error
+        raise MissingLibraryError("pictures need matplotlib: pip install 'vram-guard[plot]'") from error
     return Figure(figsize=(11, height), layout="constrained", facecolor="white")
 
 
@@ -251,18 +275,9 @@ def _finish(figure: Figure, panels: list[Axes], budget: Budget | None) -> None:
     top = max(1, *(axes.dataLim.y1 for axes in panels))
     if budget is not None:
         top = max(top, budget.usable) if budget.usable < 3 * top else top
-    unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if top >= u)
     for axes in panels:
-        axes.set_ylim(0, top * HEADROOM)
-        axes.yaxis.set_major_locator(_ticks(unit))
-        axes.yaxis.set_major_formatter(lambda value, _position: f"{value / unit:g}")
-        axes.set_ylabel(name)
+        byte_axis(axes, top)
         axes.set_xlabel("allocations and frees, in order", fontsize=8.5, color="#555555")
-        axes.tick_params(labelsize=8.5, colors="#444444")
-        axes.grid(axis="y", color="#e3e3e8", linewidth=0.7, zorder=0)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
         if budget is not None and budget.usable <= top:
             axes.axhline(budget.usable, color=LIMIT, linewidth=1.4, linestyle=(0, (5, 3)), label="budget", zorder=5)
     handles: dict[str, Any] = {}
@@ -276,6 +291,20 @@ def _finish(figure: Figure, panels: list[Axes], budget: Budget | None) -> None:
         frameon=False,
         fontsize=8.5,
     )
+
+
+def byte_axis(axes: Axes, top: int) -> None:
+    """Bytes upwards, from 0 to a little above ``top``, in the unit that suits; the reports' plain look."""
+    unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if top >= u)
+    axes.set_ylim(0, top * HEADROOM)
+    axes.yaxis.set_major_locator(_ticks(unit))
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value / unit:g}")
+    axes.set_ylabel(name)
+    axes.tick_params(labelsize=8.5, colors="#444444")
+    axes.grid(axis="y", color="#e3e3e8", linewidth=0.7, zorder=0)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def _ticks(unit: int) -> Any:

@@ -1,0 +1,384 @@
+"""The HTML report, in a real headless browser where one is at hand; the batch curve; the trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from vram_guard import Budget, Plan, TrainingStep, plan, trace
+from vram_guard.cli.pictures import add_picture_options, check_pictures, write_pictures
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import speaking
+from vram_guard.report import batch_figure, html_report, save_figure, save_html, save_trace
+from vram_guard.report.batch_curve import LARGEST_DRAWN, batch_curve, close_together
+from vram_guard.report.svg import _round_values
+from vram_guard.timeline import CATEGORIES, Affine, Block, Note, Phase, Timeline
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+HOSTILE = '</script><script src="https://example.org/x.js"></script><img src=x onerror=alert(1)>&"\''
+
+STEP = TrainingStep(
+    model=lambda: torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 3, 3, padding=1)
+    ),
+    batch=lambda size: torch.zeros(size, 3, 64, 64),
+    loss=lambda model, images: torch.nn.functional.mse_loss(model(images), images),
+    optimizer=torch.optim.AdamW,
+)
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    return trace(STEP)
+
+
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    return plan(STEP, 64, "40MiB", margin=0, allow="accumulate")
+
+
+# --- the page as text ---
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text; raises where tags do not match."""
+
+    void = frozenset({"meta"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.tags: list[str] = []
+        self.words = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words += data + " "
+
+
+def test_the_page_says_what_the_plan_says(made: Plan) -> None:
+    page = Page(html_report(made, title="Two convolutions"))
+    for word in (
+        "Two convolutions",
+        "Fits",
+        format_bytes(made.peak),
+        format_bytes(made.before.peak_reserved),
+        "micro-batch size",
+        "two are drawn",
+        *made.reasons,
+        "RTX 4090",
+        made.estimate.peak_operator,
+    ):
+        assert word in page.words
+    assert page.tags.count("svg") == 3  # before, after, batch sizes
+
+
+def test_an_estimate_with_and_without_charts_and_budget(timeline: Timeline) -> None:
+    full = Page(html_report(timeline.at(16), timeline=timeline, budget=Budget.of("1GiB")))
+    assert full.tags.count("svg") == 2
+    assert "Fits" in full.words
+    short = Page(html_report(timeline.at(16)))
+    assert "svg" not in short.tags
+    assert "Fits" not in short.words
+    assert "fit" in Page(html_report(timeline.at(64), budget=Budget.of("1MiB"))).words
+    assert "Does not fit" in Page(html_report(timeline.at(64), budget=Budget.of("1MiB"))).words
+    lower_bound = replace(timeline.at(2), tier="formula")
+    assert "Not known to fit" in Page(html_report(lower_bound, budget=Budget.of("4GiB"))).words
+
+
+def test_nothing_in_the_page_points_outside(made: Plan) -> None:
+    page = Page(html_report(made))
+    assert not {"link", "img", "iframe", "a", "base", "object"} & set(page.tags)
+    assert not {"src", "href", "srcset", "action", "data"} & {name for name, _ in page.attributes}
+    text = html_report(made)
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|https?://", text)
+
+
+def test_names_from_the_users_code_cannot_break_out(timeline: Timeline) -> None:
+    blocks = tuple(block._replace(module=HOSTILE, source=HOSTILE) for block in timeline.blocks)
+    odd = replace(timeline, blocks=blocks, notes=(Note(HOSTILE, HOSTILE),))
+    page = Page(html_report(odd.at(4), timeline=odd, title=HOSTILE))
+    assert not any(name in ("src", "onerror") for name, _ in page.attributes)
+    assert HOSTILE in page.words
+
+
+def test_the_page_in_chinese_says_so(timeline: Timeline) -> None:
+    with speaking("zh"):
+        assert '<html lang="zh-CN">' in html_report(timeline.at(4))
+
+
+# --- the page in a browser ---
+
+
+def browser() -> str:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no headless browser here: none of {', '.join(names)} is installed")
+    return found
+
+
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+
+#: Does what a reader does, and leaves what is then to be seen in the page's title.
+PROBE = """<script>
+const seen = {errors: window.seenErrors || []};
+const figure = document.querySelector("figure[data-chart]");
+const svg = figure.querySelector("svg"), readout = figure.querySelector(".readout");
+const box = svg.getBoundingClientRect();
+const at = share => new PointerEvent("pointermove", {clientX: box.left + box.width * share, clientY: box.top + 9});
+svg.dispatchEvent(at(0.5)); seen.middle = readout.innerText;
+svg.dispatchEvent(at(0.01)); seen.start = readout.innerText;
+svg.dispatchEvent(new KeyboardEvent("keydown", {key: "PageDown"})); seen.later = readout.innerText;
+seen.cursor = getComputedStyle(svg.querySelector(".cursor")).visibility;
+seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+seen.page = getComputedStyle(document.body).backgroundColor;
+seen.ink = getComputedStyle(document.body).color;
+seen.area = getComputedStyle(svg.querySelector("path")).fill;
+document.title = JSON.stringify(seen);
+</script>"""
+
+
+def seen_in_browser(page: Path, tmp_path: Path, *options: str, size: str = "1100,900") -> tuple[dict[str, Any], Any]:
+    """What the probe saw, and the browser's own log of its network."""
+    text = page.read_text(encoding="utf-8")
+    catch = "<script>window.seenErrors = []; onerror = m => { window.seenErrors.push(String(m)); };</script>"
+    probed = tmp_path / "probed.html"
+    probed.write_text(text.replace("<title>", catch + "<title>", 1).replace("</body>", PROBE + "</body>"), "utf-8")
+    log = tmp_path / "net.json"
+    command = [browser(), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={size}", *options]
+    command += [f"--log-net-log={log}", "--dump-dom", probed.as_uri()]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    title = re.search(r"<title>(.*?)</title>", run.stdout, re.DOTALL)
+    assert title is not None, run.stdout[-2000:]
+    from html import unescape
+
+    return json.loads(unescape(title[1])), json.loads(log.read_text("utf-8"))
+
+
+def asked_by_the_page(network: Any) -> set[str]:
+    """Addresses that the page asked for; the browser's own requests (updates, accounts) come from no origin."""
+    starts = [event["params"] for event in network["events"] if "initiator" in event.get("params", {})]
+    asked = {str(one["url"]) for one in starts if one["initiator"] != "not an origin"}
+    return {url for url in asked if not url.startswith(("file:", "data:"))}
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two "rgb(r, g, b)" colours (WCAG 2.1, relative luminance)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_a_browser_shows_values_under_the_pointer_and_asks_nobody(made: Plan, tmp_path: Path) -> None:
+    assert save_html(made, tmp_path / "report.html")
+    seen, network = seen_in_browser(tmp_path / "report.html", tmp_path)
+    assert seen["errors"] == []
+    assert "activations" in seen["middle"]
+    assert "allocated" in seen["start"]
+    assert len({seen["middle"], seen["start"], seen["later"]}) == 3
+    assert seen["cursor"] == "visible"
+    assert seen["wide"] == 0
+    assert contrast(seen["page"], seen["ink"]) > 7
+    assert asked_by_the_page(network) == set()
+
+
+def test_the_log_of_the_network_can_fail(tmp_path: Path) -> None:
+    """The same log names what a page asks for, and the page's own policy is what forbids it."""
+    policy = "default-src 'none'"
+    image = '<img src="http://127.0.0.1:9/x.png">'
+    page = tmp_path / "page.html"
+    page.write_text(f"<html><head><title></title></head><body>{image}</body></html>", "utf-8")
+    command = [browser(), *QUIET, f"--log-net-log={tmp_path / 'net.json'}", "--dump-dom", page.as_uri()]
+    found = []
+    for text in (page.read_text("utf-8"), _with_policy(page.read_text("utf-8"), policy)):
+        page.write_text(text, "utf-8")
+        profile = tmp_path / f"profile{len(found)}"
+        subprocess.run([*command, f"--user-data-dir={profile}"], capture_output=True, check=True, timeout=120)
+        found.append(asked_by_the_page(json.loads((tmp_path / "net.json").read_text("utf-8"))))
+    assert found == [{"http://127.0.0.1:9/x.png"}, set()]
+
+
+def _with_policy(text: str, policy: str) -> str:
+    return text.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{policy}">')
+
+
+def test_dark_and_narrow_are_readable(made: Plan, tmp_path: Path) -> None:
+    assert save_html(made, tmp_path / "report.html")
+    seen, _ = seen_in_browser(
+        tmp_path / "report.html", tmp_path, "--blink-settings=preferredColorScheme=0", size="500,900"
+    )
+    assert seen["wide"] == 0  # wide charts and tables scroll by themselves
+    assert contrast(seen["page"], seen["ink"]) > 7
+    assert contrast(seen["page"], "rgb(255, 255, 255)") > 10  # it is dark
+    assert contrast(seen["page"], seen["area"]) > 3
+
+
+# --- the batch curve ---
+
+
+def test_limits_are_the_largest_batches(timeline: Timeline) -> None:
+    curve = batch_curve(timeline, ["RTX 4090", "1GiB", "64MiB", 2], at=7)
+    assert [limit.largest for limit in curve.limits] == [
+        timeline.max_batch_size(budget, limit=LARGEST_DRAWN) for budget in (2, "64MiB", "1GiB", "RTX 4090")
+    ]
+    assert [limit.name for limit in curve.limits] == ["1 B", "64MiB", "1GiB", "RTX 4090"]
+    assert curve.limits[0].peak is None
+    assert curve.limits[0].largest == 0
+    peaks = dict(zip(curve.sizes, curve.peaks, strict=True))
+    assert peaks[7] == timeline.at(7).peak_reserved
+    assert all(peaks[limit.largest] == limit.peak for limit in curve.limits if limit.largest)
+    assert curve.sizes == tuple(sorted(set(curve.sizes)))
+
+
+def test_a_lower_bound_promises_no_batch(timeline: Timeline) -> None:
+    curve = batch_curve(replace(timeline, tier="formula"), ["1GiB"])
+    assert curve.limits[0].largest == 0
+
+
+def test_a_step_that_does_not_grow_ends_somewhere() -> None:
+    flat = Timeline((Block(Affine(512, 0), "batch", "", "", ""),), (0, ~0), (Phase("forward", 1, 0),), (2, 3))
+    (limit,) = batch_curve(flat, ["1GiB"]).limits
+    assert limit.open_ended
+    assert "65,536+" in html_report(flat.at(1), timeline=flat, gpus=["1GiB"])
+
+
+def test_no_budgets_are_refused(timeline: Timeline) -> None:
+    with pytest.raises(InvalidInputError, match="at least one GPU"):
+        batch_curve(timeline, [])
+    with pytest.raises(InvalidInputError, match="RTX 4090"):
+        batch_curve(timeline, ["RTX 4099"])
+
+
+def test_close_lines_share_a_label(timeline: Timeline) -> None:
+    limits = batch_curve(timeline, ["RTX 4090", "RTX 3090", "RTX 3070"]).limits
+    groups = close_together(limits, 0.1)
+    assert [sorted(limit.name for limit in group) for group in groups] == [["RTX 3070"], ["RTX 3090", "RTX 4090"]]
+
+
+def test_the_curve_as_a_picture(timeline: Timeline, tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        assert save_figure(batch_figure(timeline, ["RTX 3070", "RTX 4090"], at=100), tmp_path / "curve.svg")
+    text = (tmp_path / "curve.svg").read_text()
+    assert f"RTX 4090: batch {timeline.max_batch_size('RTX 4090')}" in text
+    assert "batch 100" in text
+
+
+@pytest.mark.parametrize("end", [1, 3, 7.5, 10, 81, 1023.9, 1e9])
+def test_ticks_are_few_and_round(end: float) -> None:
+    values = _round_values(end)
+    assert 3 <= len(values) <= 8
+    assert values[0] == 0
+    assert end / 2 < values[-1] <= end * (1 + 1e-9)
+
+
+# --- the trace ---
+
+
+def test_the_trace_is_the_timeline(timeline: Timeline, tmp_path: Path) -> None:
+    assert save_trace(timeline, 16, tmp_path / "trace.json", budget=Budget.of("64MiB", margin=0))
+    content = json.loads((tmp_path / "trace.json").read_text())
+    events = content["traceEvents"]
+    assert all({"name", "ph", "ts", "pid"} <= event.keys() for event in events)
+    counters = [event for event in events if event["ph"] == "C" and event["name"] == "allocated by category"]
+    assert set(counters[0]["args"]) == set(CATEGORIES)
+    replayed = timeline.replay(16, curve=True)
+    assert [sum(event["args"].values()) for event in counters] == list(replayed.allocated_curve or ())
+    assert [event["ts"] for event in counters] == sorted(event["ts"] for event in counters)
+    device = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "device"]
+    assert max(one["reserved"] for one in device) == timeline.at(16).peak_reserved
+    assert {one["budget"] for one in device} == {64 * MIB}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {"forward, step 1", "backward, step 2"} <= {event["name"] for event in slices}
+    assert {"0", "2"} <= {event["name"] for event in slices if event["cat"] == "module"}
+    assert all(event["dur"] > 0 for event in slices)
+    (peak,) = [event for event in events if event["ph"] == "i"]
+    assert peak["args"]["allocated"] == timeline.at(16).peak_allocated
+    assert peak["ts"] == replayed.peak_event
+
+
+# --- as commands offer them ---
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_picture_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_every_picture_of_a_plan_and_of_an_estimate(
+    made: Plan, timeline: Timeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {
+        "--html": "a.html",
+        "--plot": "a.svg",
+        "--plot-batch": "b.png",
+        "--trace": "a.json",
+        "--snapshot": "a.pickle",
+    }
+    for answer, more in ((made, {}), (timeline.at(4), {"timeline": timeline, "budget": Budget.of("1GiB")})):
+        folder = tmp_path / type(answer).__name__
+        asked = options(*(part for name, file in names.items() for part in (name, str(folder / file))))
+        check_pictures(asked)
+        write_pictures(asked, answer, **more)
+        assert sorted(path.name for path in folder.iterdir()) == sorted(names.values())
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("wrote") == len(names)
+
+
+def test_what_cannot_be_written_is_said_before_or_instead(timeline: Timeline, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"\.png, \.svg or \.pdf"):
+        check_pictures(options("--plot", "picture.bmp"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInputError, match="was not written"):
+        write_pictures(options("--html", str(tmp_path / "file" / "a.html")), timeline.at(4))
+    with pytest.raises(InvalidInputError, match="no step to draw"):
+        write_pictures(options("--plot", str(tmp_path / "a.png")), timeline.at(4))

@@ -1,0 +1,138 @@
+"""``--html``, ``--plot``, ``--trace``, ``--snapshot``: the pictures that several commands offer, in one place."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from vram_guard.allocator import AllocatorSettings
+    from vram_guard.budget import GPU, Budget
+    from vram_guard.plan import Plan
+    from vram_guard.timeline import Estimate, Timeline
+
+
+def add_picture_options(parser: argparse.ArgumentParser) -> None:
+    """The options; what they ask for is written by :func:`write_pictures`."""
+    group = parser.add_argument_group(_("pictures"))
+    group.add_argument("--html", metavar="FILE", help=_("write a report as one HTML page that can be sent on"))
+    group.add_argument("--plot", metavar="FILE", help=_("write the memory over the step as .png, .svg or .pdf"))
+    group.add_argument("--plot-batch", metavar="FILE", help=_("write the peak over the batch size, per GPU"))
+    group.add_argument("--trace", metavar="FILE", help=_("write a trace for ui.perfetto.dev and chrome://tracing"))
+    group.add_argument("--snapshot", metavar="FILE", help=_("write a snapshot for pytorch.org/memory_viz"))
+
+
+def check_pictures(options: argparse.Namespace) -> None:
+    """Before any work: matplotlib is there if it is needed, and the files' names have endings that can be written.
+
+    Raises:
+        InvalidInputError: another ending than .png, .svg or .pdf.
+        MissingLibraryError: matplotlib is not installed; names the extra that brings it.
+    """
+    asked = [path for path in (options.plot, options.plot_batch) if path]
+    if asked:
+        from vram_guard.report.plot import new_figure, picture_format
+
+        for path in asked:
+            picture_format(path)
+        new_figure(1)
+
+
+def write_pictures(
+    options: argparse.Namespace,
+    answer: Plan | Estimate,
+    *,
+    timeline: Timeline | None = None,
+    budget: Budget | None = None,
+    gpus: Iterable[Budget | GPU | str | int] | None = None,
+    settings: AllocatorSettings | None = None,
+    title: str = "",
+) -> None:
+    """Write what was asked for, and say on standard error where it is.
+
+    Args:
+        options: with the values of :func:`add_picture_options`.
+        answer: a plan, which brings its timelines and its budget, or an estimate.
+        timeline: what an estimate was read from.
+        budget: what an estimate is held against.
+        gpus: whose largest batches the page and the batch picture show; None: common cards.
+        settings: the allocator's settings; None: PyTorch's defaults.
+        title: what was predicted.
+
+    Raises:
+        InvalidInputError: a picture of the step is asked for and there is no timeline; a file cannot be written.
+    """
+    if options.html:
+        from vram_guard.report.html import save_html
+
+        cards = None if gpus is None else tuple(gpus)
+        with _must_be_written():
+            save_html(
+                answer, options.html, timeline=timeline, budget=budget, gpus=cards, settings=settings, title=title
+            )
+        _said(options.html)
+    if any((options.plot, options.plot_batch, options.trace, options.snapshot)):
+        _write_timelines(options, answer, timeline, budget, gpus, settings)
+
+
+def _write_timelines(
+    options: argparse.Namespace,
+    answer: Plan | Estimate,
+    timeline: Timeline | None,
+    budget: Budget | None,
+    gpus: Iterable[Budget | GPU | str | int] | None,
+    settings: AllocatorSettings | None,
+) -> None:
+    from vram_guard.plan.model import Plan
+    from vram_guard.report import batch_figure, plan_figure, save_figure, save_snapshot, save_trace, timeline_figure
+    from vram_guard.report.batch_curve import COMMON_CARDS
+
+    plan = answer if isinstance(answer, Plan) else None
+    estimate = plan.estimate if plan is not None else answer
+    assert not isinstance(estimate, Plan)
+    drawn = plan.timeline if plan is not None else timeline
+    budget = plan.budget if plan is not None else budget
+    if drawn is None:
+        raise InvalidInputError(_("there is no step to draw: only a model that can be built has a timeline"))
+    size = estimate.batch_size
+    with _must_be_written():
+        if options.plot and plan is not None:
+            save_figure(plan_figure(plan, settings=settings), options.plot)
+        elif options.plot:
+            save_figure(timeline_figure(drawn, size, budget=budget, settings=settings), options.plot)
+        if options.plot_batch:
+            written = plan.timeline_before if plan is not None else None
+            at = size if plan is None else plan.batch_size_before
+            cards = COMMON_CARDS if gpus is None else gpus
+            save_figure(batch_figure(written or drawn, cards, at=at, settings=settings), options.plot_batch)
+        if options.trace:
+            save_trace(drawn, size, options.trace, budget=budget, settings=settings)
+        if options.snapshot:
+            save_snapshot(drawn, size, options.snapshot, settings=settings)
+    for path in (options.plot, options.plot_batch, options.trace, options.snapshot):
+        if path:
+            _said(path)
+
+
+@contextmanager
+def _must_be_written() -> Iterator[None]:
+    """A file that was asked for by name and cannot be written is an error, not a warning."""
+    from vram_guard.report.files import NotWrittenWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotWrittenWarning)
+        try:
+            yield
+        except NotWrittenWarning as error:
+            raise InvalidInputError(str(error)) from None
+
+
+def _said(path: str) -> None:
+    print(_("wrote {path}", path=path), file=sys.stderr)
