@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,7 +141,7 @@ class Diary(Hook):
         self.batches.append(len(data_batch["inputs"]))
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self.losses.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"].detach()))
 
     def before_val(self, runner: Any) -> None:
         self.validated_at.append(runner.iter)
@@ -176,14 +177,14 @@ randomness = dict(seed=3)
 
 #: mmpretrain's configs/_base_/schedules/imagenet_bs1024_adamw_swin.py and a Swin leaf, small.
 MMPRETRAIN = {
-    "_base_/default_runtime.py": RUNTIME.format(by_epoch=True, interval=1),
+    "_base_/default_runtime.py": RUNTIME.format(by_epoch=True, interval=2),
     "_base_/models/small.py": "model = dict(type='SmallClassifier', width=64, depth=4)\n",
     "_base_/datasets/blobs.py": """
 train_dataloader = dict(
-    batch_size=8, num_workers=0, dataset=dict(type='Blobs', samples=20, size=64),
+    batch_size=8, num_workers=0, dataset=dict(type='Blobs', serialize_data=False, samples=20, size=64),
     sampler=dict(type='DefaultSampler', shuffle=True), collate_fn=dict(type='default_collate'))
 val_dataloader = dict(
-    batch_size=8, num_workers=0, dataset=dict(type='Blobs', samples=8, size=64),
+    batch_size=8, num_workers=0, dataset=dict(type='Blobs', serialize_data=False, samples=8, size=64),
     sampler=dict(type='DefaultSampler', shuffle=False))
 val_evaluator = dict(type='Right')
 """,
@@ -209,10 +210,10 @@ MMSEG = {
     "_base_/models/seg.py": "model = dict(type='SmallSegmentor')\n",
     "_base_/datasets/blobs.py": """
 train_dataloader = dict(
-    batch_size=8, num_workers=0, dataset=dict(type='Blobs', samples=20, size=64, pixels=True),
+    batch_size=8, num_workers=0, dataset=dict(type='Blobs', serialize_data=False, samples=20, size=64, pixels=True),
     sampler=dict(type='InfiniteSampler', shuffle=True))
 val_dataloader = dict(
-    batch_size=1, num_workers=0, dataset=dict(type='Blobs', samples=3, size=64, pixels=True),
+    batch_size=1, num_workers=0, dataset=dict(type='Blobs', serialize_data=False, samples=3, size=64, pixels=True),
     sampler=dict(type='DefaultSampler', shuffle=False))
 val_evaluator = dict(type='Right')
 """,
@@ -228,11 +229,15 @@ val_cfg = dict(type='ValLoop')
 }
 
 
+_NUMBERS = itertools.count()
+
+
 def load(root: Path, leaf: str, work_dir: Path, **changes: Any) -> Any:
     """A config from disk, as tools/train.py loads it."""
     cfg = Config.fromfile(str(root / leaf))
     cfg.work_dir = str(work_dir)
     cfg.launcher = "none"
+    cfg.experiment_name = f"{Path(leaf).stem}_{next(_NUMBERS)}"  # MMEngine's own goes by the second
     if changes:
         cfg.merge_from_dict(changes)
     return cfg

@@ -41,6 +41,8 @@ def heavy_after(statement: str, *extra_paths: Path) -> set[str]:
         "import vram_guard",
         "import vram_guard.cli",
         "import vram_guard_lightning",
+        "import vram_guard_mmengine",
+        "import vram_guard_mmengine.commands",
         "from vram_guard import TrainingStep, Budget, Timeline, Estimate, Plan, AllocatorSettings, plan",
     ],
 )

@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # mmengine imports parts of torch and setuptools that warn
-    pytest.importorskip("mmengine.runner")
+pytest.importorskip("mmengine")
+from vram_guard_mmengine import VramGuardHook  # noqa: I001 - first: it knows what MMEngine's own imports warn of
+
 import mmengine_cases as cases
 import torch
 from mmengine.config import Config
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError
-from vram_guard_mmengine import VramGuardHook
 from vram_guard_mmengine.commands import write_base
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 RUNNER = "vram_guard_mmengine.GuardRunner"
 LEAVES = {"mmpretrain": (cases.MMPRETRAIN, "small.py"), "mmseg": (cases.MMSEG, "seg.py")}
@@ -84,6 +81,7 @@ def test_accumulation_leaves_everything_as_it_was(style: Style) -> None:
     assert "train_step" not in vars(runner.model), "the model is given back as it came"
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `scheduler.step:UserWarning")  # MMEngine accumulates so
 def test_the_users_own_accumulation_goes_on(pretrain: Style) -> None:
     """Three batches an update, 12 iterations, a last epoch's batch that is short: the remainder rule too."""
     options = {"optim_wrapper.accumulative_counts": 5}
@@ -168,14 +166,16 @@ def test_resuming_a_split_training(style: Style) -> None:
 
 
 def test_resuming_without_the_guard_needs_torchs_own_switch(pretrain: Style, monkeypatch: Any) -> None:
-    checkpoint = str(pretrain.folder / "plain" / "epoch_1.pth")
+    checkpoint = str(pretrain.folder / "plain" / "epoch_2.pth")
     options = {"resume": True, "load_from": checkpoint}
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6):
         with pytest.raises(Exception, match="weights_only"):
             cases.train(pretrain.cfg("resumed-plain", **options))
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    resumed = cases.train(pretrain.cfg("resumed-plain", **options))
-    assert cases.diary(resumed).rates == cases.diary(pretrain.plain).rates[3:]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", UserWarning)
+        resumed = cases.train(pretrain.cfg("resumed-plain", **options))
+    assert cases.diary(resumed).rates == cases.diary(pretrain.plain).rates[6:]
 
 
 @pytest.mark.parametrize("harm", [lambda path: _Harmful(open, path, "w"), lambda _: _Harmful(getattr, dict, "clear")])
@@ -330,8 +330,8 @@ def test_techniques_leave_the_training_as_it_was(pretrain: Style, technique: str
 
 
 def test_checkpointed_blocks_take_less_and_learn_the_same(pretrain: Style) -> None:
-    options = {"model.depth": 12, "train_cfg.max_epochs": 1}
-    plain = cases.train(pretrain.guarded("deep", changes=options, budget="1GiB", mode="report"))
+    options = {"model.depth": 8, "train_cfg.max_epochs": 1}
+    plain = cases.train(pretrain.guarded("deep", changes=options, budget="1GiB"))
     peak = cases.guard(plain).plan.before.peak_reserved
     runner = cases.train(pretrain.guarded("deep-less", changes=options, budget=peak - 1, allow=["checkpoint"]))
     plan = cases.guard(runner).plan
@@ -342,6 +342,8 @@ def test_checkpointed_blocks_take_less_and_learn_the_same(pretrain: Style) -> No
     assert not any("forward" in vars(module) for module in runner.model.modules()), "taken off at the end"
 
 
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")  # MMEngine leaves it open
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # and validates so
 def test_the_configs_own_checkpointing_is_counted(pretrain: Style) -> None:
     blocks = [f"layers.{number}" for number in range(4)]
     options = {"activation_checkpointing": blocks}
@@ -392,10 +394,10 @@ def test_impossible_budgets(pretrain: Style) -> None:
     assert not cases.guard(runner).plan.fits
     same(pretrain.plain, runner, tolerance=0)
     with pytest.raises(DoesNotFitError):
-        cases.train(pretrain.guarded("strict", budget=pretrain.peak - 1, mode="strict"))
+        cases.train(pretrain.guarded("strict", budget=pretrain.peak - 1, mode="strict", allow=["accumulate"]))
 
 
 def test_report_changes_nothing(style: Style) -> None:
-    runner = cases.train(style.guarded("report", budget=style.peak - 1, mode="report"))
+    runner = cases.train(style.guarded("report", budget=style.peak - 1, mode="report", allow=["accumulate"]))
     assert cases.guard(runner).plan.changed
     same(style.plain, runner, tolerance=0)

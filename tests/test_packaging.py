@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 import vram_guard
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = {"vram_guard", "vram_guard_lightning", "vram_guard_mmengine"}
 MALICIOUS = ("2.6.2", "2.6.3")
 
 
@@ -46,19 +47,20 @@ def requirements(metadata, extra=""):
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     roots = {name.split("/")[0] for name in wheel.namelist()}
-    assert {root for root in roots if not root.endswith(".dist-info")} == {"vram_guard", "vram_guard_lightning"}
+    assert {root for root in roots if not root.endswith(".dist-info")} == PACKAGES
 
 
 def test_every_source_file_is_in_the_wheel(wheel):
     names = set(wheel.namelist())
-    for root, package in ((ROOT, "vram_guard"), (ROOT / "integrations", "vram_guard_lightning")):
+    for package in PACKAGES:
+        root = ROOT if (ROOT / package).is_dir() else ROOT / "integrations"
         sources = [path for path in (root / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
         assert sources
         assert {path.relative_to(root).as_posix() for path in sources} <= names
 
 
 def test_type_checkers_may_use_the_annotations(wheel):
-    assert {"vram_guard/py.typed", "vram_guard_lightning/py.typed"} <= set(wheel.namelist())
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
 
 
 def test_version_is_one(metadata):
@@ -70,7 +72,8 @@ def test_entry_points(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     text = wheel.read(name).decode()
     assert "vram-guard = vram_guard.cli:main" in text
-    assert "[vram_guard.integrations]\nlightning = vram_guard_lightning" in text
+    assert "[vram_guard.integrations]\nlightning = vram_guard_lightning\nmmengine = vram_guard_mmengine" in text
+    assert "[vram_guard.commands]\nmmengine = vram_guard_mmengine.commands:add" in text
     assert "callbacks_factory" not in text, "installing a package must not add a callback to every Trainer"
 
 
@@ -115,7 +118,7 @@ def test_constraints_are_exact_and_within_what_is_asked_for(metadata):
         assert clause.operator == "=="
         for need in asked:
             assert need.name != pin.name or need.specifier.contains(clause.version)
-    unpinned = {need.name for need in asked} - {pin.name for pin in pins} - {"vram-guard", "mmengine", "setuptools"}
+    unpinned = {need.name for need in asked} - {pin.name for pin in pins} - {"vram-guard"}
     assert unpinned == set()
 
 
@@ -148,12 +151,12 @@ def test_the_readmes_two_commands_are_the_makefiles_and_cis():
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
 
-WITHOUT_LIGHTNING = """
+WITHOUT_FRAMEWORKS = """
 import sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"lightning", "pytorch_lightning"}:
+        if name.partition(".")[0] in {"lightning", "pytorch_lightning", "mmengine"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
@@ -162,13 +165,18 @@ try:
     from vram_guard_lightning import VramGuard
 except ImportError as error:
     print(error)
+try:
+    from vram_guard_mmengine import VramGuardHook
+except ImportError as error:
+    print(error)
 """
 
 
 def test_a_missing_framework_is_an_import_error_that_names_the_extra():
     path = os.pathsep.join(filter(None, sys.path))
     run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LIGHTNING],
+        [sys.executable, "-c", WITHOUT_FRAMEWORKS],
         capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert "pip install 'vram-guard[lightning]'" in run.stdout
+    assert "pip install 'vram-guard[mmengine]'" in run.stdout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vram_guard_mmengine.hook import VramGuardHook
@@ -23,7 +24,11 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        import_module("mmengine.runner")
+        with warnings.catch_warnings():
+            # What torch and setuptools say of MMEngine's own imports is not the user's to mend.
+            warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+            warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
+            import_module("mmengine.runner")
     except ModuleNotFoundError as error:
         if error.name == "pkg_resources":
             raise ImportError(
@@ -35,10 +40,3 @@ def __getattr__(name: str) -> object:
     value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
-
-
-def add_commands(commands: Any) -> None:
-    """What ``vram-guard`` offers for MMEngine; ``commands`` is argparse's collection of subcommands."""
-    from vram_guard_mmengine.commands import add
-
-    add(commands)

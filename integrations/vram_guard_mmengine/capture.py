@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
 from mmengine.model import is_model_wrapper, revert_sync_batchnorm
 from mmengine.optim import OptimWrapper
@@ -65,7 +66,7 @@ class HostBatch:
         self.data = data
 
 
-class RecordingOptimWrapper(OptimWrapper):
+class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
     """Stands in for the optimizer wrapper in a traced ``train_step``: it only takes the loss.
 
     MMEngine runs the backward pass inside ``train_step``, where the preprocessed batch and the losses are still local
@@ -102,10 +103,10 @@ class RecordingOptimWrapper(OptimWrapper):
         if self._loss is not None:
             raise UnsupportedStepError("train_step calls update_params more than once; one update a step is known here")
         self._loss = loss
-        frame = sys._getframe(1)  # noqa: SLF001 - there is no public way to what callers hold
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no public way to what callers hold
         while frame is not None and frame.f_code is not _LOSS_CODE:
             self._held.append(dict(frame.f_locals))
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
 
     def _refused(self, *_args: Any, **_kwargs: Any) -> Any:
         raise UnsupportedStepError(
@@ -202,7 +203,7 @@ def _plain_model(runner: Any) -> nn.Module:
     """
     if isinstance(runner.model, dict):  # FlexibleRunner's, which takes a built one as well
         runner.model = runner.strategy.build_model(runner.model)
-    model: nn.Module = runner.model
+    model: Any = runner.model
     if is_model_wrapper(model):
         kind = type(model).__name__
         if kind not in WRAPPERS:
@@ -211,7 +212,7 @@ def _plain_model(runner: Any) -> nn.Module:
     elif runner.world_size == 1:
         model = revert_sync_batchnorm(model)  # as the runner does when it places the model
         runner.model = model
-    return model
+    return cast("nn.Module", model)
 
 
 # --- the loader -------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def _statistic(owner: object, name: object) -> Any:
 def own_classes() -> list[Any]:
     """What MMEngine saves in every checkpoint, in the form that ``torch.serialization.safe_globals`` takes."""
     rebuild: Callable[..., Any] = np.array(0.0).__reduce__()[0]  # type: ignore[assignment]
-    scalar: Callable[..., Any] = np.float64(0).__reduce__()[0]  # type: ignore[assignment]
+    scalar: Callable[..., Any] = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(kind)) for kind in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")}
     # numpy 1 and 2 have the functions in modules of different names, and checkpoints of both are about.
     older = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (rebuild, scalar)]

@@ -82,7 +82,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         guard_class(FlexibleRunner)
 
     @property
-    def priority(self) -> str | int:  # type: ignore[override]
+    def priority(self) -> str | int:
         """The hook's position among the others."""
         return self._priority
 

@@ -154,7 +154,7 @@ def _clipping(kind: str, arguments: dict[str, Any]) -> tuple[float | None, float
 # --- another precision ------------------------------------------------------------------------------------------
 
 
-class CpuMixedOptimWrapper(OptimWrapper):
+class CpuMixedOptimWrapper(OptimWrapper):  # type: ignore[misc]
     """Mixed precision without a GPU: bfloat16 without loss scaling. AmpOptimWrapper insists on a GPU."""
 
     @contextlib.contextmanager

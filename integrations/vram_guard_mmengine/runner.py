@@ -36,6 +36,7 @@ class GuardRunner(Runner):  # type: ignore[misc]
     the model waits in host memory until the prediction is made.
     """
 
+    model: Any
     _waiting: tuple[Any] | None = None
 
     @classmethod
