@@ -269,3 +269,33 @@ def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
     assert not made.checkpointed_modules
     assert made.precision == "32-true"
     assert made.splits > 1
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> None:
+    """The search leaves out what its floor says cannot fit: that must be true of each."""
+    from vram_guard.plan.costing import Costing
+    from vram_guard.plan.options import Option
+    from vram_guard.plan.tracing import Traces
+    from vram_guard.techniques.recipe import Recipe
+
+    traces = Traces(DEEP, 16, (8, 0), lambda _line: None)
+    costing = Costing(traces, 16, None, "32-true", 1)
+    blocks = tuple(f"layers.{number}" for number in range(6))
+    recipes = (
+        Recipe(),
+        Recipe(checkpoint=blocks[:4]),
+        Recipe(offload_activations=blocks[:2], checkpoint=blocks[2:]),
+        Recipe(optimizer="8bit"),
+        Recipe(optimizer_on_host=True, checkpoint=blocks[:1]),
+        Recipe(parameters_on_host=blocks),
+    )
+    floors = []
+    for recipe in recipes:
+        option = Option(precision, splits, recipe)
+        floor = costing.floor(option)
+        assert 0 < floor.size <= traces.exact(option, 16 // splits).at(16 // splits).peak_allocated, option
+        floors.append(floor.size)
+    assert floors[0] == max(floors)
+    assert floors[0] > floors[1] > floors[2], "less waits on the GPU for the backward pass"

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from vram_guard.budget import Budget
-from vram_guard.plan.options import Option, Request, Space
+from vram_guard.plan.options import Floor, Option, Request, Space
 from vram_guard.plan.search import search
 from vram_guard.plan.techniques import splits_of
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
@@ -59,8 +59,8 @@ class Prices:
     def relative(self, option: Option) -> float:
         return (0.5 if option.precision == "bf16-mixed" else 1.0) + 0.01 * (option.splits - 1)
 
-    def floor(self, option: Option) -> int:
-        return 0
+    def floor(self, option: Option) -> Floor:
+        return Floor(0, "nothing")
 
 
 def planned(usable: int = 64 * MIB, **changes: object) -> Plan:

@@ -14,7 +14,7 @@ from vram_guard.plan.cost import (
     relative_cost,
     step_seconds,
 )
-from vram_guard.plan.options import Option
+from vram_guard.plan.options import Floor, Option
 from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
 
 if TYPE_CHECKING:
@@ -130,15 +130,35 @@ class Costing:
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
-    def floor(self, option: Option) -> int:
-        """Bytes of weights, gradients and optimizer states on the GPU when the optimizer steps."""
+    def floor(self, option: Option) -> Floor:
+        """What is alive on the GPU when the optimizer steps, or when a forward pass of the second step ends."""
+        stepping, waiting = self._when_stepping(option), self._when_forward_ends(option)
+        if waiting > stepping:
+            return Floor(waiting, "weights, optimizer states and what waits for the backward pass")
+        return Floor(stepping, "weights, gradients and optimizer states")
+
+    def _when_stepping(self, option: Option) -> int:
+        return self._state(option, gradients=True)
+
+    def _when_forward_ends(self, option: Option) -> int:
+        """Treated blocks count nothing here, though some of what they save stays (their inputs): a lower bound."""
+        recipe, size = option.recipe, self._batch_size // option.splits
+        every = (option.precision, size)
+        treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
+        saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())
+        # From the second micro-batch on, the gradients of those before are there.
+        return self._state(option, gradients=option.splits * self._accumulate > 1) + saved
+
+    def _state(self, option: Option, *, gradients: bool) -> int:
         recipe, static = option.recipe, self._static
         if recipe.parameters_on_host:
             return 0
         states = 0 if recipe.optimizer_on_host else static["optimizer_states"]
         if recipe.optimizer == "8bit":
             states = int(states * EIGHT_BIT_SHARE)
-        total = static["parameters"] - self._frozen_bytes(recipe) + static["gradients"] + states
+        total = static["parameters"] - self._frozen_bytes(recipe) + states
+        if gradients:
+            total += static["gradients"]
         halved = self._precision == "32-true" and option.precision in ("16-true", "bf16-true")
         return total // 2 if halved else total
 

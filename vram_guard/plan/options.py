@@ -61,6 +61,15 @@ class Source(Protocol):
         ...
 
 
+class Floor(NamedTuple):
+    """A lower bound."""
+
+    size: int
+    """Bytes."""
+    of: str
+    """What alone takes them."""
+
+
 class Costs(Protocol):
     """What options cost, known without tracing each of them. Independent of any budget."""
 
@@ -68,8 +77,8 @@ class Costs(Protocol):
         """Step time under the option over the step time as written; a model."""
         ...
 
-    def floor(self, option: Option) -> int:
-        """Bytes that the option takes at the very least, whatever its activations."""
+    def floor(self, option: Option) -> Floor:
+        """What the option takes at the very least."""
         ...
 
 

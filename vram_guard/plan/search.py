@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 #: Costs that differ by less are equal: the model is not that good.
 COST_STEP = 0.001
 
+#: Traces that give the law of a step for every batch size.
+LAW_TRACES = 2
+
 Key = tuple[float, int, int, int, str]
 _Group = tuple[str, "Recipe", "Chain | None"]
 
@@ -85,15 +88,16 @@ class _Trial:
     def _try(self, option: Option, group: _Group, *, exact: bool) -> Candidate | None:
         words = option.words(self.request.batch_size)
         floor, usable = self.costs.floor(option), self.request.budget.usable
-        if floor > usable:
-            why = f"needs at least {format_bytes(floor)} for weights, gradients and optimizer states alone"
-            self._miss(group, Rejected(words, None, floor - usable, why))
+        if floor.size > usable:
+            why = f"needs at least {format_bytes(floor.size)} for {floor.of} alone"
+            self._miss(group, Rejected(words, None, floor.size - usable, why))
             return None
         try:
             if self._no_form_helps(option, group, exact=exact):
                 return None
             candidate = self.candidate(option, exact=exact)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
+            self.hopeless.add(group)  # it would fail again
             self._miss(group, Rejected(words, None, 0, f"the step fails there: {type(error).__name__}: {error}"))
             return None
         rejected = self.refusal(words, candidate.estimate)
@@ -151,12 +155,11 @@ class _Trial:
         group, lengths = family.group, family.lengths
         if group in self.hopeless:
             return None
-        if family.splits > 1 and not self._least_fits(family):
+        low, high = lengths[0] - 1, lengths[-1]
+        if family.splits > 1 and self._improves(family, high, best) and not self._least_fits(family):
             self.hopeless.add(group)
             return None
-        low, high = lengths[0] - 1, lengths[-1]
-        # One size is all that whole batches are ever asked for; the law of a split step serves all its sizes.
-        if not self._will_do(family, high, best, exact=family.splits == 1):
+        if not self._will_do(family, high, best, exact=self._directly(family)):
             return None
         while high - low > 1:
             middle = (low + high) // 2
@@ -177,7 +180,15 @@ class _Trial:
     def _least_fits(self, family: Family) -> bool:
         """Whether the group's smallest micro-batches with every block treated fit: if not, no member will do."""
         least = family._replace(splits=self.request.space.splits[-1]).option(family.lengths[-1])
-        return self.fitting(least, family.group) is not None
+        return self.fitting(least, family.group, exact=self._directly(family)) is not None
+
+    def _directly(self, family: Family) -> bool:
+        """Whether direct traces are no more than the two that give the law for all sizes of a split step.
+
+        Whole batches have one size only.
+        """
+        splits = self.request.space.splits
+        return family.splits == 1 or len(splits) - (1 in splits) <= LAW_TRACES
 
     def _will_do(self, family: Family, length: int, best: Key | None, *, exact: bool) -> bool:
         """Whether this many blocks fit, or are more than would be taken anyhow: those are not worth a trace.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.plan.options import Option
 from vram_guard.plan.space import Parts
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Timeline
 
+    _Key = tuple[str, int, Recipe]
+    """Precision, micro-batches of a loaded batch, techniques."""
+
 
 class Traces:
     """The source of timelines for a search. Built models are shared by all traces."""
@@ -30,8 +33,8 @@ class Traces:
         self._batch_size = batch_size
         self._capability = capability
         self._progress = progress
-        self._traced: dict[tuple[str, bool, Recipe], Timeline] = {}
-        self._exact: dict[tuple[tuple[str, bool, Recipe], int], Timeline] = {}
+        self._traced: dict[_Key, Timeline] = {}
+        self._exact: dict[tuple[_Key, int], Timeline] = {}
         self._built: TrainingStep | None = None
 
     @property
@@ -54,7 +57,12 @@ class Traces:
 
     def __call__(self, option: Option) -> Timeline:
         """The option's timeline, over the micro-batch size."""
-        return self._resident(self._trace(option.precision, option.splits > 1, option.recipe), option)
+        return self._resident(self._trace(self._key(option)), option)
+
+    def _key(self, option: Option) -> _Key:
+        """What of an option needs a trace of its own: a runner runs every number of slices, else two tell of all."""
+        slices = option.splits if self._step.runner is not None else min(option.splits, 2)
+        return option.precision, slices, option.recipe
 
     def exact(self, option: Option, size: int) -> Timeline:
         """The option's timeline after a direct trace at the micro-batch size that will run.
@@ -62,7 +70,7 @@ class Traces:
         By the law where there is one and the direct trace confirms it; else the direct trace, which traces every other
         size that it is asked for.
         """
-        key = (option.precision, option.splits > 1, option.recipe)
+        key = self._key(option)
         if (key, size) not in self._exact:
             self._exact[key, size] = self._at(option, size)
         timeline = self._exact[key, size]
@@ -71,40 +79,42 @@ class Traces:
     def _at(self, option: Option, size: int) -> Timeline:
         from vram_guard.simulate import holds_at, trace_at
 
-        known = self._traced.get((option.precision, option.splits > 1, option.recipe))
+        known = self._traced.get(self._key(option))
         if known is not None and (size in known.traced or known.retrace is not None):
             return known
         self._progress(f"tracing {option.words(option.splits * size)}")
-        step = self._changed(option.precision, option.splits > 1, option.recipe)
-        direct = trace_at(step, size, compute_capability=self._capability)
+        direct = trace_at(self._changed(self._key(option)), size, compute_capability=self._capability)
         return known if known is not None and holds_at(direct, known, size) else direct
 
     def _resident(self, timeline: Timeline, option: Option) -> Timeline:
-        if option.splits == 1:
+        if option.splits == 1 or self._step.runner is not None:
             return timeline
         # A step that already cuts its loaded batch into slices gets each slice cut again.
         slices = self._step.accumulate if self._step.whole_batch else 1
         return resident_batch(timeline, traced=2, resident=option.splits * slices)
 
-    def _trace(self, precision: str, split: bool, recipe: Recipe) -> Timeline:
+    def _trace(self, key: _Key) -> Timeline:
         from vram_guard.simulate import trace
 
-        key = (precision, split, recipe)
         if key not in self._traced:
-            written = precision == self._step.precision and not split and not recipe
-            how = [precision, *(["in micro-batches"] if split else []), *recipe_words(recipe)]
+            precision, slices, recipe = key
+            written = precision == self._step.precision and slices == 1 and not recipe
+            how = [precision, *(["in micro-batches"] if slices > 1 else []), *recipe_words(recipe)]
             self._progress(f"tracing {', '.join(how)}")
             # The law is checked where it is used: here for the step as written, for others once they are chosen.
             self._traced[key] = trace(
-                self._changed(precision, split, recipe),
+                self._changed(key),
                 compute_capability=self._capability,
                 check_at=self._batch_size,
                 checked=written,
             )
         return self._traced[key]
 
-    def _changed(self, precision: str, split: bool, recipe: Recipe) -> TrainingStep:
-        changes = {"accumulate": 2, "whole_batch": True} if split else {}
+    def _changed(self, key: _Key) -> TrainingStep:
+        precision, slices, recipe = key
+        changes: dict[str, Any] = {"accumulate": 2, "whole_batch": True} if slices > 1 else {}
+        if self._step.runner is not None:
+            changes = {"slices": slices}
         return self.step.with_(precision=precision, recipe=recipe, **changes)
 
     def parts(self, costing: Costing, blocks: Iterable[str] | None) -> Parts:
