@@ -10,13 +10,15 @@ cannot be read. Answers go to standard output, messages to standard error.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
-from vram_guard.cli import doctor, gpus
+from vram_guard.cli import doctor, estimate, gpus
+from vram_guard.cli.arguments import with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_DOES_NOT_FIT", "EXIT_DONE", "EXIT_ENVIRONMENT", "EXIT_USAGE", "JSON_SCHEMA", "main"]
 
 #: The core's own commands, in the order of ``--help``.
-_COMMANDS = {"gpus": gpus.add, "doctor": doctor.add}
+_COMMANDS = {"estimate": estimate.add, "gpus": gpus.add, "doctor": doctor.add}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidInputError as error:
         print(f"vram-guard: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the terminal's encoding cannot show becomes a question mark: the answer is delivered all the same.
+        sys.stdout.reconfigure(errors="replace")
     with speaking(spoken):
         return _run(given)
 
@@ -63,7 +68,7 @@ def _run(given: list[str]) -> int:
 def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
     """``--lang``, known before there is a parser, whose help speaks it; and the arguments without it.
 
-    After an adapter's command it may be an option of the script that is launched, so it counts only before it.
+    What stands after an adapter's command stays as it is: it may be meant for the script that is launched.
     """
     wanted, rest, command = None, list[str](), ""
     words = iter(arguments)
@@ -76,8 +81,8 @@ def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
             rest.append(word)
             command = command or ("" if word.startswith("-") else word)
             if command and command not in _COMMANDS:
-                break
-    return wanted, [*rest, *words]
+                return wanted, [*rest, *words]
+    return wanted, list(with_dashes(rest))
 
 
 def _exit_code(error: VramGuardError) -> int:

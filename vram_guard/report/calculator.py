@@ -53,7 +53,7 @@ def calculator_lines(answer: Calculation, *, memory_source: str, read_from: str 
         yield _("❌ does not fit, by the rule of thumb")
         yield _("   too much: {amount} ({share})", amount=amount(-answer.remaining), share=share)
         yield ""
-        yield _("🔧 what would make it fit, each by itself:")
+        yield _("🔧 what would help, each by itself:")
         yield from (f"   {number}. {line}" for number, line in enumerate(_fixes(answer), 1))
 
 

@@ -1,0 +1,164 @@
+"""The rule of thumb: exact arithmetic, exact advice, and what configs call its numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vram_guard.closed_form.calculator import Calculation, Network, checked_share
+from vram_guard.closed_form.from_config import asked
+from vram_guard.errors import InvalidInputError
+
+GB = 10**9
+
+
+def test_the_guides_two_examples_by_the_guides_own_formula():
+    small = Calculation(Network(8, 128, 128, 256, 10), 24 * GB)
+    assert (small.network.layer_bytes, small.network.total_bytes) == (134_217_728, 1_342_177_280)
+    assert small.allowed == 16_800_000_000
+    assert small.fits
+    assert small.remaining == 15_457_822_720
+
+    large = Calculation(Network(16, 256, 256, 512, 10), 24 * GB)
+    assert large.network.total_bytes == 21_474_836_480
+    assert not large.fits
+    assert large.remaining_fraction == pytest.approx(-0.27826, abs=1e-5)
+    assert large.largest_batch == 12
+    assert large.largest_resolution == (226, 226)
+    assert large.largest_round_resolution == (224, 224)
+    assert large.accumulation == (8, 2)
+    assert large.with_amp.network.total_bytes == 10_737_418_240
+    assert large.with_amp.fits
+    assert large.with_amp.with_amp is None
+
+
+sizes = st.integers(1, 600)
+networks = st.builds(Network, st.integers(1, 64), sizes, sizes, sizes, st.integers(1, 40), st.integers(1, 8))
+questions = st.builds(Calculation, networks, st.integers(1, 80 * GB), st.sampled_from([0.6, 0.7, 1]))
+
+
+@given(questions)
+def test_the_largest_batch_is_exact(question):
+    most = question.largest_batch
+    assert most == 0 or question.with_network(batch=most).fits
+    assert not question.with_network(batch=most + 1).fits
+
+
+@given(questions)
+def test_the_largest_resolution_is_exact(question):
+    network, size = question.network, question.largest_resolution
+    long = max(network.height, network.width)
+    if size is None:
+        assert not question.with_network(height=1, width=1).fits
+        return
+    assert question.with_network(height=size[0], width=size[1]).fits
+    assert max(size) <= long
+    # The next longer side in the same proportions does not fit.
+    longer = max(size) + 1
+    other = max(1, min(network.height, network.width) * longer // long)
+    assert longer > long or not question.with_network(height=longer, width=other).fits
+    if network.height == network.width:
+        assert size[0] == size[1]
+
+
+@given(questions)
+def test_round_resolutions_are_multiples_of_8_and_fit(question):
+    size = question.largest_round_resolution
+    if size is not None:
+        assert size[0] % 8 == size[1] % 8 == 0
+        assert question.with_network(height=size[0], width=size[1]).fits
+
+
+@given(questions)
+def test_accumulation_keeps_the_effective_batch(question):
+    split = question.accumulation
+    batch, most = question.network.batch, question.largest_batch
+    expected = max((size for size in range(1, batch + 1) if batch % size == 0 and size <= most), default=None)
+    assert split == (None if expected is None else (expected, batch // expected))
+
+
+def test_a_share_is_taken_as_its_digits():
+    assert Calculation(Network(1, 1, 1, 1, 1), 10, 0.7).allowed == 7
+    for share in (0, -0.1, 1.01, 70, math.nan, True, "0.7"):
+        with pytest.raises(InvalidInputError):
+            checked_share(share)
+
+
+def test_a_batch_of_billions_takes_no_time():
+    question = Calculation(Network(2**31 - 1, 1, 1, 1, 1), 10**9)
+    assert question.accumulation == (1, 2**31 - 1)
+
+
+CONFIG = {
+    "model": {"name": "fno", "width": 64, "num_layers": 4},
+    "dataset": {"resolution": [96, 128]},
+    "train": {"batch_size": 8, "accumulation_steps": 4, "use_amp": True},
+    "valid": {"batch_size": 1},
+    "gpu": "RTX 4090",
+}
+
+
+def test_numbers_are_found_wherever_a_config_has_them():
+    found = asked({**CONFIG, "hidden_dim": 64}, {})
+    network = found.network()
+    assert (network.batch, network.height, network.width, network.hidden_dim) == (8, 96, 128, 64)
+    assert network.bytes_per_element == 2  # use_amp
+    assert found.numbers["accumulate"] == 4
+    assert (found.gpu, found.model, found.precision) == ("RTX 4090", "fno", "16-mixed")
+    assert found.places["batch"] == "train.batch_size"
+
+
+def test_options_come_before_the_config():
+    found = asked({**CONFIG, "hidden_dim": 64}, {"batch": 2, "memory": "80GB", "model": "m:f", "height": 32})
+    network = found.network()
+    assert (network.batch, network.height, network.width) == (2, 32, 128)
+    assert (found.memory, found.gpu, found.model) == ("80GB", None, "m:f")
+
+
+def test_what_is_missing_is_named_with_the_names_it_may_have():
+    with pytest.raises(InvalidInputError, match=r"--hidden-dim.*d_model"):
+        asked(CONFIG, {}).network()
+
+
+def test_one_number_in_two_places():
+    with pytest.raises(InvalidInputError, match=r"batch stands twice.*a.batch_size is 4, b.batch_size is 8"):
+        asked({"a": {"batch_size": 4}, "b": {"batch_size": 8}}, {})
+    same = asked({"a": {"batch_size": 4}, "b": {"batch_size": 4}}, {})
+    assert same.numbers["batch"] == 4
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", float("nan"), 2**63, None.__class__, [8]])
+def test_nonsense_numbers_in_a_config(value):
+    with pytest.raises(InvalidInputError, match=r"train\.batch_size must be"):
+        asked({"train": {"batch_size": value}}, {})
+
+
+@pytest.mark.parametrize("value", [[1, 2, 3], "128", True, 1.5, [], ["a", "b"]])
+def test_nonsense_resolutions(value):
+    with pytest.raises(InvalidInputError, match=r"data\.resolution must be"):
+        asked({"data": {"resolution": value}}, {})
+
+
+@pytest.mark.parametrize(
+    ("entry", "precision"),
+    [
+        ({"fp16": True}, "16-mixed"),
+        ({"bf16": True}, "bf16-mixed"),
+        ({"bf16": False}, "32-true"),
+        ({"precision": "bf16-true"}, "bf16-true"),
+        ({"precision": 16}, "16-mixed"),
+        ({"mixed_precision": "no"}, "32-true"),
+        ({"use_mixed_precision": True, "precision": 32}, "16-mixed"),
+        ({}, None),
+    ],
+)
+def test_precisions_as_configs_write_them(entry, precision):
+    assert asked({"train": entry}, {}).precision == precision
+
+
+def test_an_unknown_precision():
+    with pytest.raises(InvalidInputError, match="bf16-mixed"):
+        asked({"precision": "bf16-mixt"}, {})

@@ -1,0 +1,334 @@
+"""Training steps from the configs that diffusers and transformers write: models built symbolically, weights not read.
+
+Only classes of the two libraries are used, by the names in the config: code that a folder brings along is never run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.step import Precision, TrainingStep
+
+#: Tokens of a prompt where the config does not say: CLIP's context (Radford et al. 2021, section 2.4).
+PROMPT_TOKENS: Final = 77
+#: The deepest published networks have about a thousand (He et al. 2016, "Identity Mappings").
+MOST_LAYERS: Final = 10_000
+#: Under which names configs say how wide the text's encoding is.
+TEXT_WIDTHS: Final = ("text_embed_dim", "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim")
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """Of one sample as the model is given it (latents for latent diffusion); None: what the config says."""
+
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    seq_length: int | None = None
+
+
+def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """What builds the model of a config.json.
+
+    Raises:
+        InvalidInputError: the config names no class of diffusers or transformers.
+        MissingLibraryError: the library is not installed.
+    """
+    _check_depth(config)
+    name = config.get("_class_name")
+    if isinstance(name, str):
+        diffusers_class = _class("diffusers", name)
+        return lambda: _built(diffusers_class.from_config(dict(config)))
+    if "model_type" not in config:
+        raise InvalidInputError(_("the config names neither a diffusers class (_class_name) nor a model_type"))
+    made = _transformers_config(config)
+    names = config.get("architectures") or ()
+    if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
+        raise InvalidInputError(_("the config names no class: architectures is missing"))
+    transformers_class = _class("transformers", names[0])
+    return lambda: _built(transformers_class(made))
+
+
+def step_of(config: Mapping[str, Any], sizes: InputSizes, precision: Precision, accumulate: int = 1) -> TrainingStep:
+    """Training of one model alone, by AdamW.
+
+    Raises:
+        InvalidInputError, MissingLibraryError: as :func:`constructor`.
+        UnsupportedStepError: it is not known what this model's input looks like.
+    """
+    build = constructor(config)
+    make = inputs_of(config, sizes)
+    return TrainingStep(
+        model=lambda: build().train(),
+        batch=make,
+        loss=_loss,
+        optimizer=torch.optim.AdamW,
+        precision=precision,
+        accumulate=accumulate,
+    )
+
+
+def inputs_of(config: Mapping[str, Any], sizes: InputSizes) -> Callable[[int], dict[str, Any]]:
+    """Batch size -> what the model's forward is called with.
+
+    Raises:
+        UnsupportedStepError: it is not known what this model's input looks like.
+    """
+    if isinstance(config.get("_class_name"), str):
+        return _diffusers_inputs(config, sizes)
+    return _transformers_inputs(config, sizes)
+
+
+class Pieces(nn.Module):
+    """What a fine-tuning holds on the GPU: one model that learns, and others that do not."""
+
+    def __init__(self, trained: nn.Module, frozen: Mapping[str, nn.Module], *, twin: str, text: str) -> None:
+        super().__init__()
+        self.trained = trained.train()
+        self.frozen = nn.ModuleDict({name: model.eval().requires_grad_(False) for name, model in frozen.items()})
+        self.twin, self.text = twin, text
+
+    def loss(self, inputs: dict[str, Any]) -> Tensor:
+        """The trained model against its frozen twin, or against noise where there is none."""
+        given = dict(inputs)
+        tokens = given.pop("tokens", None)
+        with torch.no_grad():
+            if self.text:
+                given["encoder_hidden_states"] = self.frozen[self.text](tokens)[0]
+            target = self.frozen[self.twin](**given, return_dict=False)[0] if self.twin else None
+        out: Tensor = self.trained(**given, return_dict=False)[0]
+        return nn.functional.mse_loss(out.float(), torch.randn_like(out).float() if target is None else target.float())
+
+
+def tuning_of(
+    trained: Mapping[str, Any],
+    frozen: Mapping[str, Mapping[str, Any]],
+    *,
+    twin: str,
+    sizes: InputSizes,
+    precision: Precision,
+) -> TrainingStep:
+    """Training of one model beside others that are frozen.
+
+    Args:
+        trained: the config of the model that learns.
+        frozen: name -> config of every other model. One whose output is as wide as the text that the trained model
+            takes encodes the prompts; the rest only take memory.
+        twin: the one of them that is a copy of the trained model and says where to go ("" where there is none).
+        sizes: of the trained model's input.
+        precision: Lightning's word.
+
+    Raises:
+        as :func:`step_of`.
+    """
+    if not isinstance(trained.get("_class_name"), str) and not frozen:
+        return step_of(trained, sizes, precision)
+    builders = {name: constructor(config) for name, config in frozen.items()}
+    build, make = constructor(trained), inputs_of(trained, sizes)
+    text = _text_encoder(trained, {name: config for name, config in frozen.items() if name != twin})
+
+    def batch(size: int) -> dict[str, Any]:
+        data = make(size)
+        if text:
+            data["tokens"] = torch.zeros(data.pop("encoder_hidden_states").shape[:2], dtype=torch.long)
+        return {name: _as(value, precision) for name, value in data.items()}
+
+    return TrainingStep(
+        model=lambda: Pieces(build(), {name: make_one() for name, make_one in builders.items()}, twin=twin, text=text),
+        batch=batch,
+        loss=lambda model, data: model.loss(data),
+        optimizer=lambda parameters: torch.optim.AdamW([one for one in parameters if one.requires_grad]),
+        precision=precision,
+    )
+
+
+def text_width(config: Mapping[str, Any]) -> int | None:
+    """How wide the encoding of a prompt is that a diffusion model takes; None where it takes none."""
+    return next((config[name] for name in TEXT_WIDTHS if isinstance(config.get(name), int)), None)
+
+
+def _text_encoder(trained: Mapping[str, Any], frozen: Mapping[str, Mapping[str, Any]]) -> str:
+    """The one frozen model that makes of tokens what the trained one takes ("" where there is none, or several)."""
+    wanted = text_width(trained)
+    fitting = [
+        name
+        for name, config in frozen.items()
+        if "model_type" in config and (config.get("d_model") or config.get("hidden_size")) == wanted
+    ]
+    return fitting[0] if wanted is not None and len(fitting) == 1 else ""
+
+
+def _as(value: Any, precision: Precision) -> Any:
+    """The input in the weights' own type, where the weights are in half precision."""
+    kinds = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+    if isinstance(value, Tensor) and value.is_floating_point() and precision in kinds:
+        return value.to(kinds[precision])
+    return value
+
+
+def _loss(model: Any, data: dict[str, Any]) -> Tensor:
+    """The model's own loss where it has one, else the mean square of its first output."""
+    out = model(**data)
+    own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if own is not None:
+        loss: Tensor = own
+        return loss
+    first: Tensor = out[0] if not isinstance(out, Mapping) else next(iter(out.values()))
+    return first.float().square().mean()
+
+
+def _class(library: str, name: str) -> Any:
+    try:
+        module = importlib.import_module(library)
+        found = getattr(module, name, None) if name.isidentifier() else None
+    except ImportError as error:
+        raise MissingLibraryError(
+            _("building {name} needs {library}: {error}", name=name, library=library, error=error)
+        ) from error
+    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+        raise InvalidInputError(_("{library} has no model called {name}", library=library, name=name[:60]))
+    return found
+
+
+def _check_depth(config: Mapping[str, Any]) -> None:
+    """Layers cost time to build, even symbolically: a config of a billion of them is a slip."""
+    for name, value in config.items():
+        if name.endswith(("layers", "depth", "blocks")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise InvalidInputError(_("{name} is {value}: no model has so many layers", name=name, value=value))
+
+
+def _transformers_config(config: Mapping[str, Any]) -> Any:
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise MissingLibraryError(
+            _(
+                "building {name} needs {library}: {error}",
+                name=config["model_type"],
+                library="transformers",
+                error=error,
+            )
+        ) from error
+    kind = config["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise InvalidInputError(_("{library} has no model called {name}", library="transformers", name=str(kind)[:60]))
+    return CONFIG_MAPPING[kind].from_dict(dict(config))
+
+
+def _built(model: Any) -> nn.Module:
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _diffusers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callable[[int], dict[str, Any]]:
+    model = _class("diffusers", config["_class_name"])
+    parameters = inspect.signature(model.forward).parameters
+    known = {name: one for name, one in _diffusers_shapes(model.__name__, config, sizes).items() if name in parameters}
+    unknown = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in known and name != "self"
+    ]
+    if unknown or not known:
+        what = ", ".join(unknown) or model.__name__
+        raise UnsupportedStepError(
+            _("it is not known what {names} of {model} look like", names=what, model=model.__name__)
+        )
+
+    def make(size: int) -> dict[str, Any]:
+        return {name: one(size) for name, one in known.items()}
+
+    return make
+
+
+def _diffusers_shapes(name: str, config: Mapping[str, Any], sizes: InputSizes) -> dict[str, Callable[[int], Any]]:
+    """Argument of forward -> batch size -> its value, for the arguments that are known."""
+    frames, height, width = latent_size(config, sizes)
+    channels = int(config.get("in_channels") or 4)
+    if "CogVideoX" in name:
+        shape: tuple[int, ...] = (frames, channels, height, width)
+    elif any(word in name for word in ("3D", "Video", "Wan")):
+        shape = (channels, frames, height, width)
+    else:
+        shape = (channels, height, width)
+    tokens, text = int(config.get("max_text_seq_length") or PROMPT_TOKENS), text_width(config)
+    known: dict[str, Callable[[int], Any]] = {
+        "sample": lambda size: torch.zeros(size, *shape),
+        "hidden_states": lambda size: torch.zeros(size, *shape),
+        "timestep": lambda size: torch.zeros(size, dtype=torch.long),
+    }
+    if text is not None:
+        known["encoder_hidden_states"] = lambda size: torch.zeros(size, tokens, text)
+    pooled = config.get("pooled_projection_dim")
+    if isinstance(pooled, int):
+        known["pooled_projections"] = lambda size: torch.zeros(size, pooled)
+    if config.get("num_class_embeds") or name.startswith("DiT"):
+        known["class_labels"] = lambda size: torch.zeros(size, dtype=torch.long)
+    if config.get("use_rotary_positional_embeddings"):
+        patch = int(config.get("patch_size") or 1)
+        points = frames * (height // patch) * (width // patch)
+        turns = torch.zeros(points, int(config["attention_head_dim"]))
+        known["image_rotary_emb"] = lambda _size: (turns, turns)
+    if config.get("addition_embed_type") == "text_time":
+        of_time = int(config["addition_time_embed_dim"])
+        of_text = int(config["projection_class_embeddings_input_dim"]) - 6 * of_time
+        known["added_cond_kwargs"] = lambda size: {
+            "text_embeds": torch.zeros(size, of_text),
+            "time_ids": torch.zeros(size, 6),
+        }
+    return known
+
+
+def latent_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
+    """(frames, height, width) of what a diffusion model is given."""
+    own: Any = config.get("sample_size")
+    high, wide = own if isinstance(own, (list, tuple)) and len(own) == 2 else (own, own)
+    height: Any = sizes.height or config.get("sample_height") or high or 32
+    width: Any = sizes.width or config.get("sample_width") or wide or 32
+    frames = sizes.num_frames
+    if frames is None:
+        # Configs count frames of the video; its latents have one for the first and one for every four more.
+        every = int(config.get("temporal_compression_ratio") or 1)
+        frames = (int(config.get("sample_frames") or 1) - 1) // every + 1
+    return int(frames), int(height), int(width)
+
+
+def _transformers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callable[[int], dict[str, Any]]:
+    name = str((config.get("architectures") or [""])[0])
+    model = _class("transformers", name)
+    main = getattr(model, "main_input_name", "input_ids")
+    length = sizes.seq_length or min(
+        int(config.get("max_position_embeddings") or config.get("n_positions") or 512), 512
+    )
+    whole_text = any(part in name for part in ("ForCausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "Token"))
+    if main == "pixel_values":
+        side = config.get("image_size") or 224
+        own_height, own_width = side if isinstance(side, (list, tuple)) else (side, side)
+        pixels = (int(config.get("num_channels") or 3), sizes.height or own_height, sizes.width or own_width)
+
+        def images(size: int) -> dict[str, Any]:
+            data = {"pixel_values": torch.zeros(size, *pixels)}
+            return data | ({"labels": torch.zeros(size, dtype=torch.long)} if "Classification" in name else {})
+
+        return images
+    if main != "input_ids":
+        raise UnsupportedStepError(_("it is not known what {names} of {model} look like", names=main, model=name))
+
+    def text(size: int) -> dict[str, Any]:
+        data = {"input_ids": torch.zeros(size, length, dtype=torch.long)}
+        if whole_text:
+            data["labels"] = torch.zeros(size, length, dtype=torch.long)
+        elif "SequenceClassification" in name:
+            data["labels"] = torch.zeros(size, dtype=torch.long)
+        return data
+
+    return text

@@ -1,0 +1,105 @@
+"""What the commands' options mean: amounts of GPU memory, counts, spellings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vram_guard.budget import Budget
+
+
+def with_dashes(words: Sequence[str]) -> Iterator[str]:
+    """``--hidden_dim`` as ``--hidden-dim``: both spellings are understood. What follows ``--`` stays."""
+    words = list(words)
+    end = words.index("--") if "--" in words else len(words)
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if index < end and option.startswith("--"):
+            option = option.replace("_", "-")
+        yield option + equals + value
+
+
+def gpu_memory(
+    memory: str | float | None = None, gpu: str | None = None, budget: str | None = None
+) -> tuple[int, str, Budget]:
+    """(Bytes of the whole GPU, where the number comes from, what PyTorch may use of it).
+
+    Args:
+        memory: of the whole GPU: an amount; a number without a unit is GB, as the makers of cards and the guides
+            write. The CUDA context's part is taken off.
+        gpu: a card by name; with neither of the three, the device at hand.
+        budget: what PyTorch's allocator may reserve; nothing is taken off.
+
+    Raises:
+        InvalidInputError: it is no amount, or no card is known by that name.
+        NoDeviceError: nothing is given, and there is no GPU here.
+        DeviceQueryError: nothing is given, and the GPU here cannot be read.
+    """
+    from vram_guard.budget import Budget
+
+    if memory is None:
+        resolved = Budget.resolve(budget=budget, gpu=gpu)
+        return resolved.total, resolved.source, resolved
+    if budget is not None:
+        raise InvalidInputError(_("give --gpu-memory (of the whole GPU) or --budget (of PyTorch), not both"))
+    from vram_guard.budget.catalogue import context_bytes
+    from vram_guard.units import format_bytes, parse_bytes
+
+    text = str(memory).strip()
+    plain = text.replace(".", "", 1).isdigit() and text.isascii()
+    size = parse_bytes(f"{text}GB" if plain else text, "gpu_memory")
+    context = context_bytes(None) if gpu is None else _card(gpu).context_bytes
+    if size <= context:
+        taken = format_bytes(context)
+        raise InvalidInputError(
+            _(
+                "gpu_memory is less than the {taken} of a CUDA context: for what PyTorch may use give --budget",
+                taken=taken,
+            )
+        )
+    usual = Budget.of(size)
+    whole = Budget(size, size - context, usual.margin, _("given"), context=context, margin_source=usual.margin_source)
+    return size, _("given"), whole if gpu is None else whole.on_card(_card(gpu))
+
+
+def _card(name: str) -> Any:
+    from vram_guard.budget import find_gpu
+
+    return find_gpu(name)
+
+
+def count(name: str, text: str | None) -> int | None:
+    """A whole number from an option.
+
+    Raises:
+        InvalidInputError: it is none, or below 1.
+    """
+    if text is None:
+        return None
+    option = "--" + name.replace("_", "-")
+    if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 30):
+        raise InvalidInputError(
+            _("{option} must be a whole number of at least 1, not {text}", option=option, text=repr(text)[:40])
+        )
+    from vram_guard.step import checked_count
+
+    return checked_count(option, int(text))
+
+
+def number(name: str, text: str | None, default: float) -> float:
+    """A number from an option, the default where it is not given.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInputError(_("--{name} must be a number, not {text}", name=name, text=repr(text)[:40])) from None

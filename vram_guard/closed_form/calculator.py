@@ -1,0 +1,181 @@
+"""A rule of thumb for the activations of a network of equal layers, and what to change until they fit.
+
+The rule: every layer keeps one tensor of batch x sequence x height x width x hidden numbers for the backward pass, and
+the activations of all layers may take a share of the GPU (70% unless said otherwise), so that weights, gradients and
+optimizer states find room in the rest. Real networks keep several tensors a layer (a convolution block with
+normalisation and activation two or three, a transformer layer about 17 in 16 bit: Korthikanti et al. 2022,
+arXiv:2205.05198, equation 1): the rule says at a glance what is out of the question, never what is certain to fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.step import checked_count
+
+#: Bytes of a float32 number; half of it under automatic mixed precision.
+FLOAT32 = 4
+HALF = 2
+#: The share of the GPU that activations may take, and a cautious one.
+USUAL_SHARE = 0.7
+CAUTIOUS_SHARE = 0.6
+#: Sizes that convolutions and tensor cores like.
+ROUND_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the rule looks at: a network of equal layers and its input. Whole numbers, at least 1.
+
+    Attributes:
+        batch: samples at once.
+        height, width: of the input, in pixels or grid points.
+        hidden_dim: numbers at every point, between the layers.
+        num_layers: layers.
+        seq_length: time steps or tokens at every point.
+        bytes_per_element: of one number: 4 in float32, 2 in float16 and bfloat16.
+    """
+
+    batch: int
+    height: int
+    width: int
+    hidden_dim: int
+    num_layers: int
+    seq_length: int = 1
+    bytes_per_element: int = FLOAT32
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element"):
+            checked_count(name, getattr(self, name))
+
+    @property
+    def layer_bytes(self) -> int:
+        """One layer's activations in bytes."""
+        points = self.batch * self.seq_length * self.height * self.width
+        return points * self.hidden_dim * self.bytes_per_element
+
+    @property
+    def total_bytes(self) -> int:
+        """All layers' activations in bytes."""
+        return self.layer_bytes * self.num_layers
+
+
+@dataclass(frozen=True)
+class Calculation:
+    """The rule's answer for one network on one amount of memory; amounts in bytes.
+
+    Attributes:
+        network: what was asked about.
+        memory: of the whole GPU.
+        share: of it that activations may take, in (0, 1].
+    """
+
+    network: Network
+    memory: int
+    share: float = USUAL_SHARE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "share", checked_share(self.share))
+        if self.memory < 1:
+            raise InvalidInputError(_("memory must be a positive number of bytes, not {value}", value=self.memory))
+
+    @cached_property
+    def allowed(self) -> int:
+        """Bytes that activations may take, rounded down."""
+        # By way of its decimal digits: 0.7 means seven tenths, not the nearest binary fraction below.
+        return math.floor(self.memory * Fraction(str(self.share)))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the activations stay within what is allowed."""
+        return self.network.total_bytes <= self.allowed
+
+    @property
+    def remaining(self) -> int:
+        """Bytes that are left of what is allowed; negative where it is exceeded."""
+        return self.allowed - self.network.total_bytes
+
+    @property
+    def remaining_fraction(self) -> float:
+        """The same as a fraction of what is allowed."""
+        return self.remaining / self.allowed if self.allowed else -math.inf
+
+    def with_network(self, **changes: int) -> Calculation:
+        """The same question about a changed network."""
+        return replace(self, network=replace(self.network, **changes))
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch that fits; 0 where not even one sample does."""
+        return self.allowed // replace(self.network, batch=1).total_bytes
+
+    @property
+    def largest_resolution(self) -> tuple[int, int] | None:
+        """The largest (height, width) that fits in the same proportions, not beyond what was asked for.
+
+        The longer side is as long as fits, the shorter one what belongs to it, rounded down. None where not even one
+        point fits.
+        """
+        return self._largest_side(1)
+
+    @property
+    def largest_round_resolution(self) -> tuple[int, int] | None:
+        """As :attr:`largest_resolution`, with both sides multiples of 8; None where there is none."""
+        return self._largest_side(ROUND_SIZE)
+
+    def _largest_side(self, multiple: int) -> tuple[int, int] | None:
+        points = self.allowed // replace(self.network, height=1, width=1).total_bytes
+        long, short = max(self.network.height, self.network.width), min(self.network.height, self.network.width)
+
+        def sides(units: int) -> tuple[int, int]:
+            side = units * multiple
+            other = max(short * side // long // multiple, 1) * multiple
+            return side, other
+
+        # The product grows with the longer side: bisect.
+        low, high = 0, long // multiple + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if math.prod(sides(middle)) <= points:
+                low = middle
+            else:
+                high = middle
+        if not low:
+            return None
+        side, other = sides(low)
+        return (side, other) if self.network.height >= self.network.width else (other, side)
+
+    @property
+    def accumulation(self) -> tuple[int, int] | None:
+        """(micro-batch, micro-batches for each optimizer step) with the same effective batch; None where none fits."""
+        most = min(self.largest_batch, self.network.batch)
+        low = [size for size in range(1, math.isqrt(self.network.batch) + 1) if self.network.batch % size == 0]
+        fitting = [size for part in low for size in (part, self.network.batch // part) if size <= most]
+        return (max(fitting), self.network.batch // max(fitting)) if fitting else None
+
+    @property
+    def with_amp(self) -> Calculation | None:
+        """The same network under automatic mixed precision: 2 bytes a number. None where it has that already."""
+        if self.network.bytes_per_element <= HALF:
+            return None
+        return self.with_network(bytes_per_element=HALF)
+
+
+def checked_share(share: object) -> float:
+    """``share`` as a float in (0, 1].
+
+    Raises:
+        InvalidInputError: for anything else; 70 for 70% is a slip.
+    """
+    if (
+        isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1
+    ):  # NaN: the comparison is false
+        raise InvalidInputError(
+            _("threshold must be above 0 and at most 1 (0.7 for 70%), not {value}", value=repr(share))
+        )
+    return float(share)

@@ -1,0 +1,138 @@
+"""Configs that people hand in, read so that no file can do harm: YAML without tags, bombs or surprises."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    import yaml
+
+#: Larger files are no configs that a person wrote.
+LARGEST_CONFIG: Final = 2**20
+
+#: Nodes of the config with every alias written out: real ones have hundreds.
+MOST_NODES: Final = 100_000
+
+
+def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A YAML (or JSON) file's entries.
+
+    PyYAML's safe loader, and besides: at most 1 MB, aliases only as far as they stay small when written out, no key
+    twice in one mapping. Nothing in the file is run.
+
+    Raises:
+        InvalidInputError: there is no such file, it is too large, no UTF-8, no YAML, or no mapping; it names a tag
+            that is no plain value; its aliases multiply; a key stands twice.
+    """
+    import yaml
+
+    text = read_text(path, LARGEST_CONFIG)
+    try:
+        loader = yaml.SafeLoader(text)  # the one in Python: deep nesting ends in an exception, not in a crash
+        try:
+            node = loader.get_single_node()
+            if node is not None:
+                _check_nodes(str(path), node)
+            loaded = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise InvalidInputError(_("{path}: {problem}", path=path, problem=_problem(error))) from None
+    except RecursionError:
+        raise InvalidInputError(_("{path}: nested too deeply for a config", path=path)) from None
+    except (ValueError, TypeError, OverflowError) as error:  # a date that is none, an unhashable key
+        raise InvalidInputError(_("{path}: {problem}", path=path, problem=error)) from None
+    if not isinstance(loaded, dict):
+        raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
+    return {str(key): value for key, value in loaded.items()}
+
+
+def read_text(path: str | os.PathLike[str], largest: int) -> str:
+    """A small text file, UTF-8.
+
+    Raises:
+        InvalidInputError: it is not there, no ordinary file, larger than ``largest`` bytes, or no UTF-8.
+    """
+    try:
+        # Not blocking: a pipe that nobody writes to is told as what it is.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise InvalidInputError(_("{path} is no ordinary file", path=path))
+            data = file.read(largest + 1)
+    except IsADirectoryError:
+        raise InvalidInputError(_("{path} is a folder, not a file", path=path)) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=reason)) from None
+    if len(data) > largest:
+        limit = f"{largest / 2**20:g} MiB"
+        raise InvalidInputError(_("{path} is larger than {limit}: that is no config", path=path, limit=limit))
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(_("{path} is not UTF-8 text (byte {byte})", path=path, byte=error.start)) from None
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every entry; a list is a value of its own."""
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _check_nodes(path: str, root: yaml.Node) -> None:
+    """Refuse aliases that contain themselves, that multiply, and keys that stand twice."""
+    import yaml
+
+    counted: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def count(node: yaml.Node) -> int:
+        if id(node) in counted:
+            return counted[id(node)]
+        if id(node) in open_nodes:
+            raise InvalidInputError(_("{path}: an alias contains itself", path=path))
+        open_nodes.add(id(node))
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(path, node)
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        total = 1 + sum(count(part) for part in inner)
+        if total > MOST_NODES:
+            raise InvalidInputError(
+                _("{path}: more than {most} entries with its aliases written out", path=path, most=MOST_NODES)
+            )
+        open_nodes.discard(id(node))
+        counted[id(node)] = total
+        return total
+
+    count(root)
+
+
+def _check_keys(path: str, node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _value in node.value:
+        name = str(key.value) if isinstance(key.value, str) else ""
+        if name and name != "<<" and name in seen:
+            line = key.start_mark.line + 1
+            raise InvalidInputError(_("{path}, line {line}: {key} stands twice", path=path, line=line, key=name))
+        seen.add(name)
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong, with the line, in one line."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return problem if mark is None else _("line {line}: {problem}", line=mark.line + 1, problem=problem)
