@@ -15,7 +15,7 @@ from vram_guard_lightning import growth, namespaces, recovery
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
 from vram_guard_lightning.settings import Mode, Settings
-from vram_guard_lightning.watching import Watch
+from vram_guard_lightning.watching import Utilization, Watch
 
 # ruff: noqa: ARG002 - Lightning decides what its hooks are given
 
@@ -77,6 +77,8 @@ class VramGuard(CallbackBase):
         max_recoveries: how many such errors a training is taken through before it stops.
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise
             later predictions by it.
+        monitor: seconds between two looks at the utilisation and memory of rank 0's GPU while training (through NVML);
+            mean and peak are printed and logged at the end. None: it is not watched.
 
     Attributes:
         plan: the plan, on every rank; None before, and where there is none.
@@ -103,6 +105,7 @@ class VramGuard(CallbackBase):
         recover: bool = True,
         max_recoveries: int = 8,
         remember: bool = True,
+        monitor: float | None = None,
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -121,6 +124,7 @@ class VramGuard(CallbackBase):
             recover=recover,
             max_recoveries=max_recoveries,
             remember=remember,
+            monitor=monitor,
         )
         self.plan: Plan | None = None
         self._applied = Applied()
@@ -130,6 +134,7 @@ class VramGuard(CallbackBase):
         """Recovery, while it is armed."""
         self._splitter: Splitter | None = None
         self._watch: Watch | None = None
+        self._utilization: Utilization | None = None
         self._armed = False
         """Between setup and teardown: a callback that stands twice in a Trainer is called twice."""
         self._restored_factor = 1.0
@@ -166,11 +171,19 @@ class VramGuard(CallbackBase):
         self._log(trainer)
         if self._watch is not None:
             self._watch.start()
+        if self.settings.monitor is not None and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._utilization = Utilization(trainer, self.settings.monitor)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what the GPU did, where it was watched."""
+        self._end_monitor(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Say once, after the first steps, what was measured beside what was predicted."""
+        if self._utilization is not None:
+            self._utilization.log(trainer)
         found = None if self._watch is None else self._watch.after_batch(trainer)
         if found is None:
             return
@@ -199,10 +212,12 @@ class VramGuard(CallbackBase):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The Trainer is given back as it came."""
+        self._end_monitor(trainer)
         self._applied.undo()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same after an error, where Lightning calls no teardown hook."""
+        self._end_monitor(trainer)
         self._applied.undo()
 
     # --- the guard's own way --------------------------------------------------------------------------------
@@ -236,6 +251,11 @@ class VramGuard(CallbackBase):
         _print_report(trainer, decision, applied=acts and decision.plan.fits)
         self._verdict(trainer, decision)
         return not no_recovery
+
+    def _end_monitor(self, trainer: Trainer) -> None:
+        watched, self._utilization = self._utilization, None
+        for line in () if watched is None else watched.finish(trainer):
+            _write(f"vram_guard: {line}\n")
 
     def _why_no_recovery(self, trainer: Trainer, module: LightningModule) -> str:
         if not self.settings.recover:

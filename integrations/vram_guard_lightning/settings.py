@@ -39,6 +39,7 @@ class Settings:
     recover: bool = True
     max_recoveries: int = 8
     remember: bool = True
+    monitor: float | None = None
 
     def __post_init__(self) -> None:
         from vram_guard.budget import Budget
@@ -75,3 +76,7 @@ class Settings:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be True or False, not {getattr(self, name)!r}")
         checked_count("max_recoveries", self.max_recoveries)
+        if self.monitor is not None:
+            from vram_guard.watch.monitor import checked_interval
+
+            object.__setattr__(self, "monitor", checked_interval(self.monitor))

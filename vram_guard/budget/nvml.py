@@ -66,14 +66,20 @@ def read_device(ordinal: int, uuid: str | None = None) -> DeviceMemory:
         InvalidInputError: there are not so many visible GPUs.
         DeviceQueryError: the driver is there but does not answer, or which GPU is meant cannot be told.
     """
-    with _opened() as nvml:
+    with opened() as nvml:
         return nvml.read(ordinal, uuid)
 
 
 @contextmanager
-def _opened() -> Iterator[_Nvml]:
+def opened() -> Iterator[Nvml]:
+    """NVML, initialised, for as long as the ``with`` block lasts.
+
+    Raises:
+        NvmlUnavailableError: there is no NVML.
+        DeviceQueryError: the driver is there but does not answer.
+    """
     try:
-        nvml = _Nvml(load_library())
+        nvml = Nvml(load_library())
     except ImportError:
         raise NvmlUnavailableError("the package nvidia-ml-py is not installed") from None
     nvml.ask("nvmlInit")
@@ -85,13 +91,14 @@ def _opened() -> Iterator[_Nvml]:
             nvml.maybe("nvmlShutdown")
 
 
-class _Nvml:
+class Nvml:
     """One initialised NVML; every call goes through :meth:`ask` or :meth:`maybe`."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def ask(self, function: str, *arguments: Any) -> Any:
+        """The answer; an error of NVML's as one of ours."""
         try:
             return getattr(self._library, function)(*arguments)
         except self._library.NVMLError as error:
@@ -109,7 +116,8 @@ class _Nvml:
             raise _explained(error) from None
 
     def read(self, ordinal: int, uuid: str | None) -> DeviceMemory:
-        handle, notes = self._find(ordinal, uuid)
+        """See :func:`read_device`."""
+        handle, notes = self.find(ordinal, uuid)
         memory = self.maybe("nvmlDeviceGetMemoryInfo", handle, untold=frozenset({_NOT_SUPPORTED}))
         # "Not supported" and a total of 0 both mean that the GPU has no memory of its own (GB10, Jetson).
         unified = memory is None or memory.total == 0
@@ -121,7 +129,7 @@ class _Nvml:
             total, free = int(memory.total), int(memory.free)
         parent = self._parent(handle)
         return DeviceMemory(
-            name=_text(self.ask("nvmlDeviceGetName", handle)),
+            name=text(self.ask("nvmlDeviceGetName", handle)),
             total=total,
             free=free,
             processes=self._processes(handle),
@@ -132,7 +140,8 @@ class _Nvml:
             notes=notes,
         )
 
-    def _find(self, ordinal: int, uuid: str | None) -> tuple[Any, tuple[str, ...]]:
+    def find(self, ordinal: int, uuid: str | None) -> tuple[Any, tuple[str, ...]]:
+        """The handle of the GPU (or slice) that CUDA counts as ``ordinal``, and what is to be said about it."""
         count = int(self.ask("nvmlDeviceGetCount"))
         if count == 0:
             raise NvmlUnavailableError("the NVIDIA driver sees no GPU")
@@ -177,12 +186,12 @@ class _Nvml:
         buses = [self.maybe("nvmlDeviceGetPciInfo", handle) for handle in handles]
         if any(bus is None for bus in buses):
             return handles
-        paired = zip((_text(bus.busId).lower() for bus in buses), handles, strict=True)
+        paired = zip((text(bus.busId).lower() for bus in buses), handles, strict=True)
         return [handle for _, handle in sorted(paired, key=lambda pair: pair[0])]
 
     def _check_order(self, handles: list[Any]) -> None:
         """Only CUDA knows which of several different GPUs it takes for the fastest."""
-        names = {_text(self.ask("nvmlDeviceGetName", handle)) for handle in handles}
+        names = {text(self.ask("nvmlDeviceGetName", handle)) for handle in handles}
         if len(names) > 1 and not ordered_by_bus():
             raise DeviceQueryError(
                 f"This machine has different GPUs ({', '.join(sorted(names))}), and CUDA numbers them by "
@@ -192,19 +201,16 @@ class _Nvml:
 
     def _with_uuid(self, handles: list[Any], uuid: str) -> list[Any]:
         """The devices whose UUID starts with ``uuid``: CUDA accepts shortened ones."""
-        return [handle for handle in handles if _text(self.ask("nvmlDeviceGetUUID", handle)).startswith(uuid)]
+        return [handle for handle in handles if text(self.ask("nvmlDeviceGetUUID", handle)).startswith(uuid)]
 
     def _slice_of(self, handle: Any) -> tuple[Any, tuple[str, ...]]:
         """The device itself; where it is cut into MIG slices, the first, which is the one CUDA takes.
 
         CUDA programs run on one slice only, by default on the first (NVIDIA MIG user guide).
         """
-        mode = self.maybe("nvmlDeviceGetMigMode", handle)
-        if not mode or mode[0] != 1:
+        if not self._is_cut(handle):
             return handle, ()
-        most = self.maybe("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
-        asked = (self.maybe("nvmlDeviceGetMigDeviceHandleByIndex", handle, index) for index in range(most))
-        slices = [piece for piece in asked if piece is not None]
+        slices = self.slices(handle)
         if not slices:
             raise DeviceQueryError(
                 "MIG is on but no slice has been made, so CUDA has nothing to run on: make one "
@@ -213,6 +219,18 @@ class _Nvml:
         if len(slices) == 1:
             return slices[0], ()
         return slices[0], (f"the first of {len(slices)} MIG slices; name another by its UUID in {VISIBLE}",)
+
+    def slices(self, handle: Any) -> list[Any]:
+        """The MIG slices of a GPU; none where it is not cut into any."""
+        if not self._is_cut(handle):
+            return []
+        most = self.maybe("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+        asked = (self.maybe("nvmlDeviceGetMigDeviceHandleByIndex", handle, index) for index in range(most))
+        return [piece for piece in asked if piece is not None]
+
+    def _is_cut(self, handle: Any) -> bool:
+        mode = self.maybe("nvmlDeviceGetMigMode", handle)
+        return bool(mode) and mode[0] == 1
 
     def _parent(self, handle: Any) -> Any | None:
         """The GPU that a MIG slice was cut from; None for a whole GPU."""
@@ -238,11 +256,12 @@ class _Nvml:
             for process in self.maybe(function, handle) or ():
                 if process.pid != os.getpid():
                     used = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
-                    found[process.pid] = GpuProcess(process.pid, self._process_name(process.pid), used)
+                    found[process.pid] = GpuProcess(process.pid, self.process_name(process.pid), used)
         return tuple(sorted(found.values(), key=lambda process: (-(process.bytes or 0), process.pid)))
 
-    def _process_name(self, pid: int) -> str:
-        name = _text(self.maybe("nvmlSystemGetProcessName", pid) or "")
+    def process_name(self, pid: int) -> str:
+        """The program of a process, without its folder."""
+        name = text(self.maybe("nvmlSystemGetProcessName", pid) or "")
         # NVML gives a path, with arguments behind it on some drivers.
         return PurePath(name.split(" ", 1)[0]).name or "unknown program"
 
@@ -265,6 +284,7 @@ def _until(entries: Iterable[int | str], valid: Callable[[int | str], bool]) -> 
     return kept
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """What NVML says, as text."""
     # Old versions of nvidia-ml-py answer in bytes.
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
-from vram_guard.cli import doctor, estimate, gpus
+from vram_guard.cli import doctor, estimate, gpus, monitor
 from vram_guard.cli.arguments import with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_DOES_NOT_FIT", "EXIT_DONE", "EXIT_ENVIRONMENT", "EXIT_USAGE", "JSON_SCHEMA", "main"]
 
 #: The core's own commands, in the order of ``--help``.
-_COMMANDS = {"estimate": estimate.add, "gpus": gpus.add, "doctor": doctor.add}
+_COMMANDS = {"estimate": estimate.add, "gpus": gpus.add, "doctor": doctor.add, "monitor": monitor.add}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,123 @@
+"""What the GPUs of this machine do right now: utilisation and memory, by process. Through NVML, many times cheaply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.budget import nvml as _nvml
+from vram_guard.budget.host import host_memory
+
+if TYPE_CHECKING:
+    from vram_guard.budget.nvml import Nvml
+
+
+@dataclass(frozen=True)
+class ProcessSample:
+    """One process on a GPU; None where the driver does not tell."""
+
+    pid: int
+    """As the driver counts: in a container these may be the host's numbers."""
+    name: str
+    bytes: int | None
+    utilization: float | None
+    """Share of the time in which its kernels ran, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """One GPU, or one MIG slice, at one moment."""
+
+    gpu: str
+    """NVML's number, as nvidia-smi counts; "0:1" is the second MIG slice of GPU 0."""
+    name: str
+    utilization: float | None
+    """Share of the last driver's period (1/6 to 1 s) in which any kernel ran, 0 to 1; None where it is not told.
+
+    It says how long the GPU was not idle, not how well it was used: one small kernel after another gives 1 (NVML API
+    reference, ``nvmlUtilization_t``).
+    """
+    used: int
+    """Bytes of its memory in use, by whomever; what the driver keeps for itself included."""
+    total: int
+    processes: tuple[ProcessSample, ...] = ()
+
+
+#: Called again and again; every answer is one moment.
+Sampler = Callable[[], tuple[GpuSample, ...]]
+
+
+@contextmanager
+def nvml_sampler(ordinal: int | None = None, uuid: str | None = None) -> Iterator[Sampler]:
+    """A sampler over all GPUs of the machine, or over the one that CUDA counts as ``ordinal``.
+
+    Args:
+        ordinal: CUDA's number, after CUDA_VISIBLE_DEVICES; None: every GPU, whatever CUDA may see.
+        uuid: that device's UUID where CUDA itself has told it.
+
+    Raises:
+        NvmlUnavailableError: there is no NVML or no GPU.
+        DeviceQueryError: the driver is there but does not answer, now or later.
+        InvalidInputError: there are not so many visible GPUs.
+        NoDeviceError: CUDA_VISIBLE_DEVICES hides every GPU.
+    """
+    with _nvml.opened() as library:
+        devices = _all(library) if ordinal is None else [_Device(library, "", library.find(ordinal, uuid)[0])]
+        yield lambda: tuple(device.sample() for device in devices)
+
+
+def _all(library: Nvml) -> list[_Device]:
+    """Every GPU, in NVML's own order, which is nvidia-smi's; the slices of those that are cut into MIG slices."""
+    count = int(library.ask("nvmlDeviceGetCount"))
+    if count == 0:
+        raise _nvml.NvmlUnavailableError("the NVIDIA driver sees no GPU")
+    devices = []
+    for index in range(count):
+        handle = library.ask("nvmlDeviceGetHandleByIndex", index)
+        slices = library.slices(handle)
+        devices += [_Device(library, f"{index}:{number}", piece) for number, piece in enumerate(slices)]
+        if not slices:
+            devices.append(_Device(library, str(index), handle))
+    return devices
+
+
+class _Device:
+    """One handle, and the moment up to which its processes' utilisation was read."""
+
+    def __init__(self, library: Nvml, number: str, handle: Any) -> None:
+        self._library, self._handle = library, handle
+        self._number = number or str(library.maybe("nvmlDeviceGetIndex", handle) or 0)
+        self._name = _nvml.text(library.ask("nvmlDeviceGetName", handle))
+        self._seen = 0
+
+    def sample(self) -> GpuSample:
+        memory = self._library.maybe("nvmlDeviceGetMemoryInfo", self._handle)
+        if memory is None or memory.total == 0:  # the GPU shares the host's memory, as in budget/nvml.py
+            host = host_memory()
+            used, total = host.total - host.available, host.total
+        else:
+            used, total = int(memory.used), int(memory.total)
+        rates = self._library.maybe("nvmlDeviceGetUtilizationRates", self._handle)
+        share = None if rates is None else int(rates.gpu) / 100
+        return GpuSample(self._number, self._name, share, used, total, self._processes())
+
+    def _processes(self) -> tuple[ProcessSample, ...]:
+        shares = self._shares()
+        found: dict[int, ProcessSample] = {}
+        for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
+            for process in self._library.maybe(function, self._handle) or ():
+                held = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
+                name = self._library.process_name(process.pid)
+                found[process.pid] = ProcessSample(process.pid, name, held, shares.get(process.pid))
+        return tuple(sorted(found.values(), key=lambda one: (-(one.bytes or 0), one.pid)))
+
+    def _shares(self) -> dict[int, float]:
+        """Utilisation by pid since the last look; nothing where the driver does not tell (MIG, older GPUs)."""
+        latest: dict[int, Any] = {}
+        for one in self._library.maybe("nvmlDeviceGetProcessUtilization", self._handle, self._seen) or ():
+            if one.pid not in latest or one.timeStamp >= latest[one.pid].timeStamp:
+                latest[one.pid] = one
+        self._seen = max([self._seen, *(int(one.timeStamp) for one in latest.values())])
+        return {pid: int(one.smUtil) / 100 for pid, one in latest.items()}
