@@ -72,8 +72,8 @@ class Costing:
             saved = sum(self._saved_by(option.precision, size, recipe.offload_activations).values())
             time += offload_seconds(saved, self._gpu).times(rounds)
         if recipe.frozen_on_host:
-            # They never change: nothing is copied back.
-            arriving = offload_seconds(self._frozen_bytes(recipe), self._gpu, both_ways=False)
+            # They never change: nothing is copied back. accelerate's hooks keep them in ordinary memory.
+            arriving = offload_seconds(self._frozen_bytes(recipe), self._gpu, pinned=False, both_ways=False)
             time += arriving.times(rounds)
         return time + self._host_optimizer(timeline, recipe, rounds) + self._form(timeline, recipe)
 
