@@ -13,7 +13,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants test lint format bench bench-peers bench-published gpu-measure gpu-compare test-matrix messages clean
+.PHONY: help install demo demo-variants demo-mmengine test lint format bench bench-peers bench-published gpu-measure gpu-compare test-matrix messages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -31,6 +31,13 @@ demo: $(STAMP) ## train a small super-resolution model under a budget that its b
 
 demo-variants: $(STAMP) ## choose the largest of four networks that fits a budget, and train it
 	OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) $(BIN)/python examples/variants_convlstm/train.py
+
+demo-mmengine: $(STAMP) ## compare batch sizes and precisions of an MMEngine config, then train one under a budget
+	cd examples/mmengine_bev && export PYTHONPATH=. OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) && \
+	../../$(BIN)/vram-guard mmengine compare configs/lift_splat_128x352_scenes.py --gpu "RTX 2060" \
+		--batch-size 4 8 --precision 32-true 16-mixed && \
+	../../$(BIN)/python tools/train.py configs/lift_splat_small_scenes.py --work-dir ../../demo-out/mmengine_bev \
+		--cfg-options vram_guard.gpu="RTX 2060" vram_guard.budget=64MiB train_cfg.max_iters=100 train_cfg.val_interval=50
 
 test: $(STAMP) ## run the test suite
 	$(BIN)/python -m pytest -n $(WORKERS)

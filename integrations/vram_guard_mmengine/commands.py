@@ -1,4 +1,4 @@
-"""``vram-guard mmengine``: what the command line offers for MMEngine. Imports neither MMEngine nor torch."""
+"""``vram-guard mmengine``: what the command line offers for MMEngine; what a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,32 @@ def add(commands: Any) -> None:
     init.add_argument("--configs", default="configs", metavar="DIR", help="the tree of configs (default: configs)")
     init.add_argument("--force", action="store_true", help="replace a file that is there already")
     init.set_defaults(run=_init)
+    _add_compare(own)
+
+
+def _add_compare(own: Any) -> None:
+    parser = own.add_parser(
+        "compare",
+        help="batch sizes and precisions of a config, side by side",
+        description="Predict a config's training step at several batch sizes and precisions, on a card by name: "
+        "memory, modelled speed, and the learning rate that goes with the batch. Nothing is trained. Run it where "
+        "tools/train.py runs, so that the config's modules are found.",
+    )
+    parser.add_argument("config", help="a config file")
+    parser.add_argument("--gpu", required=True, help='the card that is meant, by name ("RTX 3060 12GB")')
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[], metavar="N", help="default: as written, twice")
+    parser.add_argument("--precision", nargs="+", default=[], metavar="P", help="32-true, 16-mixed, bf16-mixed")
+    parser.add_argument("--lr-rule", default="linear", help="linear (default), sqrt or none")
+    parser.add_argument("--margin", type=float, help="the share of the card to leave free")
+    parser.add_argument("--json", action="store_true", help="answer as JSON")
+    parser.add_argument("--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the config")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from vram_guard_mmengine.comparison import answer
+
+    return answer(options)
 
 
 def _init(options: argparse.Namespace) -> int:
