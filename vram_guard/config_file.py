@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,22 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
     return {str(key): value for key, value in loaded.items()}
+
+
+def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A small JSON file's object.
+
+    Raises:
+        InvalidInputError: it cannot be read, is larger than a config, or no JSON object.
+    """
+    text = read_text(path, LARGEST_CONFIG)
+    try:
+        loaded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(_("{path} is no JSON: {problem}", path=path, problem=error)) from None
+    if not isinstance(loaded, dict):
+        raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
+    return loaded
 
 
 def read_text(path: str | os.PathLike[str], largest: int) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.config_file import LARGEST_CONFIG, leaves, read_text
-from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
+from vram_guard.config_file import leaves, load_json
 
 if TYPE_CHECKING:
     from vram_guard.closed_form.from_config import Asked
@@ -40,29 +37,14 @@ def described_step(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
     if ":" in model:
         return _named(model, asked, config)
     if _is_config(model):
-        from vram_guard.capture.hugging_face import InputSizes, step_of
+        from vram_guard.capture.hugging_face import step_of
+        from vram_guard.closed_form.inputs import InputSizes
 
         numbers = asked.numbers
         sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, numbers.get("seq_length"))
         precision: Any = asked.precision or "32-true"
         return step_of(load_json(_config_path(model)), sizes, precision, numbers.get("accumulate", 1))
     return _example(model, asked)
-
-
-def load_json(path: Path) -> dict[str, Any]:
-    """A small JSON file's object.
-
-    Raises:
-        InvalidInputError: it cannot be read, is larger than a config, or no JSON object.
-    """
-    text = read_text(path, LARGEST_CONFIG)
-    try:
-        loaded = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(_("{path} is no JSON: {problem}", path=path, problem=error)) from None
-    if not isinstance(loaded, dict):
-        raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
-    return loaded
 
 
 def _named(name: str, asked: Asked, config: Mapping[str, Any]) -> TrainingStep:

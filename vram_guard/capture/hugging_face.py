@@ -8,32 +8,24 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from vram_guard.closed_form.inputs import (
+    InputSizes,
+    latent_size,
+    prompt_tokens,
+    sequence_length,
+    text_width,
+)
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.step import Precision, TrainingStep
 
-#: Tokens of a prompt where the config does not say: CLIP's context (Radford et al. 2021, section 2.4).
-PROMPT_TOKENS: Final = 77
 #: The deepest published networks have about a thousand (He et al. 2016, "Identity Mappings").
 MOST_LAYERS: Final = 10_000
-#: Under which names configs say how wide the text's encoding is.
-TEXT_WIDTHS: Final = ("text_embed_dim", "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim")
-
-
-@dataclass(frozen=True)
-class InputSizes:
-    """Of one sample as the model is given it (latents for latent diffusion); None: what the config says."""
-
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    seq_length: int | None = None
 
 
 def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -151,11 +143,6 @@ def tuning_of(
     )
 
 
-def text_width(config: Mapping[str, Any]) -> int | None:
-    """How wide the encoding of a prompt is that a diffusion model takes; None where it takes none."""
-    return next((config[name] for name in TEXT_WIDTHS if isinstance(config.get(name), int)), None)
-
-
 def _text_encoder(trained: Mapping[str, Any], frozen: Mapping[str, Mapping[str, Any]]) -> str:
     """The one frozen model that makes of tokens what the trained one takes ("" where there is none, or several)."""
     wanted = text_width(trained)
@@ -260,7 +247,7 @@ def _diffusers_shapes(name: str, config: Mapping[str, Any], sizes: InputSizes) -
         shape = (channels, frames, height, width)
     else:
         shape = (channels, height, width)
-    tokens, text = int(config.get("max_text_seq_length") or PROMPT_TOKENS), text_width(config)
+    tokens, text = prompt_tokens(config), text_width(config)
     known: dict[str, Callable[[int], Any]] = {
         "sample": lambda size: torch.zeros(size, *shape),
         "hidden_states": lambda size: torch.zeros(size, *shape),
@@ -288,27 +275,11 @@ def _diffusers_shapes(name: str, config: Mapping[str, Any], sizes: InputSizes) -
     return known
 
 
-def latent_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
-    """(frames, height, width) of what a diffusion model is given."""
-    own: Any = config.get("sample_size")
-    high, wide = own if isinstance(own, (list, tuple)) and len(own) == 2 else (own, own)
-    height: Any = sizes.height or config.get("sample_height") or high or 32
-    width: Any = sizes.width or config.get("sample_width") or wide or 32
-    frames = sizes.num_frames
-    if frames is None:
-        # Configs count frames of the video; its latents have one for the first and one for every four more.
-        every = int(config.get("temporal_compression_ratio") or 1)
-        frames = (int(config.get("sample_frames") or 1) - 1) // every + 1
-    return int(frames), int(height), int(width)
-
-
 def _transformers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callable[[int], dict[str, Any]]:
     name = str((config.get("architectures") or [""])[0])
     model = _class("transformers", name)
     main = getattr(model, "main_input_name", "input_ids")
-    length = sizes.seq_length or min(
-        int(config.get("max_position_embeddings") or config.get("n_positions") or 512), 512
-    )
+    length = sequence_length(config, sizes)
     whole_text = any(part in name for part in ("ForCausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "Token"))
     if main == "pixel_values":
         side = config.get("image_size") or 224

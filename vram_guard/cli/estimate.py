@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.arguments import count, gpu_memory, number
+from vram_guard.cli.estimate_folder import add_options, estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.printing import print_json
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
@@ -39,6 +40,7 @@ def add(commands: Any) -> None:
         ),
     )
     _add_calculator(parser.add_argument_group(_("the calculator")))
+    add_options(parser.add_argument_group(_("a model's folder")))
     _add_common(parser)
     parser.set_defaults(run=_estimate)
 
@@ -67,6 +69,8 @@ def _add_common(parser: Any) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
+    if options.model_path is not None:
+        return estimate_folder(options)
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
     from vram_guard.closed_form.from_config import asked
     from vram_guard.config_file import load_config
@@ -185,27 +189,32 @@ def _verdict(*, fits: bool, known: bool) -> str:
     return _("⚠️  OVER: this configuration may run out of memory (OOM)")
 
 
-def symbolic_lines(estimate: Estimate, budget: Budget, largest: int, *, fits: bool) -> list[str]:
+def symbolic_lines(estimate: Estimate, budget: Budget | None, largest: int | None, *, fits: bool) -> list[str]:
     """The symbolic answer beside a closed form."""
     from vram_guard.report.calculator import amount
 
     head = _(
         "🔬 symbolic: the step of this very model, replayed through PyTorch's allocator ({tier})", tier=estimate.tier
     )
-    peak, usable = estimate.peak_reserved, budget.usable
-    lines = [head, _("   - peak reserved: {peak} of {usable} usable", peak=amount(peak), usable=amount(usable))]
-    for name in ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "workspace"):
+    peak = estimate.peak_reserved
+    lines = [head, _("   - peak reserved: {peak}", peak=amount(peak))]
+    for name in ("parameters", "gradients", "optimizer_states", "activations", "batch", "temporaries", "workspace"):
         held = estimate.breakdown.get(name, 0)
         if held:
             lines.append(f"     {category(name)}: {amount(held)}")
-    share = f"{abs(usable - peak) / usable:.1%}"
+    if budget is None:
+        return lines
+    usable = budget.usable
+    share = f"{abs(usable - peak) / usable:.1%}" if usable else "-"
     if fits:
         lines.append(_("   ✅ fits; to spare: {amount} ({share})", amount=amount(usable - peak), share=share))
     elif peak > usable:
         lines.append(_("   ❌ does not fit; too much: {amount} ({share})", amount=amount(peak - usable), share=share))
     else:
         lines.append(_("   ❓ not known to fit: the number is a lower bound"))
-    lines.append(_("   - largest batch: {count}", count=largest))
+    lines.append(_("   - usable: {amount}", amount=amount(usable)))
+    if largest is not None:
+        lines.append(_("   - largest batch: {count}", count=largest))
     return lines
 
 

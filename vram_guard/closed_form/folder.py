@@ -1,0 +1,113 @@
+"""A local model folder of diffusers or transformers: its components, their configs and what their weights hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vram_guard.closed_form.weights import Weights, read_weights
+from vram_guard.config_file import load_json
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+#: Components that are trained, in the order in which a pipeline is looked through for one.
+TRAINED_FIRST = ("transformer", "unet", "model", "prior", "decoder")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One model of a folder."""
+
+    name: str
+    """Its subfolder ("transformer"); "model" where the folder holds one model alone."""
+    config: Mapping[str, Any]
+    weights: Weights
+
+    @property
+    def class_name(self) -> str:
+        """The class that its config names; "" where it names none."""
+        own = self.config.get("_class_name") or (self.config.get("architectures") or [""])[0]
+        return own if isinstance(own, str) else ""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What a folder holds."""
+
+    path: Path
+    class_name: str
+    """The pipeline's class; "" where the folder is no pipeline."""
+    components: Mapping[str, Component] = field(default_factory=dict)
+
+    @property
+    def usually_trained(self) -> str:
+        """The component that a training changes unless somebody says otherwise."""
+        for name in TRAINED_FIRST:
+            if name in self.components:
+                return name
+        return max(self.components, key=lambda name: self.components[name].weights.parameters)
+
+    def chosen(self, option: str, names: str) -> tuple[Component, ...]:
+        """The components of a list such as "transformer,text_encoder"; none for "none".
+
+        Raises:
+            InvalidInputError: there is no such component.
+        """
+        wanted = [name.strip() for name in names.split(",") if name.strip()]
+        if wanted == ["none"]:
+            return ()
+        for name in wanted:
+            if name not in self.components:
+                known = ", ".join(self.components)
+                raise InvalidInputError(
+                    _(
+                        "{option}: there is no {name} in {path}, only {known}",
+                        option=option,
+                        name=name[:60],
+                        path=self.path,
+                        known=known,
+                    )
+                )
+        return tuple(self.components[name] for name in dict.fromkeys(wanted))
+
+
+def read_folder(path: Path) -> ModelFolder:
+    """The components of a local folder.
+
+    Raises:
+        InvalidInputError: there is no such folder, no model in it, or a file in it is damaged.
+        MissingLibraryError: numpy is missing.
+    """
+    if not path.is_dir():
+        raise InvalidInputError(
+            _("there is no folder {path}: give the path of a downloaded model; nothing is downloaded", path=path)
+        )
+    index = path / "model_index.json"
+    name = ""
+    if index.is_file():
+        own = load_json(index).get("_class_name")
+        name = own if isinstance(own, str) else ""
+    elif (path / "config.json").is_file() or _has_weights(path):
+        return ModelFolder(path, name, {"model": _component("model", path)})
+    found = {inner.name: _component(inner.name, inner) for inner in _model_folders(path)}
+    if not found:
+        raise InvalidInputError(
+            _("{path} holds no model: neither a config.json nor a model_index.json with models beside it", path=path)
+        )
+    return ModelFolder(path, name, found)
+
+
+def _model_folders(path: Path) -> list[Path]:
+    inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return [one for one in inner if (one / "config.json").is_file() or _has_weights(one)]
+
+
+def _has_weights(path: Path) -> bool:
+    return any(one.name.endswith(".safetensors") for one in path.iterdir())
+
+
+def _component(name: str, path: Path) -> Component:
+    config = path / "config.json"
+    return Component(name, load_json(config) if config.is_file() else {}, read_weights(path))

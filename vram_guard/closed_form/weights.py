@@ -1,0 +1,197 @@
+"""What lies in a model's weight files, from their headers alone: nothing is loaded, and nothing is unpickled.
+
+A safetensors file begins with 8 bytes (the header's length, little-endian) and the header, JSON: tensor name -> dtype,
+shape and offsets of its data (https://github.com/huggingface/safetensors, "Format"). The library reads and checks the
+header; the data behind it is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from vram_guard.config_file import read_text
+from vram_guard.errors import InvalidInputError, MissingLibraryError
+from vram_guard.language import _
+
+#: Bytes of one number, by the names of the format; smaller than a byte counts as packed.
+BYTES_OF: Final[Mapping[str, float]] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "F6_E2M3": 0.75,
+    "F6_E3M2": 0.75,
+    "F4": 0.5,
+    "C64": 8,
+    "I64": 8,
+    "U64": 8,
+    "I32": 4,
+    "U32": 4,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+#: Endings of files that hold pickles: reading them runs what is in them.
+PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: The library's own limit for a header (100 MB), and ours for an index, which names every tensor once.
+LARGEST_HEADER: Final = 100_000_000
+LARGEST_INDEX: Final = 64 * 2**20
+#: What diffusers and transformers call a model's weights, in the order in which they look.
+STEMS: Final = ("diffusion_pytorch_model", "model", "pytorch_model")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A component's weights as they lie on the disk."""
+
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """dtype -> how many numbers are stored in it."""
+    files: tuple[str, ...] = ()
+    """Names of the files that were looked at."""
+    pickles: tuple[str, ...] = ()
+    """Files that hold pickles and were not opened."""
+
+    @property
+    def parameters(self) -> int:
+        """Floating-point numbers: what a training can change."""
+        return sum(count for dtype, count in self.numbers.items() if dtype.startswith(("F", "BF")))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return int(sum(count * BYTES_OF[dtype] for dtype, count in self.numbers.items()))
+
+    @property
+    def dtype(self) -> str | None:
+        """What most floating-point numbers are stored in; None where there are none."""
+        floats = {dtype: count for dtype, count in self.numbers.items() if dtype.startswith(("F", "BF"))}
+        return max(floats, key=lambda dtype: floats[dtype], default=None)
+
+
+def read_weights(folder: Path) -> Weights:
+    """What the weight files of one component hold.
+
+    Sharded files by their index; else the plainly named file, else a variant ("model.fp16.safetensors"), else every
+    safetensors file there is.
+
+    Raises:
+        InvalidInputError: an index or a header is damaged, or names files that are not there.
+        MissingLibraryError: numpy is missing, which the safetensors library wants.
+    """
+    pickles = tuple(sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES))
+    index = _first(folder, ".safetensors.index.json")
+    if index is not None:
+        numbers, files = _sharded(folder, index)
+        return Weights(numbers, files, pickles)
+    files = tuple(path.name for path in _plain_files(folder))
+    numbers = Counter[str]()
+    for name in files:
+        numbers.update(_numbers(header(folder / name).values()))
+    return Weights(dict(numbers), files, pickles)
+
+
+def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensor -> (dtype, shape) of a safetensors file.
+
+    Raises:
+        InvalidInputError: the file is not there, or its header is truncated, too long, or contradicts itself.
+        MissingLibraryError: numpy is missing.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    _check_file(path)
+    try:
+        with safe_open(str(path), framework="np") as file:
+            slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - no mapping
+            return {name: (str(one.get_dtype()), tuple(one.get_shape())) for name, one in slices}
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise InvalidInputError(_("{path} is no sound safetensors file: {reason}", path=path, reason=reason)) from None
+    except ImportError as error:
+        raise MissingLibraryError(
+            _("building {name} needs {library}: {error}", name="safetensors", library="numpy", error=error)
+        ) from None
+
+
+def _check_file(path: Path) -> None:
+    """An ordinary file whose header can be as long as it says.
+
+    The library maps a file before it looks at it: what is no file, or says more than it has, is told first.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        reason = error.strerror or error
+        raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=reason)) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidInputError(_("{path} is no ordinary file", path=path))
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if status.st_size < 8 or length > min(LARGEST_HEADER, status.st_size - 8):
+        reason = _("its header would be {length} bytes long, the file has {size}", length=length, size=status.st_size)
+        raise InvalidInputError(_("{path} is no sound safetensors file: {reason}", path=path, reason=reason))
+
+
+def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Every tensor of an index, in the file that the index says."""
+    try:
+        placed: Any = json.loads(read_text(index, LARGEST_INDEX))["weight_map"]
+        names = sorted(set(placed.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InvalidInputError(
+            _("{path} is no index of safetensors files: weight_map is missing", path=index)
+        ) from None
+    numbers = Counter[str]()
+    for name in names:
+        # A name with a folder in it would lead out of here.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise InvalidInputError(
+                _("{path} names a file that is none of its own: {name}", path=index, name=repr(name)[:60])
+            )
+        tensors = header(folder / name)
+        wanted = {tensor for tensor, place in placed.items() if place == name}
+        if not wanted <= tensors.keys():
+            missing = min(wanted - tensors.keys())
+            raise InvalidInputError(
+                _("{path} has no tensor {name}, as its index says", path=folder / name, name=missing[:60])
+            )
+        numbers.update(_numbers(tensors[tensor] for tensor in wanted))
+    return dict(numbers), tuple(names)
+
+
+def _numbers(tensors: Any) -> Counter[str]:
+    counted = Counter[str]()
+    for dtype, shape in tensors:
+        counted[dtype] += prod(shape)
+    return counted
+
+
+def _first(folder: Path, ending: str) -> Path | None:
+    """The index that the libraries would take; that of a variant where there is no other."""
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(ending))
+    plain = [folder / (stem + ending) for stem in STEMS]
+    return next((path for path in plain if path in found), found[0] if found else None)
+
+
+def _plain_files(folder: Path) -> list[Path]:
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(".safetensors"))
+    for stem in STEMS:
+        variants = [path for path in found if path.name.startswith(f"{stem}.")]
+        plain = folder / f"{stem}.safetensors"
+        if variants:
+            return [plain] if plain in variants else variants[:1]
+    return found

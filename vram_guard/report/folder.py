@@ -1,0 +1,157 @@
+"""What a model's folder holds and what training it takes, in words and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.language import _, display_width, ljust, marked, rjust
+from vram_guard.report.calculator import amount
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard.closed_form.folder import Component, ModelFolder
+    from vram_guard.closed_form.recommend import Measure
+    from vram_guard.closed_form.tuning import Tuning
+
+_PARTS = {
+    "trained parameters": marked("parameters, trained"),
+    "frozen parameters": marked("parameters, frozen"),
+    "gradients": marked("gradients"),
+    "optimizer states": marked("optimizer states (AdamW)"),
+    "batch": marked("batch"),
+    "text encoding": marked("text encoding"),
+    "activations": marked("activations (rule of thumb)"),
+}
+
+
+def folder_lines(folder: ModelFolder) -> Iterator[str]:
+    """The components with parameters and dtypes."""
+    yield _("📂 model folder: {path}", path=folder.path)
+    if folder.class_name:
+        yield _("✓ pipeline: {name}", name=folder.class_name)
+    yield ""
+    yield _("📊 parameters, from the files' headers (no weights are loaded):")
+    rows = [_component_row(one) for one in folder.components.values()]
+    yield from aligned(rows, indent=3)
+    pickles = [f"{one.name}/{name}" for one in folder.components.values() for name in one.weights.pickles]
+    if pickles:
+        yield _("   ⚠ pickles, not opened (loading one runs what is in it): {names}", names=", ".join(pickles))
+
+
+def _component_row(component: Component) -> tuple[str, ...]:
+    weights = component.weights
+    if not weights.numbers:
+        count = _("no readable weights")
+        return (component.name, count, "", "", component.class_name)
+    stored = " + ".join(sorted(weights.numbers, key=lambda dtype: -weights.numbers[dtype]))
+    return (
+        component.name,
+        f"{weights.parameters:,}",
+        stored,
+        amount(weights.stored_bytes),
+        component.class_name,
+    )
+
+
+def tuning_lines(tuning: Tuning) -> Iterator[str]:
+    """What the training takes, part by part."""
+    trained = ", ".join(one.name for one in tuning.trained) or _("none")
+    frozen = ", ".join(one.name for one in tuning.frozen) or _("none")
+    yield _("🔢 training {trained}; frozen: {frozen}", trained=trained, frozen=frozen)
+    yield _("   batch {batch}, {dtype}", batch=tuning.batch, dtype=tuning.dtype)
+    rows = [(_(_PARTS[name]), _amount(held)) for name, held in tuning.parts().items() if held != 0]
+    total = amount(tuning.total) if tuning.complete else _("at least {amount}", amount=amount(tuning.total))
+    lines = list(aligned([*rows, (_("in all"), total)], indent=3))
+    yield from lines[:-1]
+    yield "   " + "-" * (max(map(display_width, lines)) - 3)
+    yield lines[-1]
+
+
+def verdict_lines(tuning: Tuning, budget: Budget) -> Iterator[str]:
+    """The closed form against the budget."""
+    total, usable = tuning.total, budget.usable
+    yield _("✓ GPU: {budget}", budget=budget.explain())
+    share = f"{abs(usable - total) / usable:.1%}" if usable else "-"
+    if total > usable:
+        yield _(
+            "❌ does not fit, by the closed form; too much: {amount} ({share})",
+            amount=amount(total - usable),
+            share=share,
+        )
+    elif tuning.complete:
+        yield _("✅ fits, by the closed form; to spare: {amount} ({share})", amount=amount(usable - total), share=share)
+        yield _("   - largest batch: {count}", count=tuning.largest_batch(usable))
+    else:
+        yield _("❓ not known to fit: no rule is known for this network's activations")
+
+
+def recommendation_lines(
+    tuning: Tuning, single: Sequence[Measure], taken: Sequence[Measure], usable: int
+) -> Iterator[str]:
+    """Every measure with its number, and those that make it fit together."""
+    if tuning.complete and tuning.total <= usable:
+        yield _("💡 it fits as it is; the largest batch is {count}", count=tuning.largest_batch(usable))
+        return
+    yield _("💡 what would help, each by itself:")
+    rows = [(_(one.name), amount(one.tuning.total), _("fits") if one.fits(usable) else "") for one in single]
+    yield from aligned(rows, indent=3)
+    if taken:
+        yield _("💡 together they make it fit:")
+        yield from aligned([("+ " + _(one.name), amount(one.tuning.total)) for one in taken], indent=3)
+        yield _("   the largest micro-batch is then {count}", count=taken[-1].tuning.largest_batch(usable))
+    else:
+        yield _("💡 not even together do they make it fit: take a larger GPU, or several (FSDP)")
+
+
+def folder_dict(folder: ModelFolder) -> dict[str, Any]:
+    """The folder for programs."""
+    return {
+        "path": str(folder.path),
+        "class_name": folder.class_name or None,
+        "components": {
+            one.name: {
+                "class_name": one.class_name or None,
+                "parameters": one.weights.parameters,
+                "numbers_by_dtype": dict(one.weights.numbers),
+                "stored_bytes": one.weights.stored_bytes,
+                "files": list(one.weights.files),
+                "pickles_not_opened": list(one.weights.pickles),
+            }
+            for one in folder.components.values()
+        },
+    }
+
+
+def tuning_dict(tuning: Tuning) -> dict[str, Any]:
+    """The closed form for programs; amounts are ints of bytes, null where no rule is known."""
+    return {
+        "method": "closed form",
+        "trained": [one.name for one in tuning.trained],
+        "frozen": [one.name for one in tuning.frozen],
+        "batch": tuning.batch,
+        "dtype": tuning.dtype,
+        "parts": tuning.parts(),
+        "total_bytes": tuning.total,
+        "lower_bound": not tuning.complete,
+    }
+
+
+def measure_dict(measure: Measure, usable: int) -> dict[str, Any]:
+    """One measure for programs."""
+    return {"measure": measure.key, "total_bytes": measure.tuning.total, "fits": measure.fits(usable)}
+
+
+def aligned(rows: Sequence[Sequence[str]], *, indent: int) -> Iterator[str]:
+    """Rows in columns as a terminal shows them: the first flush left, amounts flush right, names flush left."""
+    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            rjust(cell, width) if index and cell[:1].isdigit() else ljust(cell, width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield " " * indent + "  ".join(cells).rstrip()
+
+
+def _amount(held: int | None) -> str:
+    return _("no rule known") if held is None else amount(held)
