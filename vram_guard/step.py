@@ -13,6 +13,8 @@ from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 if TYPE_CHECKING:
     import torch
 
+    from vram_guard.timeline import Timeline
+
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 ZeroGrad = Literal["after_step", "before_forward", "before_backward"]
 
@@ -64,6 +66,10 @@ class TrainingStep:
         prepare: called once with the model, on the pretend device, before the optimizer is made
             (what a framework does there: ``configure_model``, wrapping blocks, ...).
         recipe: techniques that are switched on for the step, see :class:`Recipe`.
+        runner: where the step is no function that can be called but a loop that somebody else runs: runs it
+            symbolically, ``(step, micro-batch size, compute capability) -> Timeline``, with the precision, slices and
+            recipe of the step it is handed. ``batch``, ``loss`` and ``optimizer`` are not called then.
+        slices: for a runner: micro-batches in which each loaded batch passes through the model.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -79,6 +85,8 @@ class TrainingStep:
     whole_batch: bool = False
     prepare: Callable[[Any], None] | None = None
     recipe: Recipe = AS_WRITTEN
+    runner: Callable[[TrainingStep, int, tuple[int, int]], Timeline] | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

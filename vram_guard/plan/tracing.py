@@ -60,9 +60,16 @@ class Traces:
         return self._resident(self._trace(self._key(option)), option)
 
     def _key(self, option: Option) -> _Key:
-        """What of an option needs a trace of its own: a runner runs every number of slices, else two tell of all."""
+        """What of an option needs a trace of its own.
+
+        A runner runs every number of slices, else two tell of all. In which order blocks were chosen does not matter.
+        """
         slices = option.splits if self._step.runner is not None else min(option.splits, 2)
-        return option.precision, slices, option.recipe
+        recipe = option.recipe.with_(
+            checkpoint=tuple(sorted(option.recipe.checkpoint)),
+            offload_activations=tuple(sorted(option.recipe.offload_activations)),
+        )
+        return option.precision, slices, recipe
 
     def exact(self, option: Option, size: int) -> Timeline:
         """The option's timeline after a direct trace at the micro-batch size that will run.

@@ -3,7 +3,7 @@
 Symbolic tensors are plain meta tensors: torch runs their shape arithmetic and autograd on any machine, with or
 without CUDA. What gives them away is what user code can see: ``tensor.device``, ``tensor.to("cuda")``,
 ``torch.cuda.is_available()``. :func:`pretend_cuda` puts CUDA's answers there and takes them away again. The list of
-what is replaced is :data:`TENSOR_ATTRIBUTES` and :func:`_cuda_answers`; nothing else of torch is touched.
+what is replaced is :data:`TENSOR_ATTRIBUTES` and :func:`cuda_answers`; nothing else of torch is touched.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class _NullContext:
         return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else None
 
 
-def _cuda_answers(capability: tuple[int, int], total_memory: int, name: str) -> dict[str, Any]:
+def cuda_answers(capability: tuple[int, int], total_memory: int, name: str) -> dict[str, Any]:
     """What ``torch.cuda`` answers during a trace. No call reaches a driver."""
     properties = SimpleNamespace(
         name=name,
@@ -383,7 +383,7 @@ def pretend_cuda(
     """Symbolic tensors and ``torch.cuda`` answer as one CUDA device inside the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(torch.Tensor, _tensor_attributes(state)))
-        answers = _cuda_answers(capability, total_memory, name)
+        answers = cuda_answers(capability, total_memory, name)
         guarded = {key: _while_active(state, value, getattr(torch.cuda, key)) for key, value in answers.items()}
         stack.enter_context(replaced(torch.cuda, guarded))
         stack.enter_context(

@@ -60,6 +60,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.cuda:_lazy_call", "seeding is not queued for a later context", _CHECKPOINT),
     PrivateName("torch:_GLOBAL_DEVICE_CONTEXT", "the default device is put back", "test_switches_that_a_step_turns"),
     PrivateName("torch.nn:Module._compiled_call_impl", "compiled modules are noticed", "test_compiled_models"),
+    PrivateName(
+        "torch._C:_swap_tensor_impl",
+        "a script's own tensors become symbolic and stay the same objects",
+        "test_tensors_become_symbolic_where_they_are",
+    ),
 )
 
 _SHARDED = "test_what_the_trace_allocates_is_the_sequence_of_a_real_run"

@@ -52,6 +52,8 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
+    if step.runner is not None:
+        return step.runner(step, batch_size, capability)
     with _alone() as interrupts:
         return _Run(step, batch_size, capability, interrupts).timeline()
 
@@ -108,7 +110,7 @@ class _Run:
         self.capability = capability
         self.interrupts = interrupts
         self.recorder = Recorder()
-        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, _listed)
+        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, listed)
         self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
         self.take_off: Callable[[], None] = lambda: None
 
@@ -123,7 +125,7 @@ class _Run:
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
                 symbolic_model(model, _TRUE.get(step.precision)) as moved,
-                _module_paths(model, self.recorder),
+                module_paths(model, self.recorder),
                 _eager(model, self.recorder),
                 self.mode,
             ):
@@ -218,7 +220,7 @@ class _Run:
             if parameter.requires_grad and not hasattr(parameter, "__tensor_flatten__"):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
         if self.step.data_parallel_ranks > 1:
-            self._make_buckets(model)
+            make_buckets(model, self.recorder)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """What waits on the host never takes the GPU's memory for longer than it is used."""
@@ -239,15 +241,6 @@ class _Run:
 
     def _new_gradient(self, parameter: torch.Tensor) -> None:
         self.recorder.classify([parameter.grad], "gradients")
-
-    def _make_buckets(self, model: nn.Module) -> None:
-        pending, limit = 0, _FIRST_BUCKET
-        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
-            pending += parameter.numel() * parameter.element_size()
-            if pending >= limit:
-                self.recorder.permanent(pending, "DistributedDataParallel", "gradients")
-                pending, limit = 0, _BUCKET
-        self.recorder.permanent(pending, "DistributedDataParallel", "gradients") if pending else None
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
@@ -276,6 +269,18 @@ class _Run:
         self.recorder.phase("optimizer", 1)
         optimizer.step()
         classify_states(self.recorder, optimizer)
+
+
+def make_buckets(model: nn.Module, recorder: Recorder) -> None:
+    """DistributedDataParallel's gradient buckets, which stay for the whole training."""
+    pending, limit = 0, _FIRST_BUCKET
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        pending += parameter.numel() * parameter.element_size()
+        if pending >= limit:
+            recorder.permanent(pending, "DistributedDataParallel", "gradients")
+            pending, limit = 0, _BUCKET
+    if pending:
+        recorder.permanent(pending, "DistributedDataParallel", "gradients")
 
 
 class _Loop:
@@ -451,7 +456,7 @@ def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """While the block runs, the recorder knows which module's forward is running."""
     paths = {id(module): path for path, module in model.named_modules()}
     stack = recorder.modules
@@ -484,7 +489,7 @@ def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _listed(tensor: torch.Tensor) -> Any:
+def listed(tensor: torch.Tensor) -> Any:
     """``tensor.tolist()`` of a symbolic tensor: its real values where they are known, else placeholders."""
     value = values.compute(tensor)
     if value is None:

@@ -1,0 +1,134 @@
+"""Which arguments are ours, which are accelerate's, and where the script begins: accelerate's own parser decides."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vram_guard.errors import InvalidInputError, MissingLibraryError
+from vram_guard_accelerate.settings import Settings, add_options
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a person typed after ``vram-guard launch``, sorted."""
+
+    settings: Settings
+    options: argparse.Namespace
+    """The guard's own options, those of the command too (``dry_run``, ``json``, ``ask``)."""
+    accelerate: tuple[str, ...]
+    """accelerate's options as they were typed, without the script."""
+    script: str
+    arguments: tuple[str, ...]
+    """The script's own."""
+    module: bool
+    """Whether ``script`` names a module (``-m``)."""
+
+
+def parsed(arguments: Sequence[str]) -> Launch:
+    """The arguments of ``vram-guard launch``.
+
+    Raises:
+        InvalidInputError: no script, one that is not there, an option that makes no sense.
+        SystemExit: with 0 for ``--help``, with 2 for options that nobody knows, as argparse does.
+    """
+    both = launch_parser()
+    add_options(both)
+    both.prog = "vram-guard launch"
+    with _named(both.prog):
+        found = both.parse_args(list(arguments))
+    if found.yes and found.ask:
+        raise InvalidInputError("--yes and --ask contradict each other: give one of them")
+    if found.no_python:
+        raise InvalidInputError("--no_python: a program that is not Python cannot be followed; use accelerate launch")
+    # What follows the script is the script's own, whatever it looks like.
+    head = list(arguments[: len(arguments) - len(found.training_script_args) - 1])
+    _, accelerates = _own_parser().parse_known_args(head)
+    check_script(found.training_script, module=found.module)
+    return Launch(
+        settings=Settings.of(vars(found)),
+        options=found,
+        accelerate=tuple(accelerates),
+        script=found.training_script,
+        arguments=tuple(found.training_script_args),
+        module=found.module,
+    )
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    """The parser of ``accelerate launch``.
+
+    Raises:
+        MissingLibraryError: accelerate is not installed.
+    """
+    try:
+        from accelerate.commands.launch import launch_command_parser
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"vram-guard launch needs accelerate: pip install 'vram-guard[accelerate]' ({error})"
+        ) from error
+    parser: argparse.ArgumentParser = launch_command_parser()
+    return parser
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_options(parser)
+    return parser
+
+
+@contextmanager
+def _named(program: str) -> Iterator[None]:
+    """The help of accelerate looks at ``sys.argv`` to find what to leave out."""
+    before = sys.argv
+    sys.argv = [program]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def own_arguments(arguments: Sequence[str]) -> tuple[Settings, bool, list[str]]:
+    """``[our options] [--module] script [its arguments]``: what ``python -m vram_guard_accelerate`` is given.
+
+    Returns:
+        The settings, whether the script is a module, and the script with its arguments.
+
+    Raises:
+        InvalidInputError: no script, or one that is not there.
+    """
+    parser: Any = argparse.ArgumentParser("python -m vram_guard_accelerate", allow_abbrev=False)
+    add_options(parser)
+    parser.add_argument("--module", "-m", action="store_true", help="the script is a module")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    found = parser.parse_args(list(arguments))
+    check_script(found.script, module=found.module)
+    return Settings.of(vars(found)), found.module, [found.script, *found.arguments]
+
+
+def check_script(script: str, *, module: bool) -> None:
+    """Raises InvalidInputError where there is no such script, or no such module."""
+    if module:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            there = importlib.util.find_spec(script) is not None
+        except (ImportError, ValueError, AttributeError):
+            there = False
+        finally:
+            sys.path.pop(0)
+        if not there:
+            raise InvalidInputError(f"there is no module {script!r} (-m names a module, not a file)")
+        return
+    path = Path(script)
+    if path.is_dir():
+        raise InvalidInputError(f"{script} is a folder: name the script in it")
+    if not path.is_file():
+        hint = "; options of vram-guard and accelerate come before the script" if script.startswith("-") else ""
+        raise InvalidInputError(f"there is no script {script}{hint}")

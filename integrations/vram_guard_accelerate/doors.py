@@ -1,0 +1,207 @@
+"""Where a dry run looks through: the few places of Accelerate and torch that every script passes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from vram_guard_accelerate import exposed, silence
+from vram_guard_accelerate.apply import made_by_script
+from vram_guard_accelerate.before_prepare import BeforePrepare
+from vram_guard_accelerate.dry_run import OTHER_BATCHES, stopped
+
+if TYPE_CHECKING:
+    from vram_guard_accelerate.dry_run import DryRun
+
+before: BeforePrepare
+"""The pretence until ``prepare``."""
+
+
+def open_for(run: DryRun) -> None:
+    """Put the dry run's eyes into Accelerate and torch, for good: this process is for nothing else."""
+    global before  # noqa: PLW0603 - one process, one dry run
+    import accelerate.data_loader
+    import accelerate.state
+    from accelerate import Accelerator
+
+    silence.silence_accelerate()
+    silence.close_stdin(stopped)
+    _no_processes()
+    torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
+    exposed.watch(run.options)
+    _wrap(Accelerator, "__init__", lambda original: _made(run, original))
+    _wrap(Accelerator, "prepare", lambda original: _prepare(run, original))
+    _wrap(Accelerator, "prepare_model", lambda original: _prepare(run, original))
+    _wrap(Accelerator, "accumulate", lambda original: _accumulate(run, original))
+    for owner, name in ((Accelerator, "clip_grad_norm_"), (Accelerator, "clip_grad_value_")):
+        _wrap(owner, name, lambda original: _clips(run, original))
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        _wrap(torch.nn.utils, name, lambda original: _clips(run, original))
+    _watch_precision(run, Accelerator)
+    _refuse_local_sgd()
+    _wrap(accelerate.data_loader, "send_to_device", lambda original: _loading(run, original))
+    _wrap(DataLoader, "__init__", lambda original: _without_workers(run, original))
+    _wrap(DataLoader, "__iter__", lambda original: lambda loader: Batches(run, loader, original))
+    before = BeforePrepare(run.capability)
+    # Not earlier: libraries that are imported would believe in the GPU too, and look for its driver.
+    _wrap(accelerate.state.PartialState, "__init__", _after_imports)
+
+
+def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(around(original)))
+
+
+class Batches:
+    """Iterates over a loader: real batches before the training and beside it, batches made to order in it."""
+
+    def __init__(self, run: DryRun, loader: Any, original: Callable[[Any], Iterator[Any]]) -> None:
+        self._run = run
+        self._loader = loader
+        self._original = original
+        self._real: Iterator[Any] | None = None
+        self._given = 0
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        if self._run.following is None:  # nothing is prepared yet: the script looks at its data
+            return self._next_real()
+        return self._run.batch_for(self._loader, self._next_of_others)
+
+    def _next_of_others(self) -> Any:
+        if self._given >= OTHER_BATCHES:
+            raise StopIteration
+        self._given += 1
+        return self._next_real()
+
+    def _next_real(self) -> Any:
+        if self._real is None:
+            self._real = self._original(self._loader)
+        return next(self._real)
+
+
+def _made(run: DryRun, original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        run.precision_given = run.precision_given or given.get("mixed_precision") is not None
+        for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
+            if given.get(plugin) is not None:
+                stopped(f"the script shards its model ({plugin}), which cannot be predicted")
+        given = {name: value for name, value in given.items() if name not in ("self", "cpu")}
+        original(self, **given)
+        run.accelerator = self
+
+    return made
+
+
+def _after_imports(original: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> None:
+        before.begin()
+        original(*args, **kwargs)
+
+    return made
+
+
+def _prepare(run: DryRun, original: Any) -> Any:
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run.accelerator = self
+        for thing in args:
+            if isinstance(thing, torch.nn.Module):
+                run.prepared(thing)
+        run.begin()
+        return original(self, *args, **kwargs)
+
+    return prepare
+
+
+def _accumulate(run: DryRun, original: Any) -> Any:
+    def accumulate(self: Any, *models: Any) -> Any:
+        run.accumulates = True
+        return original(self, *models)
+
+    return accumulate
+
+
+def _clips(run: DryRun, original: Any) -> Any:
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        run.clipped()
+        return original(*args, **kwargs)
+
+    return clip
+
+
+def _watch_precision(run: DryRun, accelerator: Any) -> None:
+    original = accelerator.mixed_precision.fget
+
+    def mixed_precision(self: Any) -> Any:
+        asker = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - who asks is the question
+        if run.sample is None and not asker.startswith("accelerate"):
+            run.precision_read = True
+        return original(self)
+
+    accelerator.mixed_precision = property(mixed_precision)
+
+
+def _loading(run: DryRun, original: Any) -> Any:
+    def send_to_device(*args: Any, **kwargs: Any) -> Any:
+        if run.following is None or run.sample is None:
+            return original(*args, **kwargs)
+        with run.following.loading():
+            return original(*args, **kwargs)
+
+    return send_to_device
+
+
+def _without_workers(run: DryRun, original: Any) -> Any:
+    signature = inspect.signature(original)
+    here = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        extra = given.pop("kwargs", {})
+        given = {name: value for name, value in given.items() if name not in ("self", "multiprocessing_context")}
+        original(self, **{**given, **extra, **{name: here[name] for name in here if name in given}})
+        if made_by_script(sys._getframe(1)):  # noqa: SLF001 - who makes it is the question
+            run.loaders.append(self)
+
+    return made
+
+
+def _no_processes() -> None:
+    from torch import multiprocessing
+
+    def refuse(name: str) -> Callable[..., Any]:
+        return lambda *_args, **_kwargs: stopped(f"it starts processes of its own ({name}), which are not followed")
+
+    for name in ("spawn", "start_processes"):
+        setattr(multiprocessing, name, refuse(f"torch.multiprocessing.{name}"))
+    import accelerate
+
+    for name in ("notebook_launcher", "debug_launcher"):
+        setattr(accelerate, name, refuse(name))
+    import os
+
+    for name in ("execv", "execve", "execvp", "execvpe"):
+        setattr(os, name, refuse(f"os.{name}"))
+
+
+def _refuse_local_sgd() -> None:
+    import accelerate.local_sgd
+
+    def refused(_self: Any, *_args: Any, **_kwargs: Any) -> None:
+        stopped(
+            "LocalSGD lets processes drift apart and averages their weights now and then; the guard knows steps "
+            "that all processes take together. Launch it with accelerate launch"
+        )
+
+    accelerate.local_sgd.LocalSGD.__init__ = refused

@@ -1,0 +1,388 @@
+"""The dry run: the script's own process, symbolic from ``Accelerator.prepare`` on, until its second optimizer step.
+
+Until ``prepare`` the script runs for real (:mod:`before_prepare`). From then on its models are symbolic, and where its
+loop asks for the first training batch, the process stops to plan: copies of it (:mod:`vram_guard_accelerate.forks`) run
+the loop on, each with another batch size, precision or technique, and say what the loop would have allocated.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vram_guard import errors
+from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard.simulate import TRACED_SIZES
+from vram_guard_accelerate import forks, script
+from vram_guard_accelerate.forks import BecomeCopy, Home
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from vram_guard.capture.loader import Sample
+    from vram_guard.simulate.following import Following
+    from vram_guard.step import TrainingStep
+    from vram_guard.timeline import Timeline
+
+#: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
+OTHER_BATCHES = 2
+
+#: Slices of a batch that are followed: the first makes gradients, every other one adds to them.
+SLICES = 2
+
+#: Mixed precisions, as Lightning and as Accelerate call them.
+ACCELERATES = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
+LIGHTNINGS = {value: key for key, value in ACCELERATES.items()}
+
+
+class StoppedError(BaseException):
+    """The script did something that ends the dry run; not an Exception, so that no ``except`` of its own stops it."""
+
+
+def stopped(reason: str) -> NoReturn:
+    """End the dry run with this reason, and the line of the script that gave it."""
+    where = place_in_script(sys._getframe(1))  # noqa: SLF001 - the script's own line is what the reader needs
+    raise StoppedError(f"{reason}{f' ({where})' if where else ''}")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the loop was seen to do in its first two optimizer steps."""
+
+    steps: int
+    batches_per_step: int
+    """Training batches from the first optimizer step to the second."""
+    clips: bool
+    foreign: bool
+    """Whether an optimizer updates parameters of none of the prepared models."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one copy is to do."""
+
+    step: TrainingStep
+    batch_size: int
+
+
+class DryRun:
+    """One script, followed.
+
+    Args:
+        capability: compute capability of the GPU that is pretended.
+        ranks: processes that the real launch will have.
+        decide: given this object, at the first training batch: plans, and does not return.
+        patience: seconds that one copy may take.
+    """
+
+    def __init__(
+        self, capability: tuple[int, int], ranks: int, decide: Callable[[DryRun], NoReturn], patience: float = 300.0
+    ) -> None:
+        self.capability = capability
+        self.ranks = ranks
+        self.decide = decide
+        self.patience = patience
+        self.accelerator: Any = None
+        self.models: list[nn.Module] = []
+        self.following: Following | None = None
+        self.sample: Sample | None = None
+        self.notes: list[str] = []
+        self.precision_given = False
+        """Whether the script itself passes a precision to the Accelerator."""
+        self.precision_read = False
+        """Whether the script asked the Accelerator for its precision, and may have acted on the answer."""
+        self.accumulates = False
+        """Whether the script uses ``accelerator.accumulate()``."""
+        self.options: dict[str, Any] = {}
+        """What the script's own command line said, by name."""
+        self.loaders: list[Any] = []
+        """Loaders that the script made itself, in order."""
+        self._home: Home | None = None
+        self._task: Task | None = None
+        self._steps: dict[int, int] = {}
+        self._batches = 0
+        self._batches_at: list[int] = []
+        self._clips = False
+        self._began = time.monotonic()
+        self._as_written: dict[int, Timeline] = {}
+        self._traced: dict[Any, Answer | forks.Copy] = {}
+
+    # --- the script's own process -----------------------------------------------------------------------------
+
+    def run(self, command: list[str], *, module: bool) -> NoReturn:
+        """Run the script until it is planned for; never returns.
+
+        Raises:
+            StoppedError, Exception: in the original process, what ended the script before.
+        """
+        from vram_guard_accelerate import doors
+
+        forks.check_forks()
+        doors.open_for(self)
+        try:
+            script.run(command, module=module)
+        except BaseException as error:
+            if self._home is not None:
+                self._home.send(Failure.of(error, command[0]))
+            raise
+        if self._home is not None:
+            self._home.send(self._ended_early())
+        stopped("the script ended without asking for a training batch of a model prepared by Accelerator.prepare")
+
+    def begin(self) -> Following:
+        """From the first ``prepare`` on, the process pretends."""
+        if self.following is None:
+            from vram_guard.simulate.following import Following
+            from vram_guard_accelerate import doors, silence
+
+            moved = doors.before.end()
+            self.following = Following(self.capability, self._stepped)
+            self.following.begin()
+            silence.silence_files()
+            self._adopt_moved(moved)
+        return self.following
+
+    def _adopt_moved(self, moved: list[torch.Tensor]) -> None:
+        """What the script had moved to the GPU by itself: frozen models, encodings."""
+        from torch import nn
+
+        assert self.following is not None
+        parameters = [tensor for tensor in moved if isinstance(tensor, nn.Parameter)]
+        self.following.adopt(moved)
+        self.following.recorder.classify(parameters, "parameters")
+
+    def prepared(self, model: nn.Module) -> None:
+        """A model was handed to ``prepare``."""
+        following = self.begin()
+        if not any(known is model for known in self.models):
+            self.models.append(model)
+            following.adopt_model(model)
+
+    @property
+    def root(self) -> nn.Module:
+        """The model that the plan speaks of: the only one, or all of them by number."""
+        from torch import nn
+
+        return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
+
+    @property
+    def training_loader(self) -> int:
+        """The number of the training's loader among those that the script made."""
+        assert self.sample is not None
+        chosen = self.sample.loader
+        same = [at for at, loader in enumerate(self.loaders) if loader.dataset is chosen.dataset]
+        sized = [at for at in same if self.loaders[at].batch_size == self.sample.batch_size]
+        return next(iter([*sized, *same]), 0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether whoever asks for a batch now is about to train on it."""
+        import torch
+
+        return torch.is_grad_enabled() and any(model.training for model in self.models)
+
+    # --- batches ----------------------------------------------------------------------------------------------
+
+    def batch_for(self, loader: Any, real: Callable[[], Any]) -> Any:
+        """The next batch of a loader: made to order in a copy; real ones for evaluations.
+
+        Args:
+            loader: a ``DataLoader``.
+            real: the loader's own next batch.
+        """
+        if self._task is None and self.trains:
+            self._plan(loader)
+        if self._task is None or self.sample is None:
+            return real()
+        if loader is not self.sample.loader and _batch_size(loader) != self.sample.batch_size:
+            return real()
+        self._batches += 1
+        return self.sample.make(self._task.batch_size * self._task.step.slices)
+
+    def _plan(self, loader: Any) -> None:
+        """Plan in the original; come back in every copy, with a task."""
+        from vram_guard.capture.loader import random_state_kept, read_loader
+
+        assert self.following is not None
+        try:
+            with random_state_kept():
+                self.sample = read_loader(loader)
+            self.following.train(self.root, self.ranks)
+            with self.following.paused():
+                self.decide(self)
+        except BecomeCopy as copy:
+            self._home, self._task = copy.home, copy.task
+        assert self._task is not None
+        self._began = time.monotonic()
+        self._change(self._task)
+        self.following.recorder.phase("forward", 1)
+
+    def _change(self, task: Task) -> None:
+        """In a copy: the precision and the techniques that are asked for."""
+        from vram_guard.techniques import install
+        from vram_guard_accelerate import technique
+
+        step = task.step
+        if step.precision != self.precision:
+            technique.set_precision(self.accelerator, ACCELERATES[step.precision])
+        install(self.root, step.recipe)
+        technique.set_optimizers(self.accelerator, step.recipe)
+        if step.slices > 1:
+            technique.set_slices(
+                self.accelerator, self.models, step.slices * task.batch_size, task.batch_size, at_most=SLICES
+            )
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """After every step of every optimizer."""
+        assert self.following is not None
+        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if number > self.following.steps:
+            self.following.steps = number
+            self._batches_at.append(self._batches)
+        known = [getattr(prepared, "optimizer", prepared) for prepared in self.accelerator._optimizers]  # noqa: SLF001
+        waiting = [one for one in known if self._steps.get(id(one), 0) < 2]
+        if self._home is not None and (number > 2 or (number == 2 and not waiting)):
+            self._home.send(self._answer())
+
+    def clipped(self) -> None:
+        """The script clips its gradients."""
+        self._clips = True
+
+    def _answer(self) -> Answer:
+        assert self.following is not None
+        assert self._task is not None
+        timeline = self.following.timeline(self._task.batch_size, self._task.step.precision)
+        between = self._batches_at[1] - self._batches_at[0] if len(self._batches_at) > 1 else self._batches
+        own = {id(parameter) for model in self.models for parameter in model.parameters()}
+        foreign = any(
+            id(parameter) not in own
+            for optimizer in self.accelerator._optimizers  # noqa: SLF001
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        seconds = time.monotonic() - self._began
+        return Answer(timeline, Facts(self.following.steps, max(1, between), self._clips, foreign, seconds))
+
+    def _ended_early(self) -> Answer | Failure:
+        """In a copy: the script came to its end before its second step."""
+        assert self.following is not None
+        if self.following.steps:
+            return self._answer()
+        return Failure(
+            "UnsupportedStepError", f"the script ended after {self._batches} batches without an optimizer step"
+        )
+
+    # --- traces, asked for by the planner -----------------------------------------------------------------------
+
+    @property
+    def precision(self) -> str:
+        """The script's own, in Lightning's words."""
+        name = str(self.accelerator.state._mixed_precision)  # noqa: SLF001 - asking the Accelerator is what scripts do
+        if name not in LIGHTNINGS:
+            raise UnsupportedStepError(f"mixed precision {name!r} cannot be predicted")
+        return LIGHTNINGS[name]
+
+    def first_look(self, step: TrainingStep) -> Facts:
+        """The loop as written, at its own batch size: what it does, before anything is planned."""
+        assert self.sample is not None
+        answer = self._answer_of(forks.Copy(Task(step, self.sample.batch_size)))
+        self._as_written[self.sample.batch_size] = answer.timeline
+        return answer.facts
+
+    def trace(self, step: TrainingStep, batch_size: int, _capability: tuple[int, int]) -> Timeline:
+        """:attr:`vram_guard.step.TrainingStep.runner`: the loop under a step's settings, at one micro-batch size."""
+        as_written = step.precision == self.precision and step.slices == 1 and not step.recipe
+        if as_written and batch_size in self._as_written:
+            return self._as_written[batch_size]
+        keys = [(step.precision, step.slices, step.recipe, size) for size in (batch_size, *TRACED_SIZES)]
+        if keys[0] not in self._traced:
+            # The planner asks for these two one after the other: they run side by side.
+            wanted = keys[1:] if batch_size == TRACED_SIZES[0] else keys[:1]
+            self._traced.update({key: forks.Copy(Task(step, key[-1])) for key in wanted})
+        waiting = self._traced[keys[0]]
+        if not isinstance(waiting, Answer):
+            waiting = self._traced[keys[0]] = self._answer_of(waiting)
+        return waiting.timeline
+
+    def _answer_of(self, copy: forks.Copy) -> Answer:
+        answer = copy.answer(self.patience)
+        if isinstance(answer, Failure):
+            raise answer.as_error()
+        assert isinstance(answer, Answer)
+        return answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a copy sends home."""
+
+    timeline: Timeline
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a copy, or the original, came to no answer."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, script_name: str) -> Failure:
+        """From what ended the script."""
+        if isinstance(error, StoppedError):
+            return cls("UnsupportedStepError", str(error))
+        if isinstance(error, SystemExit):
+            return cls("UnsupportedStepError", f"the script ended itself with exit code {error.code}")
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, VramGuardError):
+            return cls(type(error).__name__, str(error), text)
+        where = _place_of(error, script_name)
+        return cls("UnsupportedStepError", f"the script fails: {type(error).__name__}: {error}{where}", text)
+
+    def as_error(self) -> VramGuardError:
+        """The error, for whoever asked."""
+        kind = getattr(errors, self.kind, UnsupportedStepError)
+        return kind(self.message)
+
+
+def place_in_script(frame: Any) -> str:
+    """The innermost line outside libraries, as "train.py, line 12"; "" if there is none."""
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _place_of(error: BaseException, script_name: str) -> str:
+    lines = [
+        f"{Path(entry.filename).name}, line {entry.lineno}"
+        for entry in traceback.extract_tb(error.__traceback__)
+        if _is_users(entry.filename) or Path(entry.filename).name == Path(script_name).name
+    ]
+    return f" ({lines[-1]})" if lines else ""
+
+
+_OWN = (str(Path(errors.__file__).parent) + os.sep, str(Path(__file__).parent) + os.sep)
+
+
+def _is_users(name: str) -> bool:
+    libraries = ("<", sys.base_prefix + os.sep, *_OWN)
+    return f"{os.sep}site-packages{os.sep}" not in name and not name.startswith(libraries)
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None

@@ -1,0 +1,106 @@
+"""``vram-guard launch``: predict, plan, show, and then ``accelerate launch``, under the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard_accelerate import processes, saying
+from vram_guard_accelerate.arguments import Launch, parsed
+from vram_guard_accelerate.orders import VARIABLE
+from vram_guard_accelerate.prediction import Prediction, Question, predict
+from vram_guard_accelerate.saying import say
+from vram_guard_accelerate.target import Target, budget_for, target_of
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from vram_guard_accelerate.orders import Orders
+
+#: Exit code of a launch that a signal ended: this and the signal's number, as shells have it.
+SIGNAL_BASE = 128
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """The command; its exit code is the script's, 1 where it does not fit, 128 + n where signal n ended it.
+
+    Raises:
+        InvalidInputError: something typed makes no sense; nothing was started.
+        UnsupportedStepError: the script cannot be followed; it was not started.
+        NoDeviceError: no budget, no GPU's name, and no GPU here.
+    """
+    given = parsed(arguments)
+    target = target_of(given)
+    budget = budget_for(given.settings, target.ranks, target.gpu_ids)
+    question = Question(
+        (given.script, *given.arguments), given.module, given.settings, budget, target.ranks, target.environment
+    )
+    try:
+        with waiting():
+            prediction = predict(question, fresh=given.options.fresh)
+    except KeyboardInterrupt:
+        say("vram-guard: stopped while planning; nothing was started")
+        return SIGNAL_BASE + 2
+    show(prediction, as_json=given.options.json)
+    if not prediction.fits:
+        say("vram-guard: it does not fit, and is not started")
+        return EXIT_DOES_NOT_FIT
+    if given.options.dry_run:
+        return EXIT_DONE
+    if given.options.ask and not _agreed():
+        say("vram-guard: nothing was started")
+        return EXIT_DONE
+    return _launch(given, target, prediction.orders if prediction.changed else None)
+
+
+def waiting() -> Status:
+    """A sign of life on a terminal, nothing elsewhere."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("vram-guard: running the script symbolically, up to two optimizer steps")
+
+
+def show(prediction: Prediction, *, as_json: bool) -> None:
+    """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own."""
+    if as_json:
+        found = {
+            **prediction.plan,
+            "notes": list(prediction.notes),
+            "seconds": dict(prediction.seconds),
+            "host_memory": dict(prediction.host_memory),
+            "log": prediction.log,
+            "remembered": prediction.remembered,
+        }
+        saying.answer(json.dumps(found, indent=2))
+        return
+    lines = [prediction.text.rstrip(), *(f"  - {note}" for note in prediction.notes)]
+    if prediction.remembered:
+        lines.append("vram-guard: the plan of an equal launch before (--fresh plans anew)")
+    say("\n".join(lines))
+
+
+def _agreed() -> bool:
+    try:
+        answer = input("Launch with this plan? [Y/n] ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("", "y", "yes")
+
+
+def _launch(given: Launch, target: Target, orders: Orders | None) -> int:
+    """The real thing. A plan that changes nothing leaves the launch to accelerate alone."""
+    if orders is None:
+        module = ["-m"] if given.module else []
+        return processes.run(_without_module(given), [*module, given.script, *given.arguments], simple=target.simple)
+    os.environ[VARIABLE] = orders.text()
+    environment = ["--mixed_precision", orders.precision] if orders.precision else []
+    own = ["--module"] if given.module else []
+    command = ["-m", "vram_guard_accelerate", *own, given.script, *given.arguments]
+    return processes.run(_without_module(given), [*environment, *command], simple=target.simple)
+
+
+def _without_module(given: Launch) -> list[str]:
+    return [word for word in given.accelerate if word not in ("-m", "--module")]

@@ -1,0 +1,90 @@
+"""Orders: what the processes of a launch are to do. Plain values, so that they travel in an environment variable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+
+if TYPE_CHECKING:
+    from vram_guard.plan import Plan
+    from vram_guard_accelerate.dry_run import DryRun
+
+#: Where the processes of a launch find their orders.
+VARIABLE = "VRAM_GUARD_ORDERS"
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What is changed in a script's processes, every rank the same.
+
+    Attributes:
+        precision: "fp16" or "bf16" in place of none; "" leaves the script's own.
+        precision_option: the script's own option that is set for it; "": Accelerate's environment variable.
+        batch_size: samples that the training loader delivers, as the script makes it.
+        grown_batch_size: the same under a larger batch; equal to ``batch_size`` where it stays.
+        micro_batch_size: samples of the slices in which a batch passes through the models.
+        batch_option: the script's own option that is set for a larger batch; "": the loader is made larger.
+        loader: which of the loaders that the script makes is the training's, from 0.
+        learning_rate_factor: what every learning rate is multiplied by.
+        models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
+        recipe: the techniques, as :class:`vram_guard.techniques.Recipe` has them.
+    """
+
+    precision: str = ""
+    precision_option: str = ""
+    batch_size: int = 1
+    grown_batch_size: int = 1
+    micro_batch_size: int = 1
+    batch_option: str = ""
+    loader: int = 0
+    learning_rate_factor: float = 1.0
+    models: int = 1
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, run: DryRun) -> Orders:
+        """What a plan means for the script that it was made for."""
+        from vram_guard_accelerate.decide import exposed_batch_size, exposed_precision
+        from vram_guard_accelerate.dry_run import ACCELERATES
+
+        mixed = plan.precision != plan.precision_before
+        grown = plan.batch_size != plan.batch_size_before
+        return cls(
+            precision=ACCELERATES[plan.precision] if mixed else "",
+            precision_option=(exposed_precision(run) or "") if mixed else "",
+            batch_size=plan.batch_size_before,
+            grown_batch_size=plan.batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            batch_option=exposed_batch_size(run) if grown else "",
+            loader=run.training_loader,
+            learning_rate_factor=plan.learning_rate_factor,
+            models=len(run.models),
+            recipe=asdict(plan.recipe),
+        )
+
+    @property
+    def slices(self) -> bool:
+        """Whether batches pass through the models in slices."""
+        return self.micro_batch_size < self.grown_batch_size
+
+    def script_arguments(self) -> list[str]:
+        """What is added to the script's own command line; the last of two equal options counts."""
+        precision = [self.precision_option, self.precision] if self.precision_option else []
+        return [*precision, *([self.batch_option, str(self.grown_batch_size)] if self.batch_option else [])]
+
+    def technique(self) -> Recipe:
+        """The techniques beyond precision and micro-batches."""
+        return Recipe(**self.recipe) if self.recipe else AS_WRITTEN
+
+    def text(self) -> str:
+        """For the environment; :meth:`read` reads it back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Orders:
+        """From :meth:`text`."""
+        return cls(**json.loads(text))

@@ -1,0 +1,225 @@
+"""The dry run, seen from outside: a process of its own, its log, its answer, and answers that are remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard_accelerate.orders import Orders
+from vram_guard_accelerate.silence import SILENT_ENVIRONMENT
+from vram_guard_accelerate.target import OF_A_RANK
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard_accelerate.settings import Settings
+
+#: Libraries whose version decides what a step allocates, or how a script is launched.
+LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a dry run came to."""
+
+    plan: Mapping[str, Any]
+    """As :mod:`vram_guard.report.as_json` has it."""
+    text: str
+    """The same for people."""
+    orders: Orders
+    notes: tuple[str, ...]
+    fits: bool
+    changed: bool
+    seconds: Mapping[str, float]
+    """Of the script until its first batch, and of the planning."""
+    host_memory: Mapping[str, int]
+    """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
+    log: str
+    """Where the script's own prints are."""
+    remembered: bool = False
+    """Whether an earlier dry run of an equal launch said it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A script, how it is to be launched, and what may be changed."""
+
+    command: tuple[str, ...]
+    module: bool
+    settings: Settings
+    budget: Budget
+    ranks: int
+    environment: Mapping[str, str]
+    """What accelerate adds to the environment."""
+
+    def key(self) -> str:
+        """A stable name of everything that the answer depends on, as far as it can be known beforehand."""
+        digest = hashlib.sha256()
+        kept = {name: value for name, value in self.environment.items() if name.startswith("ACCELERATE_")}
+        facts = (self.command, self.module, self.settings.as_dict(), self.ranks, sorted(kept.items()), str(Path.cwd()))
+        digest.update(repr((facts, self.budget.usable, self.budget.compute_capability, sys.version)).encode())
+        for name in LIBRARIES:
+            with contextlib.suppress(PackageNotFoundError):
+                digest.update(f"{name}=={version(name)}\n".encode())
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                state = path.stat()
+                digest.update(f"{path} {state.st_size} {state.st_mtime_ns}\n".encode())
+        return digest.hexdigest()[:32]
+
+    def _files(self) -> list[Path]:
+        """The script, its neighbours (which it may import), and whatever its arguments name."""
+        script = Path(self.command[0])
+        if self.module:
+            found = importlib.util.find_spec(self.command[0])
+            script = Path(found.origin) if found is not None and found.origin else script
+        named = [Path(word.partition("=")[2] or word) for word in self.command[1:]]
+        return [*sorted(script.resolve().parent.glob("*.py")), *(path for path in named if _exists(path))]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def predict(question: Question, *, fresh: bool = False) -> Prediction:
+    """Run the script dry, or remember what came of it.
+
+    Args:
+        question: what is asked.
+        fresh: do not look for a remembered answer.
+
+    Raises:
+        UnsupportedStepError: the script cannot be followed; the message says where and why.
+        KeyboardInterrupt: Ctrl-C; the dry run is ended.
+    """
+    from vram_guard.report.files import write_atomically
+    from vram_guard.watch.corrections import cache_folder
+
+    base = cache_folder()
+    remembered = None if base is None else base / "launches" / f"{question.key()}.json"
+    if remembered is not None and not fresh:
+        known = _remembered(remembered)
+        if known is not None:
+            return known
+    log = _log_beside(remembered)
+    answer = _run(question, log)
+    if "error" in answer:
+        raise _error(answer, log)
+    prediction = _read(answer, str(log))
+    if remembered is not None and remembered.parent.is_dir():
+        with contextlib.suppress(OSError):
+            write_atomically(remembered, json.dumps({**answer, "log": str(log)}))
+    return prediction
+
+
+def _remembered(path: Path) -> Prediction | None:
+    try:
+        answer = json.loads(path.read_text(encoding="utf-8"))
+        return _read(answer, answer.get("log", ""), remembered=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(answer: Mapping[str, Any], log: str, *, remembered: bool = False) -> Prediction:
+    return Prediction(
+        plan=answer["plan"],
+        text=answer["text"],
+        orders=Orders(**answer["orders"]),
+        notes=tuple(answer["notes"]),
+        fits=bool(answer["fits"]),
+        changed=bool(answer["changed"]),
+        seconds=answer["seconds"],
+        host_memory=answer["host_memory"],
+        log=log,
+        remembered=remembered,
+    )
+
+
+def _log_beside(remembered: Path | None) -> Path:
+    """A file for what the script says; where there is no place of our own, in the folder for temporary files."""
+    if remembered is not None:
+        with contextlib.suppress(OSError):
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            log = remembered.with_suffix(".log")
+            log.write_text("", encoding="utf-8")
+            return log
+    handle, name = tempfile.mkstemp(prefix="vram-guard-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
+def _run(question: Question, log: Path) -> dict[str, Any]:
+    """Start the process of the dry run and wait for its answer."""
+    with tempfile.TemporaryDirectory(prefix="vram-guard-") as name:
+        folder = Path(name)
+        request = {
+            "command": list(question.command),
+            "module": question.module,
+            "settings": question.settings.as_dict(),
+            "ranks": question.ranks,
+        }
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        (folder / "budget.pickle").write_bytes(pickle.dumps(question.budget))
+        with log.open("ab") as out:
+            process = subprocess.Popen(  # noqa: S603 - ourselves
+                [sys.executable, "-m", "vram_guard_accelerate.follow", str(folder)],
+                env=_environment(question.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through us
+            )
+            try:
+                code = process.wait()
+            except BaseException:
+                _end(process)
+                raise
+        answer = folder / "answer.json"
+        if answer.is_file():
+            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+            return found
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return {"error": "UnsupportedStepError", "message": f"the dry run of the script {how}", "traceback": ""}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all of its copies."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _environment(added: Mapping[str, str]) -> dict[str, str]:
+    """The script's own environment, on a machine without a GPU: no driver is touched, the GPU is a pretence."""
+    environment = {name: value for name, value in {**os.environ, **added}.items() if name not in OF_A_RANK}
+    environment.update(SILENT_ENVIRONMENT)
+    environment.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="False", PYTHONUNBUFFERED="1")
+    return environment
+
+
+def _error(answer: Mapping[str, Any], log: Path) -> VramGuardError:
+    from vram_guard import errors
+
+    if answer.get("traceback"):
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
+            out.write(answer["traceback"])
+    kind = getattr(errors, answer["error"], UnsupportedStepError)
+    message = f"no plan for this script, which is not started: {answer['message']}. What it printed: {log}"
+    made: VramGuardError = kind(message)
+    return made

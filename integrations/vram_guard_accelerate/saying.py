@@ -1,0 +1,16 @@
+"""What the guard says: messages on standard error, where they stay apart from what the script prints."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(text: str) -> None:
+    """To standard error, in whatever encoding it has."""
+    encoding = sys.stderr.encoding or "utf-8"
+    print(text.encode(encoding, errors="replace").decode(encoding), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def answer(text: str) -> None:
+    """To standard output, for programs: pure ASCII."""
+    print(text, flush=True)  # noqa: T201

@@ -1,0 +1,110 @@
+"""What the guard may do to a script, checked before any work."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
+
+#: What a plan may not use in a script, which makes model and optimizer by its own hands, and why.
+NOT_HERE: dict[str, str] = {
+    "half": "the script makes its weights itself, in the precision that it chooses",
+    "offload_frozen": "the script moves its frozen models itself",
+    "offload_optimizer": "the script has made its optimizer before Accelerate sees it",
+    "offload_parameters": "FSDP2 is chosen with accelerate's own options (--use_fsdp --fsdp_version 2 "
+    "--fsdp_offload_params true), before the script starts",
+    "8bit": "the script has made its optimizer before Accelerate sees it",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The guard's own options.
+
+    Attributes:
+        budget: what PyTorch's allocator may reserve on each GPU: "24GiB", or bytes.
+        gpu: a whole card by name. With neither, what is free on the GPUs here.
+        margin: the share of the budget to leave free, in [0, 1); None: the default.
+        allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`.
+        grow: where the step fits, enlarge the batch and scale learning rates by ``lr_rule``.
+        target_utilization: the share of the memory that growth may fill, in (0, 1].
+        lr_rule: "linear", "sqrt" or "none".
+        host_budget: host memory that techniques may take; None: what is free.
+    """
+
+    budget: str | int | None = None
+    gpu: str | None = None
+    margin: float | None = None
+    allow: tuple[str, ...] = DEFAULT_ALLOW
+    grow: bool = False
+    target_utilization: float = 0.8
+    lr_rule: str = "linear"
+    host_budget: str | int | None = None
+
+    def __post_init__(self) -> None:
+        from vram_guard.budget import Budget
+        from vram_guard.budget.budget import checked_margin
+        from vram_guard.plan.learning_rate import learning_rate_factor
+        from vram_guard.units import parse_bytes
+
+        allow: object = self.allow  # text where it comes from a command line
+        names = allow.split(",") if isinstance(allow, str) else list(self.allow)
+        given = tuple(name.strip() for name in names if name.strip())
+        checked_techniques(given)
+        object.__setattr__(self, "allow", given)
+        if self.margin is not None:
+            checked_margin(self.margin)
+        if self.budget is not None or self.gpu is not None:
+            Budget.resolve(self.budget, self.gpu, self.margin)
+        if self.host_budget is not None:
+            parse_bytes(self.host_budget)
+        learning_rate_factor(self.lr_rule, 1, 1)
+        target: object = self.target_utilization
+        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
+            raise InvalidInputError(f"target_utilization must be above 0 and at most 1, such as 0.8, not {target!r}")
+        if not isinstance(self.grow, bool):
+            raise InvalidInputError(f"grow must be True or False, not {self.grow!r}")
+
+    @property
+    def techniques(self) -> frozenset[str]:
+        """Those of the allowed techniques that can be applied to a script."""
+        return checked_techniques(self.allow) - NOT_HERE.keys()
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """What was asked for by its own name and cannot be done here, in words."""
+        return tuple(f"{name} is not possible here: {NOT_HERE[name]}" for name in self.allow if name in NOT_HERE)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for another process; :meth:`of` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """Settings from :meth:`as_dict`, or from the parsed options; other names are left alone."""
+        own = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in own and value is not None})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The guard's options, for ``vram-guard launch`` and ``python -m vram_guard_accelerate`` alike."""
+    group = parser.add_argument_group("vram_guard's options")
+    group.add_argument("--budget", metavar="BYTES", help='what PyTorch may reserve on each GPU: "24GiB"')
+    group.add_argument("--gpu", metavar="NAME", help='a whole card by name: "RTX 4090" (default: what is free here)')
+    group.add_argument("--margin", type=float, metavar="SHARE", help="share of the budget to leave free")
+    group.add_argument(
+        "--allow", metavar="NAMES", help=f"what may be changed, comma-separated (default: {','.join(DEFAULT_ALLOW)})"
+    )
+    group.add_argument("--grow", action="store_true", help="where it fits, fill the GPU with a larger batch")
+    group.add_argument("--target-utilization", type=float, metavar="SHARE", help="what --grow may fill (default: 0.8)")
+    group.add_argument("--lr-rule", metavar="RULE", help="learning rates under --grow: linear, sqrt or none")
+    group.add_argument("--host-budget", metavar="BYTES", help="host memory that may be taken (default: what is free)")
+    group.add_argument("--dry-run", action="store_true", help="only plan: exit code 0 if it fits, 1 if not")
+    group.add_argument("--json", action="store_true", help="the plan as JSON, on standard output")
+    group.add_argument("--yes", action="store_true", help="launch without asking (the default)")
+    group.add_argument("--ask", action="store_true", help="show the plan and ask before launching")
+    group.add_argument("--fresh", action="store_true", help="plan anew, though the plan of an equal launch is known")

@@ -1,0 +1,107 @@
+"""The dry run leaves nothing behind: what a script writes, saves, logs and pushes goes nowhere."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+#: Methods of the Accelerator that write. Reading a checkpoint is left out too: the weights' values do not matter.
+ACCELERATOR = ("save", "save_state", "save_model", "load_state", "init_trackers", "log", "end_training")
+
+#: Methods of the Hub's API that change something there.
+HUB = (
+    *("create_repo", "delete_repo", "create_commit", "create_branch", "create_tag", "upload_file", "upload_folder"),
+    *("upload_large_folder", "delete_file", "delete_folder", "update_repo_settings", "run_as_future"),
+)
+
+#: Functions of ``os`` and ``shutil`` that change the file system; nothing of a step's memory depends on them.
+FILES = {
+    os: ("makedirs", "mkdir", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "symlink", "link"),
+    shutil: ("rmtree", "copy", "copy2", "copyfile", "copytree", "move", "make_archive"),
+}
+
+#: Trackers that scripts call by themselves.
+SILENT_ENVIRONMENT = {
+    "WANDB_MODE": "disabled",
+    "WANDB_SILENT": "true",
+    "COMET_MODE": "disabled",
+    "MLFLOW_TRACKING_URI": "file:///dev/null",
+    "CLEARML_OFFLINE_MODE": "1",
+    "TQDM_DISABLE": "1",
+}
+
+
+def silence_accelerate() -> None:
+    """Before the script starts: the Accelerator, the Hub and models write nothing."""
+    from accelerate import Accelerator
+    from huggingface_hub import HfApi
+
+    for name in ACCELERATOR:
+        setattr(Accelerator, name, _nothing(getattr(Accelerator, name, None)))
+    for name in HUB:
+        if hasattr(HfApi, name):
+            setattr(HfApi, name, _nothing(getattr(HfApi, name)))
+    setattr(HfApi, "create_repo", _made_repository)  # noqa: B010 - a type checker forbids the other way
+    setattr(sys.modules["huggingface_hub"], "create_repo", _made_repository)  # noqa: B010 - the same
+
+
+def silence_files() -> None:
+    """From ``prepare`` on: what is opened for writing is thrown away, and no file is made, moved or removed."""
+    import torch
+
+    for module, names in FILES.items():
+        for name in names:
+            setattr(module, name, _nothing(getattr(module, name)))
+    builtins.open = io.open = _opened(io.open)
+    torch.save = _nothing(torch.save)
+    for module_name in ("safetensors.torch", "safetensors.numpy", "numpy"):
+        library = sys.modules.get(module_name)
+        for name in ("save_file", "save", "savez", "savez_compressed", "savetxt"):
+            if hasattr(library, name):
+                setattr(library, name, _nothing(getattr(library, name)))
+
+
+def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
+    """Nobody is there to answer: a script that asks is stopped, and told why."""
+
+    def asked(*_args: Any, **_kwargs: Any) -> NoReturn:
+        stopped("it reads from standard input, where nobody answers during a dry run")
+
+    stand_in: Any = SimpleNamespace(
+        **dict.fromkeys(("read", "readline", "readlines", "__iter__", "__next__"), asked),
+        isatty=lambda: False,
+        fileno=asked,
+        close=lambda: None,
+        encoding="utf-8",
+        errors="strict",
+    )
+    sys.stdin = stand_in
+    builtins.input = asked
+
+
+def _nothing(original: Any) -> Callable[..., Any]:
+    def silent(*_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    silent.__name__ = getattr(original, "__name__", "silent")
+    return silent
+
+
+def _made_repository(*args: Any, **kwargs: Any) -> Any:
+    name = kwargs.get("repo_id") or next((value for value in args if isinstance(value, str)), "repository")
+    return SimpleNamespace(repo_id=name, url=name, __str__=lambda: name)
+
+
+def _opened(original: Callable[..., Any]) -> Callable[..., Any]:
+    def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(mode, str) and any(sign in mode for sign in "wax+") and not isinstance(file, int):
+            return original(os.devnull, "wb" if "b" in mode else "w", *args, **kwargs)
+        return original(file, mode, *args, **kwargs)
+
+    return opened

@@ -1,0 +1,456 @@
+"""Run a model's forward, and the backward that follows it, over slices of its batch; its callers notice nothing.
+
+Where a framework owns the loop, a loaded batch can be handed to it in micro-batches. A script owns its loop: it counts
+its own batches, divides losses by its own number, steps when it likes. So here the model itself is what works in
+slices. Called with a whole batch, it returns the whole batch's outputs, and gradients are those of the whole batch;
+only activations are those of one slice. In which of two ways:
+
+- The model returns one scalar (its loss, as the models of Transformers do): each slice runs forward and at once
+  backward. A loss ``f(loss)`` has the gradient ``f'(loss) * d loss / d parameters``, and the second factor is known
+  then; the script's own ``backward()`` brings the first one. Nothing is computed twice.
+- The script computes its loss from the model's outputs: forward runs without a graph, and the backward pass runs each
+  slice's forward again, as activation checkpointing does, with the same random numbers.
+
+Both are exact, where the model treats samples independently. Batch normalisation takes its statistics over a slice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from vram_guard.apply.loss_weight import split_or_warn
+from vram_guard.apply.microbatch import MicroBatch, Splitter
+
+#: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
+IGNORED = -100
+
+#: A keyword of Transformers' models: their loss is then a sum over tokens, divided by this number.
+ITEMS_IN_BATCH = "num_items_in_batch"
+
+
+def slice_forward(
+    model: nn.Module,
+    batch_size: int,
+    micro_batch_size: int,
+    *,
+    scale: Callable[[], float] = lambda: 1.0,
+    at_most: int | None = None,
+) -> Callable[[], None]:
+    """From now on, ``model`` trains on slices of ``micro_batch_size`` samples; evaluation is as before.
+
+    Args:
+        model: the module that is called with the batch. Its trained parameters must be its own.
+        batch_size: samples of a full batch.
+        micro_batch_size: samples of a slice, at most.
+        scale: the factor by which losses are scaled in float16 (``GradScaler.get_scale``).
+        at_most: run so many slices and take the others for done: for traces, where one is like another.
+
+    Returns:
+        A function that takes it off again.
+    """
+    before = vars(model).get("forward")
+    splitter = Splitter(batch_size, micro_batch_size)
+    vars(model)["forward"] = SlicedForward(model, model.forward, splitter, scale, at_most)
+
+    def undo() -> None:
+        vars(model).pop("forward", None)
+        if before is not None:
+            vars(model)["forward"] = before
+
+    return undo
+
+
+class SlicedForward:
+    """Stands on a model in place of its ``forward``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        as_written: Callable[..., Any],
+        splitter: Splitter,
+        scale: Callable[[], float],
+        at_most: int | None,
+    ) -> None:
+        self.model = model
+        self.as_written = as_written
+        self.__wrapped__ = as_written  # for who unwraps forwards layer by layer (Accelerate)
+        self.splitter = splitter
+        self.scale = scale
+        self.at_most = at_most
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for the whole batch."""
+        if not self.model.training or not torch.is_grad_enabled():
+            return self.as_written(*args, **kwargs)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        given = _tensors_with_gradient((args, kwargs))
+        if not parameters and not given:
+            return self.as_written(*args, **kwargs)
+        slices = split_or_warn(self.splitter, (args, kwargs))
+        if len(slices) == 1:
+            return self.as_written(*args, **kwargs)
+        run = _Run(self, slices, parameters, (args, kwargs))
+        outputs = _Slices.apply(run, *given, *parameters)  # type: ignore[no-untyped-call]
+        return run.rebuilt(outputs)
+
+
+class _Slices(torch.autograd.Function):
+    """One autograd node for all slices: parameters and inputs go in, whole outputs come out."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        outputs = run.forward()
+        ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.run.backward(gradients))
+
+
+class _Run:
+    """One call of the model, from its forward to its backward."""
+
+    def __init__(
+        self, owner: SlicedForward, slices: list[MicroBatch], parameters: list[nn.Parameter], given: Any
+    ) -> None:
+        self._owner = owner
+        self._slices = slices[: owner.at_most]
+        self._weights = _weights(owner.model, slices, given[1])
+        self._parameters = parameters
+        leaves, self._structure = pytree.tree_flatten(given)
+        self._traced = [at for at, leaf in enumerate(leaves) if _needs_gradient(leaf)]
+        self._given = [leaves[at] for at in self._traced]
+        self._random: list[_RandomState] = []
+        self._autocast = _autocast_now()
+        self._merging = _Merging(sum(part.samples for part in slices))
+        self._ready: list[torch.Tensor | None] | None = None
+        """Gradients of the scalar output, where each slice's backward ran at once."""
+        self._scalar: int | None = None
+        self._scale: float = 1.0
+
+    # --- forward ----------------------------------------------------------------------------------------------
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The outputs of the whole batch, flat."""
+        first = 0
+        for number, part in enumerate(self._slices):
+            self._random.append(_RandomState())
+            if number == 0 or self._scalar is not None:
+                self._forward_and_backward(part, first)
+            else:
+                with torch.no_grad():
+                    self._merging.add(self._call(self._leaves_of(part)), first, part.samples, self._weights[number])
+            first += part.samples
+        return self._merging.outputs()
+
+    def _forward_and_backward(self, part: MicroBatch, first: int) -> None:
+        """A slice with its graph: if there is one scalar to differentiate, that is done at once."""
+        leaves = self._leaves_of(part)
+        weight = self._weights[len(self._random) - 1]
+        with torch.enable_grad():
+            out = self._call(leaves)
+        self._merging.add(_detached(out), first, part.samples, weight)
+        scalars = [
+            (at, leaf)
+            for at, leaf in enumerate(_tensors(out))
+            if leaf.dim() == 0 and leaf.requires_grad and leaf.is_floating_point()
+        ]
+        if len(scalars) != 1:
+            return  # the graph dies with this frame: the backward pass makes it again
+        self._scalar, loss = scalars[0]
+        del out, scalars
+        # In float16, gradients of a loss that is not scaled would vanish.
+        self._scale = self._owner.scale()
+        with torch.enable_grad():
+            loss = loss * (weight * self._scale)
+        self._add(self._gradients([loss], [None], leaves), first, part.samples)
+
+    def _call(self, leaves: list[Any]) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return self._owner.as_written(*args, **kwargs)
+
+    def _leaves_of(self, part: MicroBatch) -> list[Any]:
+        """What the slice is called with; tensors whose gradient is asked for are leaves of its own graph."""
+        leaves = pytree.tree_leaves(part.data)
+        for at in self._traced:
+            leaves[at] = leaves[at].detach().requires_grad_()
+        return leaves
+
+    def rebuilt(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """The model's own kind of output, over the tensors that carry the gradient."""
+        return self._merging.rebuilt(outputs)
+
+    # --- backward ---------------------------------------------------------------------------------------------
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs and parameters, from those of the outputs."""
+        total: list[torch.Tensor | None] = [None] * (len(self._given) + len(self._parameters))
+        rest = list(gradients)
+        if self._scalar is not None:
+            factor, rest[self._scalar] = rest[self._scalar], None
+            ready, self._ready = self._ready, None
+            if factor is not None and ready is not None:
+                factor = factor / self._scale
+                total = [gradient if gradient is None else gradient.mul_(factor) for gradient in ready]
+            del ready
+        self._ready = total
+        if any(gradient is not None for gradient in rest):
+            self._again(rest)
+        total, self._ready = self._ready, None
+        return total
+
+    def _again(self, gradients: list[torch.Tensor | None]) -> None:
+        """Each slice's forward once more, with its random numbers, and its backward."""
+        first = 0
+        for number, part in enumerate(self._slices):
+            leaves = self._leaves_of(part)
+            with (
+                torch.enable_grad(),
+                self._random[number].again(),
+                self._autocast(),
+                _statistics_kept(self._owner.model),
+            ):
+                made = _tensors(self._call(leaves))
+            wanted = [
+                (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))
+                for at, (out, gradient) in enumerate(zip(made, gradients, strict=True))
+                if gradient is not None and out.requires_grad
+            ]
+            del made
+            if wanted:
+                outputs, shares = zip(*wanted, strict=True)
+                self._add(self._gradients(list(outputs), list(shares), leaves), first, part.samples)
+                del outputs, shares
+            del wanted
+            first += part.samples
+
+    def _gradients(self, outputs: list[Any], shares: list[Any], leaves: list[Any]) -> list[torch.Tensor | None]:
+        sources = [*(leaves[at] for at in self._traced), *self._parameters]
+        with _no_autocast():
+            return list(torch.autograd.grad(outputs, sources, shares, allow_unused=True))
+
+    def _add(self, gradients: list[torch.Tensor | None], first: int, samples: int) -> None:
+        """Add a slice's gradients: those of inputs to their rows, those of parameters to their sum."""
+        if self._ready is None:
+            self._ready = [None] * len(gradients)
+        for at in range(len(gradients)):
+            gradient, gradients[at] = gradients[at], None  # each dies as soon as it is added
+            if gradient is None:
+                continue
+            if at < len(self._given) and len(gradient) == samples != len(self._given[at]):
+                whole = self._ready[at]
+                if whole is None:
+                    whole = self._ready[at] = torch.zeros_like(self._given[at])
+                whole[first : first + samples] += gradient
+            elif self._ready[at] is None:
+                self._ready[at] = gradient
+            else:
+                self._ready[at].add_(gradient)  # type: ignore[union-attr]
+
+
+class _Merging:
+    """Outputs of the slices, put together as they come."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._whole: list[torch.Tensor] = []
+        self._rows: list[bool] = []
+        self._like: Any = None
+
+    def add(self, out: Any, first: int, samples: int, weight: Any) -> None:
+        """One slice's output: rows to their place, scalars by their weight, of other things the latest."""
+        tensors = _tensors(out)
+        if not self._whole:
+            self._rows = [bool(t.dim()) and len(t) == samples for t in tensors]
+            self._whole = [
+                torch.empty((self._samples, *t.shape[1:]), dtype=t.dtype, device=t.device) if rows else _empty_sum(t)
+                for t, rows in zip(tensors, self._rows, strict=True)
+            ]
+        self._like = _without_tensors(out)
+        for whole, tensor, rows in zip(self._whole, tensors, self._rows, strict=True):
+            if rows:
+                whole[first : first + samples] = tensor
+            elif tensor.is_floating_point() and tensor.dim() == 0:
+                whole.add_(tensor * weight)
+            else:
+                whole.copy_(tensor)
+
+    def share(self, at: int, gradient: torch.Tensor, first: int, samples: int, weight: Any) -> torch.Tensor:
+        """What of the whole output's gradient belongs to one slice."""
+        if self._rows[at]:
+            return gradient[first : first + samples]
+        return gradient * weight if gradient.dim() == 0 else gradient
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        whole, self._whole = tuple(self._whole), []
+        return whole
+
+    def rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        return _with_tensors(self._like, iter(tensors))
+
+
+def _empty_sum(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor)
+
+
+# --- structures of outputs ----------------------------------------------------------------------------------
+
+_TENSOR = object()
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    """The tensors of an output, in order."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    return [tensor for part in _parts(out) for tensor in _tensors(part)]
+
+
+def _parts(out: Any) -> list[Any]:
+    if isinstance(out, Mapping):
+        return list(out.values())
+    if isinstance(out, (list, tuple)):
+        return list(out)
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        return [getattr(out, field.name) for field in dataclasses.fields(out)]
+    return []
+
+
+def _mapped(out: Any, function: Callable[[Any], Any]) -> Any:
+    """The same kind of thing, with ``function`` applied to its parts."""
+    if isinstance(out, Mapping):
+        items = {key: function(value) for key, value in out.items()}
+        if type(out) is dict:
+            return items
+        kind: Any = type(out)  # ModelOutput and its kin are mappings that are made by keywords
+        return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)
+    if isinstance(out, tuple) and hasattr(out, "_fields"):
+        return type(out)(*(function(part) for part in out))
+    if isinstance(out, (list, tuple)):
+        return type(out)(function(part) for part in out)
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        return dataclasses.replace(out, **{f.name: function(getattr(out, f.name)) for f in dataclasses.fields(out)})
+    return out
+
+
+def _without_tensors(out: Any) -> Any:
+    return _TENSOR if isinstance(out, torch.Tensor) else _mapped(out, _without_tensors)
+
+
+def _with_tensors(like: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    return next(tensors) if like is _TENSOR else _mapped(like, lambda part: _with_tensors(part, tensors))
+
+
+def _detached(out: Any) -> Any:
+    return out.detach() if isinstance(out, torch.Tensor) else _mapped(out, _detached)
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _tensors_with_gradient(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(given) if _needs_gradient(leaf)]
+
+
+# --- weights of slices --------------------------------------------------------------------------------------
+
+
+def _weights(model: nn.Module, slices: list[MicroBatch], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a slice's scalar counts in the batch's: its share of samples, or of the labels that are not ignored."""
+    if kwargs.get(ITEMS_IN_BATCH) is not None:
+        return [1.0] * len(slices)
+    by_samples = [part.weight for part in slices]
+    labels = kwargs.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        return by_samples
+    shifted = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    counted = labels[..., 1:] if shifted else labels  # a causal language model predicts every token but the first
+    running = (counted != IGNORED).flatten(1).sum(1).cumsum(0)
+    ends = list(itertools.accumulate(part.samples for part in slices))
+    until = running[torch.tensor(ends, device=labels.device) - 1]
+    counts = until.diff(prepend=torch.zeros_like(until[:1]))
+    return list((counts / until[-1].clamp(min=1)).unbind())
+
+
+# --- the surroundings of a forward, made again ----------------------------------------------------------------
+
+
+class _RandomState:
+    """The random number generators when a slice's forward began."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The same random numbers once more inside the block; afterwards the generators go on where they were."""
+        now = _RandomState()
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._device)
+
+
+def _autocast_now() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A way back into the autocast regions of this moment."""
+    regions = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cuda", "cpu")]
+    cache = torch.is_autocast_cache_enabled()
+
+    def enter() -> contextlib.AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        for kind, dtype, enabled in regions:
+            if enabled:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        return stack
+
+    return enter
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """A backward pass runs outside autocast, as it does where a script calls it."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _statistics_kept(model: nn.Module) -> Iterator[None]:
+    """A forward that runs again leaves the running statistics of batch normalisation alone."""
+    kept = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001
+    ]
+    before = [(module, module.momentum, module.num_batches_tracked) for module in kept]
+    try:
+        for module, _, counted in before:
+            module.momentum = 0.0
+            module.num_batches_tracked = None if counted is None else counted.clone()
+        yield
+    finally:
+        for module, momentum, counted in before:
+            module.momentum = momentum
+            module.num_batches_tracked = counted
