@@ -89,6 +89,8 @@ def _recipes(techniques: frozenset[str], parts: Parts, pins: Pins, *, trains: bo
     on_host = _switch(pins.optimizer_on_host, allowed=trains and "offload_optimizer" in techniques)
     sharded = _switch(pins.parameters_on_host, allowed=trains and "offload_parameters" in techniques)
     for frozen, form, optimizer, parameters in product(_frozen(techniques, parts, pins), forms, on_host, sharded):
+        if parameters and form == "for-loop" and pins.optimizer is None:
+            continue  # the optimizer steps on the host: without foreach nothing on the GPU would be less
         yield base.with_(
             frozen_on_host=frozen,
             optimizer=form,
