@@ -1,0 +1,561 @@
+"""``vram-guard optimize``: real config files in people's own styles, real steps, and files that want to do harm."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vram_guard import TrainingStep, cli, trace
+from vram_guard.budget import Budget
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.optimize.batch import choose_batch, chosen_by_measurement, smallest_of_the_fastest
+from vram_guard.optimize.document import Document, written
+from vram_guard.optimize.host import usable_cores
+from vram_guard.optimize.names import SETTINGS, check, find
+from vram_guard.optimize.rules import Situation, advise
+from vram_guard.watch import throughput
+from vram_guard.watch.throughput import Measured, measure
+
+STEP = """
+import torch
+from torch import nn
+from vram_guard import TrainingStep
+
+def step(base_channels=8, patch_size=32, lr=1e-4):
+    return TrainingStep(
+        model=lambda: nn.Sequential(nn.Conv2d(3, base_channels, 3, padding=1), nn.ReLU(),
+                                    nn.Conv2d(base_channels, 3, 3, padding=1)),
+        batch=lambda n: torch.rand(n, 3, patch_size, patch_size),
+        loss=lambda net, images: (net(images) - images).abs().mean(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=float(lr)),
+    )
+"""
+
+GUIDE = """\
+# Super-resolution, the small one
+step: sr.py:step
+
+model: {base_channels: 16, num_blocks: 4}   # width, depth
+
+# data
+train:
+    batch_size: 16      # per GPU
+    patch_size: 64
+    num_workers: 0
+    lr: 1e-4            # AdamW
+    use_mixed_precision: false
+
+val:
+    batch_size: 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A project of the user's own: a config and a step, and the shell in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sr.py").write_text(STEP)
+    (tmp_path / "lightweight_config.yaml").write_text(GUIDE)
+    monkeypatch.setattr("vram_guard.optimize.host.usable_cores", lambda: 8)
+    return tmp_path
+
+
+def optimized(folder: Path, *arguments: str) -> str:
+    """What is written; by default for a card by name."""
+    assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "RTX 4090", *arguments]) == 0
+    return (folder / "lightweight_gpu_optimized.yaml").read_text()
+
+
+def changed_lines(before: str, after: str) -> tuple[list[str], list[str]]:
+    lines = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]
+    return [line[2:] for line in lines if line[0] == "-"], [line[2:] for line in lines if line[0] == "+"]
+
+
+# --- the whole, as the guide has it ---
+
+
+def test_the_guides_config_for_a_named_gpu(folder, capsys):
+    after = optimized(folder)
+    removed, new = changed_lines(GUIDE, after)
+    values = yaml.safe_load(after)["train"]
+    assert values["num_workers"] == 7
+    assert values["pin_memory"] is values["persistent_workers"] is values["use_mixed_precision"] is True
+    assert values["prefetch_factor"] == 4
+    assert values["compile_model"] is True
+    assert values["grad_clip"] == 1.0
+    factor = values["batch_size"] / 16
+    assert factor > 1
+    assert float(values["lr"]) == pytest.approx(1e-4 * factor)
+    assert yaml.safe_load(after)["val"] == {"batch_size": 1}
+    # Nothing else: every line that went is one of those that changed, and comments stayed.
+    assert [line.split(":")[0].strip() for line in removed] == [
+        "batch_size",
+        "num_workers",
+        "lr",
+        "use_mixed_precision",
+    ]
+    assert any(line.endswith("# per GPU") for line in new)
+    out = capsys.readouterr().out
+    assert "-    num_workers: 0" in out
+    assert "8 processors here" in out
+    assert "the linear rule" in out
+    assert "samples a second by the model" in out
+
+
+def test_what_is_written_is_written_whole_and_the_source_is_left(folder):
+    optimized(folder)
+    assert (folder / "lightweight_config.yaml").read_text() == GUIDE
+    assert sorted(path.name for path in folder.glob("*.yaml")) == [
+        "lightweight_config.yaml",
+        "lightweight_gpu_optimized.yaml",
+    ]
+
+
+def test_a_second_run_changes_nothing_more(folder):
+    once = optimized(folder)
+    (folder / "lightweight_config.yaml").write_text(once)
+    assert optimized(folder, "--keep", "batch_size") == once
+
+
+def test_json_and_dry_run(folder, capsys):
+    assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "T4", "--dry-run", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["written"] is None
+    assert not (folder / "lightweight_gpu_optimized.yaml").exists()
+    by_setting = {change["setting"]: change for change in answer["changes"]}
+    assert by_setting["workers"] == {
+        "setting": "workers",
+        "path": "train.num_workers",
+        "old": 0,
+        "new": 7,
+        "added": False,
+        "reason": by_setting["workers"]["reason"],
+    }
+    assert "no bfloat16" in by_setting["precision"]["reason"]  # a T4 is Turing
+
+
+def test_a_card_too_old_for_half_precision_and_triton(folder):
+    cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "GTX 1080"])
+    values = yaml.safe_load((folder / "lightweight_gpu_optimized.yaml").read_text())["train"]
+    assert values["use_mixed_precision"] is False
+    assert "compile_model" not in values
+
+
+def test_keep_and_existing_only(folder):
+    after = optimized(folder, "--keep", "batch_size,workers", "--existing-only")
+    _removed, new = changed_lines(GUIDE, after)
+    assert [line.split(":")[0].strip() for line in new] == ["use_mixed_precision"]
+
+
+def test_without_a_model_the_batch_stays_and_it_is_said(folder, capsys):
+    (folder / "lightweight_config.yaml").write_text(GUIDE.replace("step: sr.py:step", ""))
+    assert "batch_size: 16" in optimized(folder)
+    assert "names no model that can be built" in capsys.readouterr().out
+    assert "batch_size: 16" not in optimized(folder, "--step", "sr.py:step")
+
+
+# --- the batch ---
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    namespace: dict = {}
+    exec(STEP, namespace)
+    return trace(namespace["step"]())
+
+
+def test_a_batch_that_is_too_large_is_split_or_made_smaller(timeline):
+    budget = Budget.of(timeline.at(24).peak_reserved, margin=0)
+    largest = timeline.max_batch_size(budget)
+    split = choose_batch(timeline, 96, budget, accumulate=2, can_accumulate=True)
+    assert 96 % split.batch_size == 0
+    assert split.batch_size <= largest
+    assert split.batch_size * split.accumulate == 96 * 2
+    smaller = choose_batch(timeline, 96, budget)
+    assert (smaller.batch_size, smaller.accumulate) == (largest, 1)
+    nothing = choose_batch(timeline, 96, Budget.of("1MiB", margin=0))
+    assert not nothing.fits
+    assert nothing.batch_size == 96
+
+
+def test_a_larger_batch_stays_within_the_target(timeline):
+    budget = Budget.of(timeline.at(200).peak_reserved, margin=0)
+    chosen = choose_batch(timeline, 2, budget, target=0.5)
+    assert timeline.at(chosen.batch_size).peak_reserved <= 0.5 * budget.total
+    assert choose_batch(timeline, 190, budget).batch_size == 190
+
+
+def test_of_equally_fast_batches_the_smallest():
+    assert smallest_of_the_fastest({8: 100.0, 16: 198.0, 32: 200.0, 64: 150.0}) == 16
+    assert smallest_of_the_fastest({8: 100.0}) == 8
+
+
+def test_the_config_that_fits_nowhere_ends_with_1(folder, capsys):
+    assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--budget", "1MiB"]) == 1
+    assert "not even one sample fits" in capsys.readouterr().out
+
+
+# --- other people's styles ---
+
+
+def rewritten(tmp_path: Path, text: str, changes: dict[tuple[str, ...], object], *added) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text.encode())
+    return Document(path).rewritten(changes, added)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "value", "wanted"),
+    [
+        ("lr: 1e-4 # x\n", ("lr",), 2e-4, "lr: 2e-4 # x\n"),
+        ("lr: 1.0e-4\n", ("lr",), 2e-4, "lr: 2.0e-4\n"),
+        ("lr: 0.0001\n", ("lr",), 2e-5, "lr: 0.00002\n"),
+        ("lr: 3\n", ("lr",), 6.0, "lr: 6.0\n"),
+        ("lr: '1e-4'\n", ("lr",), 4e-4, "lr: '4e-4'\n"),
+        ("a:\r\n  b: 1\r\nc: 2\r\n", ("a", "b"), 7, "a:\r\n  b: 7\r\nc: 2\r\n"),
+        ("b:\nc: 2", ("b",), True, "b: true\nc: 2"),
+        ("{a: {b: 1}, c: 2}", ("a", "b"), 7, "{a: {b: 7}, c: 2}"),
+        ('{"a": 1,\n "b": false}\n', ("b",), True, '{"a": 1,\n "b": true}\n'),
+        ("# 训练\n批量: 4\n", ("批量",), 8, "# 训练\n批量: 8\n"),
+        ("\ufeffa: 1\n", ("a",), 2, "\ufeffa: 2\n"),
+        ("a: 1   \n\n\n# end\n", ("a",), 2, "a: 2   \n\n\n# end\n"),
+        ("p: 32-true\n", ("p",), "bf16-mixed", "p: bf16-mixed\n"),
+        ("p: x\n", ("p",), "no", 'p: "no"\n'),
+        ("7: 1\n", ("7",), 2, "7: 2\n"),
+    ],
+)
+def test_one_value_changes_and_not_a_byte_more(tmp_path, text, place, value, wanted):
+    assert rewritten(tmp_path, text, {place: value}) == wanted
+
+
+def test_added_entries_stand_behind_their_neighbour(tmp_path):
+    text = "t:\n    a: 1  # one\n    b: [1, 2]\nz: 0"
+    assert rewritten(tmp_path, text, {}, (("t", "a"), "n", 3), (("t", "a"), "m", True)) == (
+        "t:\n    a: 1  # one\n    n: 3\n    m: true\n    b: [1, 2]\nz: 0"
+    )
+    assert rewritten(tmp_path, text, {("z",): 5}, (("z",), "q", 1)) == text[:-1] + "5\nq: 1"
+    assert rewritten(tmp_path, '{"a": 1, "b": 2}', {}, (("a",), "n", True)) == '{"a": 1, "n": true, "b": 2}'
+
+
+def test_anchors_tags_and_blocks_are_left_alone(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "base: &base {batch_size: 4, lr: 0.1}\ntrain:\n  <<: *base\n  n: &n 3\n  text: |\n    x\nm: *n\nok: 1\n"
+    )
+    editable = {entry.path for entry in Document(path).entries() if entry.editable}
+    assert editable == {"ok"}
+    assert {entry.path for entry in Document(path).entries()} >= {"base.batch_size", "train.n", "m"}
+
+
+def test_an_anchored_batch_is_not_touched_and_it_is_said(folder, capsys):
+    (folder / "lightweight_config.yaml").write_text("step: sr.py:step\nbatch_size: &b 16\nother: *b\nnum_workers: 0\n")
+    assert "batch_size: &b 16" in optimized(folder)
+    assert "shared by an anchor" in capsys.readouterr().out
+
+
+KEYS = st.text("abcdefgh_", min_size=1, max_size=6)
+SCALARS = st.one_of(st.integers(-(10**6), 10**6), st.booleans(), st.sampled_from(["x", "no", "1e-4", "a b", "#", ""]))
+TREES = st.recursive(
+    st.dictionaries(KEYS, SCALARS, min_size=1, max_size=4),
+    lambda inner: st.dictionaries(
+        KEYS, st.one_of(SCALARS, inner, st.lists(SCALARS, max_size=3)), min_size=1, max_size=4
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tree=TREES,
+    flow=st.sampled_from([None, True, False]),
+    new=st.one_of(st.integers(0, 99), st.booleans()),
+    at=st.integers(0),
+)
+def test_any_config_any_value(tmp_path, tree, flow, new, at):
+    """Whatever the file looks like, changing one value changes that value and nothing else that YAML reads."""
+    path = tmp_path / "any.yaml"
+    path.write_text(yaml.safe_dump(tree, default_flow_style=flow, sort_keys=False))
+    entries = [entry for entry in Document(path).entries() if entry.editable]
+    if not entries:
+        return
+    entry = entries[at % len(entries)]
+    text = Document(path).rewritten({entry.place: new}, [(entry.place, "zzz", 1.5)])
+    wanted = yaml.safe_load(path.read_text())
+    inner = wanted
+    for key in entry.place[:-1]:
+        inner = inner[key]
+    inner[entry.place[-1]], inner["zzz"] = new, 1.5
+    assert yaml.safe_load(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "wanted"),
+    [
+        ("precision: 32\nbatch_size: 4\n", {}, {"precision": "bf16-mixed"}),
+        ("mixed_precision: 'no'\nbatch_size: 4\n", {}, {"mixed_precision": "bf16"}),
+        ("fp16: false\nbf16: false\nper_device_train_batch_size: 4\n", {}, {"fp16": False, "bf16": True}),
+        ("fp16: false\nbf16: false\nbatch: 4\n", {"capability": (7, 5)}, {"fp16": True, "bf16": False}),
+        ("precision: strange\nbatch_size: 4\n", {}, {"precision": "strange"}),
+        ("batch_size: 4\nnum_workers: 99\n", {}, {"num_workers": 3}),
+        ("batch_size: 4\nnum_workers: 2\nprefetch_factor: 8\n", {}, {"num_workers": 2, "prefetch_factor": 8}),
+        ("batch_size: 4\ngrad_clip: null\n", {}, {"grad_clip": 1.0}),
+        ("batch_size: 4\ngrad_clip: 0\n", {}, {"grad_clip": 0}),
+        ("train_batch_size: 4\ndataloader_num_workers: 1\n", {}, {"dataloader_pin_memory": True}),
+        ("batch_size: 4\nnum_workers: 0\n", {"keep": frozenset({"workers"})}, {"num_workers": 0}),
+    ],
+)
+def test_settings_by_the_names_that_people_use(tmp_path, text, settings, wanted):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    document = Document(path)
+    found = find(document.entries(), {})
+    check(found)
+    situation = Situation(**{"cores": 4, "capability": (8, 9), **settings})
+    advice = advise(found, situation)
+    values = yaml.safe_load(document.rewritten(advice.replaced(), advice.added()))
+    assert {name: values[name] for name in wanted} == wanted
+    if values.get("num_workers") == 0:  # torch refuses both without workers
+        assert "prefetch_factor" not in values
+        assert "persistent_workers" not in values
+
+
+def test_the_written_loader_settings_are_ones_that_torch_takes(folder, monkeypatch):
+    monkeypatch.setattr("vram_guard.optimize.host.usable_cores", lambda: 1)  # torch warns of more than there are
+    values = yaml.safe_load(optimized(folder))["train"]
+    names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+    torch.utils.data.DataLoader([1, 2], **{name: values[name] for name in names})
+
+
+def test_which_batch_size_is_meant(tmp_path):
+    def found(text: str, **chosen: str) -> list[str]:
+        (tmp_path / "c.yaml").write_text(text)
+        return [entry.path for entry in find(Document(tmp_path / "c.yaml").entries(), chosen).get("batch_size", [])]
+
+    assert found("test: {batch_size: 1}\ndata: {batch_size: 2}\n") == ["data.batch_size"]
+    assert found("a: {batch_size: 1}\ntrain_loader: {batch_size: 2}\n") == ["train_loader.batch_size"]
+    assert found("batch_size: 1\na: {batch_size: 2}\n") == ["batch_size"]
+    with pytest.raises(InvalidInputError, match="--key batch_size=PATH"):
+        found("a: {batch_size: 1}\nb: {batch_size: 2}\n")
+    assert found("a: {batch_size: 1}\nb: {batch_size: 2}\n", batch_size="b.batch_size") == ["b.batch_size"]
+    with pytest.raises(InvalidInputError, match="no entry"):
+        found("a: 1\n", batch_size="b.c")
+
+
+def test_every_learning_rate_is_scaled(tmp_path):
+    (tmp_path / "c.yaml").write_text("batch_size: 4\noptim: {lr: 0.1}\nhead: {lr: 1e-3}\nval: {lr: 7}\n")
+    document = Document(tmp_path / "c.yaml")
+    from vram_guard.optimize.batch import BatchChoice
+
+    situation = Situation(4, (8, 0), batch=BatchChoice(16, 1, "why"), lr_rule="sqrt")
+    advice = advise(find(document.entries(), {}), situation)
+    values = yaml.safe_load(document.rewritten(advice.replaced(), advice.added()))
+    assert values["optim"]["lr"] == pytest.approx(0.2)
+    assert float(values["head"]["lr"]) == pytest.approx(2e-3)
+    assert values["val"]["lr"] == 7
+
+
+# --- bad input: refused before any work, nothing written ---
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("batch_size: -3\n", "line 1: batch_size is -3"),
+        ("batch_size: many\n", "whole number"),
+        ("batch_size: true\n", "whole number"),
+        ("batch_size: 1.5\n", "whole number"),
+        ("batch_size: .nan\n", "whole number"),
+        ("batch_size: 99999999999999999999\n", "whole number"),
+        ("x: 1\nbatch_size: 4\nlr: -1\n", "line 3: lr is -1"),
+        ("batch_size: 4\nlr: .inf\n", "above 0"),
+        ("batch_size: 4\nlr: fast\n", "above 0"),
+        ("batch_size: 4\nnum_workers: -1\n", "from 0"),
+        ("batch_size: 4\nnum_workers: [1]\n", "from 0"),
+        ("batch_size: 4\nprefetch_factor: 0\n", "at least 1"),
+        ("batch_size: 4\npin_memory: maybe\n", "true or false"),
+        ("batch_size: 4\ngrad_clip: soft\n", "number from 0"),
+        ("lr: 0.1\n", "no batch size"),
+        ("- 1\n- 2\n", "must be a mapping"),
+        ("a: !!python/object/apply:os.system ['touch pwned']\nbatch_size: 4\n", "tag"),
+        ("a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+            f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
+        ) + "batch_size: 4\n", "aliases"),
+        ("a: &a {b: *a}\nbatch_size: 4\n", "alias"),
+        ("batch_size: 4\nbatch_size: 8\n", "twice"),
+        ("a: " + "[" * 5000 + "]" * 5000 + "\nbatch_size: 4\n", "deep"),
+        ("x: '" + "y" * 2**20 + "'\nbatch_size: 4\n", "larger than"),
+        ("batch_size: 4\n\x00", ""),
+        ("", "must be a mapping"),
+    ],
+)  # fmt: skip
+def test_bad_configs(folder, capsys, text, said):
+    (folder / "lightweight_config.yaml").write_text(text)
+    assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "RTX 4090"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err) < 2000
+    assert sorted(path.name for path in folder.iterdir() if path.suffix != ".py") == ["lightweight_config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--config", "."], "folder"),
+        (["--config", "lightweight_config.yaml", "--output", "lightweight_config.yaml"], "another name"),
+        (["--config", "lightweight_config.yaml", "--output", "."], "folder"),
+        (["--config", "lightweight_config.yaml", "--output", "sr.py/x.yaml"], "not written"),
+        (["--config", "lightweight_config.yaml", "--keep", "speed"], "no setting"),
+        (["--config", "lightweight_config.yaml", "--key", "batch_size"], "SETTING=PATH"),
+        (["--config", "lightweight_config.yaml", "--target", "0"], "--target"),
+        (["--config", "lightweight_config.yaml", "--target", "nan"], "--target"),
+        (["--config", "lightweight_config.yaml", "--step", "sr.py:nothing"], "nothing"),
+        (["--config", "lightweight_config.yaml", "--step", "nothing"], "module:function"),
+        (["--config", "lightweight_config.yaml", "--benchmark-seconds", "-1"], "--benchmark-seconds"),
+    ],
+)
+def test_bad_usage(folder, capsys, arguments, said):
+    assert cli.main(["optimize", "--gpu", "RTX 4090", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert (folder / "lightweight_config.yaml").read_text() == GUIDE
+
+
+def test_an_unknown_gpu_and_none_at_all(folder, capsys, monkeypatch):
+    assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "RTX 4099"]) == 2
+    assert "RTX 4090" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert cli.main(["optimize", "--config", "lightweight_config.yaml"]) == 3
+        assert "No GPU can be read" in capsys.readouterr().err
+
+
+def test_benchmark_without_a_step(folder, capsys):
+    (folder / "lightweight_config.yaml").write_text("batch_size: 4\n")
+    assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "T4", "--benchmark"]) == 2
+    assert "--step" in capsys.readouterr().err
+
+
+def test_the_limit_of_a_container(tmp_path):
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert usable_cores(tmp_path / "cpu.max") == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert usable_cores(tmp_path / "cpu.max") == usable_cores(tmp_path / "missing") >= 1
+
+
+def test_numbers_as_text():
+    assert written(2e-4, "1E-4") == "2e-4"
+    assert written(1e22, "1.0") == "10000000000000000000000"
+    assert written("bf16", "'no'") == "'bf16'"
+
+
+# --- measuring ---
+
+
+def small_step(**more) -> TrainingStep:
+    namespace: dict = {}
+    exec(STEP, namespace)
+    return namespace["step"]().with_(**more)
+
+
+def test_throughput_of_real_steps():
+    told: list[Measured] = []
+    results = measure(small_step(accumulate=2), [4, 1, 2], "cpu", seconds=0.05, patience=9, tell=told.append)
+    assert results == told
+    assert [one.batch_size for one in results] == [1, 2, 4]
+    for one in results:
+        assert one.steps >= throughput.FEWEST
+        assert one.samples_per_second == pytest.approx(2 * one.batch_size / one.seconds)
+        assert one.spread >= 0
+
+
+def test_an_example_batch_mixed_precision_and_clipping():
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    step = TrainingStep(
+        model=model,
+        batch=torch.ones(2, 4),
+        loss=lambda net, x: net(x).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        precision="bf16-mixed",
+        clip_grad_norm=1.0,
+        clip_grad_value=0.5,
+    )
+    (one,) = measure(step, [6], "cpu", seconds=0.01)
+    assert one.samples_per_second > 0
+    assert torch.equal(model.weight, before)  # the user's own model is not trained
+
+
+def test_memory_that_runs_out_ends_the_search_and_is_cleaned_up(monkeypatch):
+    """A step that really allocates, on a device that refuses from a batch of 8 on, as CUDA's allocator would."""
+    seen = []
+
+    def loss(net, images):
+        seen.append(len(images))
+        if len(images) >= 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return (net(images) - images).abs().mean()
+
+    results = measure(small_step(loss=loss), [2, 4, 8, 16], "cpu", seconds=0.01, patience=9)
+    assert [one.batch_size for one in results] == [2, 4, 8]
+    assert "out of memory" in results[-1].failure
+    assert results[-1].samples_per_second is None
+    assert 16 not in seen
+    choice = chosen_by_measurement(results, 4, 1, "here")
+    assert choice.batch_size in (2, 4)
+    with pytest.raises(InvalidInputError, match="no batch size ran"):
+        chosen_by_measurement(results[-1:], 4, 1, "here")
+
+
+def test_another_error_is_not_swallowed():
+    def loss(net, images):
+        raise ValueError("a slip of the user's")
+
+    with pytest.raises(ValueError, match="a slip"):
+        measure(small_step(loss=loss), [2], "cpu")
+    with pytest.raises(UnsupportedStepError, match="optimizer"):
+        measure(small_step(optimizer=None), [2], "cpu")
+
+
+def test_nothing_gained_ends_the_search(monkeypatch):
+    monkeypatch.setattr(
+        throughput, "_one_size", lambda loop, size, seconds, device: Measured(size, 1.0, 100.0, 0.0, 3, None)
+    )
+    assert [one.batch_size for one in measure(small_step(), [1, 2, 4, 8, 16], "cpu")] == [1, 2, 4]
+
+
+def test_the_guides_benchmark_in_a_process_of_its_own(folder):
+    """The guide's command, its underscores included; the batch that is written is one that was measured."""
+    command = [sys.executable, "-m", "vram_guard.cli", "optimize", "--config", "lightweight_config.yaml", "--benchmark"]
+    command += ["--gpu", "RTX 4090", "--benchmark_seconds", "0.05", "--json"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    answer = json.loads(run.stdout)
+    sizes = [one["batch_size"] for one in answer["measured"]]
+    assert sizes == sorted(sizes)
+    assert 4 in sizes
+    written_batch = yaml.safe_load((folder / "lightweight_gpu_optimized.yaml").read_text())["train"]["batch_size"]
+    assert written_batch in sizes
+    assert "samples/s" in run.stderr
+    assert "the CPU's" in run.stderr
+
+
+def test_settings_have_distinct_names():
+    names = [name for known in SETTINGS.values() for name in known]
+    assert len(names) == len(set(names))
+    assert SimpleNamespace(**dict.fromkeys(names))  # every one can be a key

@@ -1,0 +1,278 @@
+"""``vram-guard optimize``: a config rewritten for a GPU and its host, with the diff and the reasons."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.printing import print_json
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vram_guard.budget import Budget
+    from vram_guard.optimize.batch import BatchChoice
+    from vram_guard.optimize.document import Document, Entry
+    from vram_guard.optimize.rules import Advice
+    from vram_guard.step import TrainingStep
+    from vram_guard.watch.throughput import Measured
+
+
+def add(commands: Any) -> None:
+    """The parser of ``optimize``."""
+    parser = commands.add_parser(
+        "optimize",
+        help=_("rewrite a training config for a GPU: batch, loader, precision, learning rate"),
+        description=_(
+            "Write a config for the GPU at hand or a named one: batch size, loader workers, pinned memory, precision, "
+            "compilation, clipping, and the learning rate that goes with the batch. Comments, order and everything "
+            "else stay as they are; the differences and their reasons are shown."
+        ),
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help=_("the training config, YAML"))
+    parser.add_argument("--output", metavar="FILE", help=_("where to write it (FILE_gpu_optimized.yaml)"))
+    parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
+    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
+    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
+    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep"))
+    parser.add_argument("--target", type=float, default=0.8, help=_("share of the memory that a batch may fill (0.8)"))
+    parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
+    parser.add_argument("--keep", default="", metavar="A,B", help=_("settings that stay: batch_size,precision,..."))
+    parser.add_argument(
+        "--key", action="append", metavar="A=PATH", help=_("where a setting stands: batch_size=train.bs")
+    )
+    parser.add_argument("--existing-only", action="store_true", help=_("change entries that are there; add none"))
+    parser.add_argument(
+        "--benchmark", action="store_true", help=_("run the step at several batch sizes; take the best")
+    )
+    parser.add_argument("--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("for each batch size (2)"))
+    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    parser.set_defaults(run=_optimize)
+
+
+def _optimize(options: argparse.Namespace) -> int:
+    from vram_guard.budget import Budget
+    from vram_guard.optimize.document import Document
+    from vram_guard.optimize.host import usable_cores
+    from vram_guard.optimize.names import SETTINGS, check, find
+    from vram_guard.optimize.rules import Situation, advise
+
+    keep = frozenset(name.strip() for name in options.keep.split(",") if name.strip())
+    for name in keep - set(SETTINGS):
+        raise InvalidInputError(_("{name} is no setting; there are {known}", name=name, known=", ".join(SETTINGS)))
+    if not 0 < options.target <= 1:
+        raise InvalidInputError(_("--target must be above 0 and at most 1 (0.8 for 80%)"))
+    if not 0 < options.benchmark_seconds <= 3600:
+        raise InvalidInputError(_("--benchmark-seconds must be above 0 and at most 3600"))
+    document = Document(options.config)
+    output = _output(options)
+    found = find(document.entries(), _chosen(options.key or ()))
+    check(found)
+    if "batch_size" not in found:
+        names = ", ".join(SETTINGS["batch_size"])
+        raise InvalidInputError(
+            _("the config has no batch size ({names}): name it with --key batch_size=PATH", names=names)
+        )
+    budget = Budget.resolve(options.budget, options.gpu)
+    step, precision = _step(options, document)
+    batch, measured = None, list[Any]()
+    if step is not None:
+        batch, measured = _batch(options, step, precision, found, budget, keep)
+    elif options.benchmark:
+        raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
+    capability = budget.compute_capability
+    situation = Situation(usable_cores(), capability, precision, batch, options.lr_rule, options.existing_only, keep)
+    advice = advise(found, situation)
+    text = document.rewritten(advice.replaced(), advice.added())
+    if not options.dry_run:
+        _write(output, text)
+    _answer(options, document, text, advice, budget, measured, output)
+    return EXIT_DONE if batch is None or batch.fits else EXIT_DOES_NOT_FIT
+
+
+def _output(options: argparse.Namespace) -> Path:
+    """Where the result goes; never over the config itself."""
+    source = Path(options.config)
+    stem = source.stem.removesuffix("_config")
+    output = Path(options.output) if options.output else source.with_name(f"{stem}_gpu_optimized{source.suffix}")
+    if output.resolve() == source.resolve():
+        raise InvalidInputError(_("--output is the config itself: give it another name"))
+    if output.is_dir():
+        raise InvalidInputError(_("--output {path} is a folder: give it a file's name", path=output))
+    return output
+
+
+def _chosen(keys: Sequence[str]) -> dict[str, str]:
+    chosen = {}
+    for text in keys:
+        setting, equals, path = text.partition("=")
+        if not equals or not path:
+            raise InvalidInputError(
+                _("--key is SETTING=PATH, such as batch_size=train.bs, not {text}", text=repr(text))
+            )
+        chosen[setting] = path
+    return chosen
+
+
+def _step(options: argparse.Namespace, document: Document) -> tuple[TrainingStep | None, str]:
+    """The step that the config (or --step) names, where it names one that can be built; and the precision."""
+    from vram_guard.capture.described import described_step, is_buildable
+    from vram_guard.closed_form.from_config import asked
+
+    given = asked(document.values, {"model": options.step})
+    precision = given.precision or "32-true"
+    if not is_buildable(given.model):
+        if options.step:
+            raise InvalidInputError(_("--step is module:function, not {name}", name=repr(options.step)))
+        return None, precision
+    step = described_step(given, document.values)
+    return step, step.precision if given.precision is None else precision
+
+
+def _batch(
+    options: argparse.Namespace,
+    step: TrainingStep,
+    precision: str,
+    found: dict[str, list[Entry]],
+    budget: Budget,
+    keep: frozenset[str],
+) -> tuple[BatchChoice, list[Measured]]:
+    """The batch size, predicted or measured, in the precision that the config will have."""
+    from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
+    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
+    from vram_guard.plan.techniques import mixed_precision
+    from vram_guard.simulate import trace
+
+    batch_size: int = found["batch_size"][0].value
+    accumulate: int = found["accumulate"][0].value if "accumulate" in found else 1
+    target, _why = (None, "") if "precision" in keep else mixed_precision(precision, budget.compute_capability)
+    step = step.with_(precision=target or precision, accumulate=1)
+    timeline = trace(step, compute_capability=budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    if options.benchmark:
+        results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
+        return chosen_by_measurement(results, batch_size, accumulate, device), results
+    choice = choose_batch(
+        timeline,
+        batch_size,
+        budget,
+        accumulate=accumulate,
+        can_accumulate="accumulate" in found,
+        target=options.target,
+    )
+    return choice, []
+
+
+def _measured(
+    options: argparse.Namespace, step: TrainingStep, batch_size: int, largest: int
+) -> tuple[list[Measured], str]:
+    """Throughput from a quarter of the batch upwards, as far as the prediction says that it fits."""
+    import torch
+
+    from vram_guard.watch.throughput import measure
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else _("this machine's CPU")
+    if device == "cpu":
+        print(_("vram-guard: no GPU here: the measurement and its choice are the CPU's"), file=sys.stderr)
+    sizes = {batch_size, *(max(1, batch_size * 2**power // 4) for power in range(9))}
+    fitting = {size for size in sizes if size <= max(largest, 1)} or {1}
+
+    def tell(one: Measured) -> None:
+        print(_measured_line(one), file=sys.stderr)
+
+    return measure(step, fitting, device, seconds=options.benchmark_seconds, tell=tell), name
+
+
+def _measured_line(one: Measured) -> str:
+    if one.seconds is None or one.samples_per_second is None or one.spread is None:
+        return _("  batch {batch}: out of memory", batch=one.batch_size)
+    return _(
+        "  batch {batch}: {speed} samples/s ({milliseconds} ms a step, +-{spread})",
+        batch=one.batch_size,
+        speed=f"{one.samples_per_second:.1f}",
+        milliseconds=f"{1e3 * one.seconds:.1f}",
+        spread=f"{one.spread:.0%}",
+    )
+
+
+def _write(output: Path, text: str) -> None:
+    import warnings
+
+    from vram_guard.report.files import NotWrittenWarning, write_atomically
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotWrittenWarning)
+        try:
+            write_atomically(output, text)
+        except NotWrittenWarning as error:
+            raise InvalidInputError(str(error)) from None
+
+
+def _answer(
+    options: argparse.Namespace,
+    document: Document,
+    text: str,
+    advice: Advice,
+    budget: Budget,
+    measured: list[Measured],
+    output: Path,
+) -> None:
+    if options.json:
+        print_json(_as_dict(options, advice, budget, measured, output))
+        return
+    from difflib import unified_diff
+
+    old, new = (document.mark + document.text).splitlines(), text.splitlines()
+    for line in unified_diff(old, new, str(options.config), str(output), lineterm="", n=1):
+        print(line)
+    print(_("\nFor {budget}", budget=budget.explain()))
+    if advice.changes:
+        print(_("\nChanged:"))
+        for change in advice.changes:
+            before = _("added") if change.behind is not None else _shown(change.old)
+            print(f"  {change.path}: {before} -> {_shown(change.new)}\n    {change.reason}")
+    if advice.kept:
+        print(_("\nLeft as it is:"))
+        for setting, why in advice.kept:
+            print(f"  {setting}: {why}")
+    if any(change.behind is not None for change in advice.changes):
+        print(_("\nAdded entries do something where your program reads them; --existing-only adds none."))
+    if not options.dry_run:
+        print(_("wrote {path}", path=output), file=sys.stderr)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else f"{value}"
+
+
+def _as_dict(
+    options: argparse.Namespace, advice: Advice, budget: Budget, measured: list[Measured], output: Path
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    changes = [
+        {
+            "setting": change.setting,
+            "path": change.path,
+            "old": change.old,
+            "new": change.new,
+            "added": change.behind is not None,
+            "reason": change.reason,
+        }
+        for change in advice.changes
+    ]
+    return {
+        "kind": "optimize",
+        "written": None if options.dry_run else str(output),
+        "budget": budget.explain(),
+        "changes": changes,
+        "kept": [{"setting": setting, "reason": why} for setting, why in advice.kept],
+        "measured": [asdict(one) for one in measured],
+    }

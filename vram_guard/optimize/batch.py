@@ -1,0 +1,145 @@
+"""Which batch size to train with: what fits, and of that the smallest that is as fast as any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.plan.techniques import splits_of
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard.timeline import Timeline
+    from vram_guard.watch.throughput import Measured
+
+#: Throughputs this close are the same: models and clocks are no better.
+SAME = 0.05
+
+#: Larger batches than this multiple of the present one are another training, whatever the GPU could do: the linear rule
+#: holds with a warm-up, and not without end (Goyal et al. 2017, sec. 2 and 5.1).
+MOST_GROWTH = 8
+
+
+@dataclass(frozen=True)
+class BatchChoice:
+    """The batch size to write, and why."""
+
+    batch_size: int
+    accumulate: int
+    """Micro-batches per optimizer step."""
+    reason: str
+    fits: bool = True
+    faster: float | None = None
+    """Samples per second over those as written, modelled or measured."""
+
+
+def choose_batch(
+    timeline: Timeline,
+    batch_size: int,
+    budget: Budget,
+    *,
+    accumulate: int = 1,
+    can_accumulate: bool = False,
+    target: float = 0.8,
+) -> BatchChoice:
+    """The batch size for a budget, from a prediction.
+
+    Args:
+        timeline: of the step in the precision that it will have.
+        batch_size: as written.
+        budget: what may be used.
+        accumulate: micro-batches per optimizer step as written.
+        can_accumulate: whether the config can say how many micro-batches make a step: a batch that is too large is then
+            split and the training stays what it is; else it gets smaller.
+        target: the share of the memory that a larger batch may fill, in (0, 1]; never beyond the usable part.
+    """
+    budget = budget.for_tier(timeline.tier)
+    largest = timeline.max_batch_size(budget)
+    if largest == 0:
+        needed = format_bytes(timeline.at(1).peak_reserved)
+        said = _("not even one sample fits: {needed} of {usable}", needed=needed, usable=format_bytes(budget.usable))
+        return BatchChoice(batch_size, accumulate, said, fits=False)
+    if batch_size > largest:
+        return _smaller(timeline, batch_size, largest, budget, accumulate, can_accumulate=can_accumulate)
+    return _larger(timeline, batch_size, budget, accumulate, target)
+
+
+def _smaller(
+    timeline: Timeline, batch_size: int, largest: int, budget: Budget, accumulate: int, *, can_accumulate: bool
+) -> BatchChoice:
+    needed, usable = format_bytes(timeline.at(batch_size).peak_reserved), format_bytes(budget.usable)
+    why = _("batch {batch} needs {needed} of {usable}", batch=batch_size, needed=needed, usable=usable)
+    if can_accumulate:
+        parts = next(count for count in splits_of(batch_size) if batch_size // count <= largest)
+        said = _("{why}: {parts} micro-batches make the same step", why=why, parts=parts)
+        return BatchChoice(batch_size // parts, accumulate * parts, said)
+    said = _("{why}: {largest} is the largest that fits", why=why, largest=largest)
+    return BatchChoice(largest, accumulate, said)
+
+
+def _larger(timeline: Timeline, batch_size: int, budget: Budget, accumulate: int, target: float) -> BatchChoice:
+    """The smallest multiple within the target that the model of a step's time finds as fast as any."""
+    filled = min(budget.usable, int(target * budget.total))
+    peak = timeline.at(batch_size).peak_reserved
+    sizes = [batch_size]
+    while sizes[-1] < MOST_GROWTH * batch_size:
+        following = sizes[-1] * 2
+        if timeline.replay(following).peak_reserved > filled:
+            break
+        sizes.append(following)
+    share = f"{peak / budget.usable:.0%}"
+    if len(sizes) == 1:
+        return BatchChoice(batch_size, accumulate, _("it fills {share} of the memory already", share=share))
+    speeds = modelled_speeds(timeline, sizes, budget)
+    if not speeds:
+        return BatchChoice(batch_size, accumulate, _("how its time grows with the batch is not known"))
+    chosen = smallest_of_the_fastest(speeds)
+    gain = speeds[chosen] / speeds[batch_size]
+    at = format_bytes(timeline.at(chosen).peak_reserved)
+    if chosen == batch_size:
+        said = _("a larger batch would not be faster by the model of a step's time; {at} at its peak", at=at)
+        return BatchChoice(chosen, accumulate, said, faster=1.0)
+    said = _(
+        "{at} of {usable} at its peak; x {gain} samples a second by the model of a step's time",
+        at=at,
+        usable=format_bytes(budget.usable),
+        gain=f"{gain:.2f}",
+    )
+    return BatchChoice(chosen, accumulate, said, faster=gain)
+
+
+def modelled_speeds(timeline: Timeline, sizes: Iterable[int], budget: Budget) -> dict[int, float]:
+    """Samples a second by batch size; none where the timeline does not say what its operators compute."""
+    from vram_guard.plan.cost import step_seconds
+
+    try:
+        return {size: size / step_seconds(timeline, size, budget.gpu).seconds for size in sizes}
+    except (InvalidInputError, ZeroDivisionError):
+        return {}
+
+
+def smallest_of_the_fastest(speeds: dict[int, float]) -> int:
+    """The smallest batch that is as fast as the fastest one, within :data:`SAME`."""
+    best = max(speeds.values())
+    return min(size for size, speed in speeds.items() if speed >= (1 - SAME) * best)
+
+
+def chosen_by_measurement(results: Iterable[Measured], batch_size: int, accumulate: int, device: str) -> BatchChoice:
+    """The smallest batch that was measured as fast as any.
+
+    Raises:
+        InvalidInputError: none of them ran.
+    """
+    speeds = {one.batch_size: one.samples_per_second for one in results if one.samples_per_second is not None}
+    if not speeds:
+        raise InvalidInputError(_("no batch size ran on {device}: even the smallest ran out of memory", device=device))
+    chosen = smallest_of_the_fastest(speeds)
+    gain = speeds[chosen] / speeds[batch_size] if batch_size in speeds else None
+    said = _("measured on {device}: {speed} samples a second", device=device, speed=f"{speeds[chosen]:.1f}")
+    if gain is not None and chosen != batch_size:
+        said = _("{said}, x {gain} of batch {batch}", said=said, gain=f"{gain:.2f}", batch=batch_size)
+    return BatchChoice(chosen, accumulate, said, faster=gain)

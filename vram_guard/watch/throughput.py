@@ -1,0 +1,187 @@
+"""Throughput of a training step that really runs, over batch sizes, on whatever device is there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.simulate.batches import batch_source, map_tensors
+from vram_guard.simulate.run import scalar_loss
+from vram_guard.watch.memory import free, let_go, reader_for
+from vram_guard.watch.oom import is_out_of_memory
+
+if TYPE_CHECKING:
+    from vram_guard.step import TrainingStep
+    from vram_guard.watch.memory import Failure
+
+_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+_TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+#: The first steps make optimizer states, choose kernels and fill the allocator's cache.
+WARM_UP = 3
+
+#: At least so many steps are timed, and then as many as the time allows.
+FEWEST, MOST = 3, 200
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch size. Bytes and seconds."""
+
+    batch_size: int
+    """Samples of one micro-batch."""
+    seconds: float | None
+    """The median optimizer step; None where it did not run."""
+    samples_per_second: float | None
+    spread: float | None
+    """Half the interquartile range over the median."""
+    steps: int
+    peak_reserved: int | None
+    """None where PyTorch does not count the device's memory."""
+    failure: str = ""
+    """The out-of-memory error that ended it, "" where none."""
+
+
+def measure(
+    step: TrainingStep,
+    sizes: Iterable[int],
+    device: torch.device | str,
+    *,
+    seconds: float = 2.0,
+    patience: int = 2,
+    tell: Callable[[Measured], None] | None = None,
+) -> list[Measured]:
+    """Train for a short time at each batch size, ascending; end where memory runs out or nothing is gained.
+
+    The model is a copy of the user's own; its weights after that are of no use to anybody.
+
+    Args:
+        step: the training step; its model, batch, loss and optimizer are really run.
+        sizes: batch sizes.
+        device: where.
+        seconds: of timed steps for each size.
+        patience: sizes in a row without a gain of 2% after which no larger one is tried.
+        tell: called with each result.
+
+    Raises:
+        UnsupportedStepError: the step has no optimizer.
+    """
+    if step.optimizer is None:
+        raise UnsupportedStepError("only a training step has a throughput to measure: give it an optimizer")
+    device = torch.device(device)
+    reader = reader_for(device)
+    results: list[Measured] = []
+    best, without_gain = 0.0, 0
+    loop: RealStep | None = None
+    for size in sorted(set(sizes)):
+        loop = loop or RealStep(step, device)
+        found = _one_size(loop, size, seconds, device)
+        results.append(found)
+        if tell is not None:
+            tell(found)
+        if found.samples_per_second is None:
+            break  # what is larger does not fit either
+        without_gain = 0 if found.samples_per_second > 1.02 * best else without_gain + 1
+        best = max(best, found.samples_per_second)
+        if without_gain >= patience:
+            break
+        free(reader)
+    loop = None
+    free(reader)
+    return results
+
+
+def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -> Measured:
+    failure: Failure | None = None
+    times: list[float] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        for _ in range(WARM_UP):
+            loop.run(size)
+        _synchronize(device)
+        end = time.perf_counter() + seconds
+        while len(times) < FEWEST or (time.perf_counter() < end and len(times) < MOST):
+            start = time.perf_counter()
+            loop.run(size)
+            _synchronize(device)
+            times.append(time.perf_counter() - start)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = let_go(error)
+    if failure is not None:
+        loop.forget_gradients()
+        free(reader_for(device))
+        return Measured(size, None, None, None, 0, None, str(failure))
+    peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    median = statistics.median(times)
+    low, _middle, high = statistics.quantiles(times, n=4)
+    samples = size * loop.step.accumulate
+    return Measured(size, median, samples / median, (high - low) / 2 / median, len(times), peak)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class RealStep:
+    """Model and optimizer of a step on a device, and one optimizer step at a time."""
+
+    def __init__(self, step: TrainingStep, device: torch.device) -> None:
+        self.step, self.device = step, device
+        self._batch = batch_source(step.batch)
+        self._dtype = _TRUE.get(step.precision)
+        model = copy.deepcopy(step.model) if isinstance(step.model, nn.Module) else step.model()
+        self._model: nn.Module = model.to(device=device, dtype=self._dtype).train()
+        if step.prepare is not None:
+            step.prepare(self._model)
+        assert step.optimizer is not None
+        self._optimizer = step.optimizer(self._model.parameters())
+        scaled = step.precision == "16-mixed" and device.type == "cuda"
+        self._scaler = torch.amp.GradScaler(device.type) if scaled else None
+
+    def run(self, batch_size: int) -> None:
+        """One optimizer step of ``step.accumulate`` micro-batches."""
+        for _ in range(self.step.accumulate):
+            self._micro_batch(batch_size)
+        self._update()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """After a step, and after one that broke off."""
+        self._optimizer.zero_grad()
+
+    def _micro_batch(self, batch_size: int) -> None:
+        batch = map_tensors(self._placed, self._batch(batch_size))
+        dtype = _AUTOCAST.get(self.step.precision)
+        autocast: Any = torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+        with autocast:
+            loss = scalar_loss(self.step.loss(self._model, batch)) / self.step.accumulate
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self.device, dtype=self._dtype if tensor.is_floating_point() else None)
+
+    def _update(self) -> None:
+        if self._scaler is not None and (self.step.clip_grad_norm or self.step.clip_grad_value):
+            self._scaler.unscale_(self._optimizer)
+        if self.step.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self.step.clip_grad_norm)
+        if self.step.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(self._model.parameters(), self.step.clip_grad_value)
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
