@@ -205,3 +205,9 @@ def test_a_splitter_refuses_parts_that_disagree() -> None:
     splitter = Splitter(8, 4, {"x": X, "y": Y})
     with pytest.raises(CannotSplitError, match=r"batch\['y'\]: 3 samples, where batch\['x'\] has 8"):
         splitter.split({"x": X, "y": Y[:3]})
+
+
+def test_lists_of_samples_whose_pictures_have_another_leading_size() -> None:
+    """As MMEngine's pseudo_collate makes them: six pictures of three channels are six samples."""
+    batch = {"inputs": [torch.zeros(3, 4, 4) for _ in range(6)], "data_samples": [object() for _ in range(6)]}
+    assert batch_size(batch) == 6

@@ -14,10 +14,9 @@ from vram_guard import techniques
 from vram_guard.capture.loader import set_batch_size
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placing import optimizer_for
-from vram_guard_mmengine import optim, split_step
+from vram_guard_mmengine import optim
 
 if TYPE_CHECKING:
-    from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.plan import Plan
     from vram_guard_mmengine.decide import Decision
 
@@ -83,11 +82,9 @@ def _change_optimizer(runner: Any, plan: Plan, applied: Applied) -> None:
     applied.on_undo(lambda: vars(builder).pop("build_optim_wrapper", None))
 
 
-def before_training(runner: Any, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
-    """Micro-batches, checkpointed and offloaded blocks: on the model as it will run."""
+def before_training(runner: Any, decision: Decision, applied: Applied) -> None:
+    """Checkpointed and offloaded blocks: on the model as it will run."""
     if decision.plan.recipe.optimizer in ("fused", "for-loop"):
         with_form(runner.optim_wrapper.optimizer, decision.plan.recipe.optimizer)  # a checkpoint brings its own flags
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     applied.on_undo(techniques.install(model, decision.plan.recipe))
-    if decision.splitter is not None:
-        applied.on_undo(split_step.install(runner.model, decision.splitter, loss_weight))

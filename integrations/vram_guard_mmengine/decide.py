@@ -12,13 +12,16 @@ from mmengine.optim import OptimWrapper
 from vram_guard.apply.microbatch import CannotSplitError, Splitter, telling_example
 from vram_guard.capture import ranks
 from vram_guard.errors import UnsupportedStepError
-from vram_guard_mmengine import rates
+from vram_guard.watch.first_steps import correction
+from vram_guard.watch.memory import reader_for
+from vram_guard_mmengine import rates, recovering
 from vram_guard_mmengine.capture import Captured, capture, checkpointed_by_config
 from vram_guard_mmengine.processes import Processes
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
+    from vram_guard.watch.memory import MemoryReader
     from vram_guard_mmengine.settings import Settings
 
 #: What a plan may not use under MMEngine, which builds the optimizer first and initialises or loads weights after it.
@@ -39,6 +42,10 @@ class Decision:
     """What a reader of the prediction should know, and what was refused for which reason."""
     splitter: Splitter | None
     """How loaded batches are cut; None where they stay whole."""
+    spare: Splitter | None = None
+    """How they would be cut after an out-of-memory error; None where none is to be recovered from."""
+    precision: str = "32-true"
+    """As written."""
 
     def with_notes(self, *notes: str) -> Decision:
         """The same with more to say."""
@@ -87,14 +94,23 @@ def _decide_here(runner: Any, captured: Captured, settings: Settings, budget: Bu
         *captured.notes,
         *(f"{_WORDS.get(name, name + ' is')} not possible here: {refused[name]}" for name in asked),
     ]
-    splitter = None
+    splitter = spare = None
     if plan.splits > 1:
-        example, size = telling_example(captured.sample.make)
-        splitter = Splitter(plan.batch_size, plan.micro_batch_size, example, size)
+        splitter = _splitter(captured, plan)
         notes += _about_splitting(captured.step.model, settings)
+    if settings.recover and settings.mode == "fit":
+        no_recovery = _why_not_recover(runner, settings, refused)
+        spare = None if no_recovery else splitter or _splitter(captured, plan)
+        if no_recovery:
+            notes.append(f"a real out-of-memory error would not be recovered from: {no_recovery}")
     if plan.batch_size != plan.batch_size_before:
         notes += _about_growth(runner, captured, plan)
-    return Decision(plan, tuple(notes), splitter)
+    return Decision(plan, tuple(notes), splitter, spare, captured.step.precision)
+
+
+def _splitter(captured: Captured, plan: Plan) -> Splitter:
+    example, size = telling_example(captured.sample.make)
+    return Splitter(plan.batch_size, plan.micro_batch_size, example, size)
 
 
 _WORDS = {
@@ -120,7 +136,17 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=captured.epoch_samples,
+            correction=_correction(captured) if settings.remember else 1.0,
         )
+
+
+def _correction(captured: Captured) -> float:
+    return correction(reader_here(), captured.step.model, captured.step.precision)  # type: ignore[arg-type]
+
+
+def reader_here() -> MemoryReader | None:
+    """The memory of the device that trains; None where PyTorch counts none. The tests' one seam."""
+    return reader_for(torch.device(get_device()))
 
 
 # --- what may not be changed --------------------------------------------------------------------------------
@@ -142,6 +168,12 @@ def _refused(runner: Any, captured: Captured, settings: Settings) -> dict[str, s
 def _named(settings: Settings) -> frozenset[str]:
     """The techniques worth a word when they are refused: the usual ones, or those that the user asked for."""
     return frozenset(settings.allow or ()) - (NOT_HERE.keys() if settings.by_default else frozenset())
+
+
+def _why_not_recover(runner: Any, settings: Settings, refused: dict[str, str]) -> str:
+    if "accumulate" not in (settings.allow or ()):
+        return "smaller micro-batches are not allowed"
+    return refused.get("accumulate", "") or recovering.why_not(runner)
 
 
 def _why_not_split(captured: Captured) -> str:

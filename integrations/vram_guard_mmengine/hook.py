@@ -12,10 +12,16 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import FlexibleRunner, Runner
 
+from vram_guard.capture import ranks
 from vram_guard.errors import DoesNotFitError
-from vram_guard_mmengine import apply, rates
+from vram_guard.settings import disabled, filled
+from vram_guard.watch.first_steps import FirstSteps
+from vram_guard.watch.measured import STEPS
+from vram_guard.watch.recovery import Ladder
+from vram_guard_mmengine import apply, rates, recovering, split_step
 from vram_guard_mmengine.checkpoints import resumable
-from vram_guard_mmengine.decide import Decision, decide
+from vram_guard_mmengine.decide import Decision, decide, reader_here
+from vram_guard_mmengine.processes import Processes
 from vram_guard_mmengine.settings import Settings, checked_priority
 from vram_guard_mmengine.summary import CONFIG_KEY, META_KEY, summary
 
@@ -55,6 +61,12 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         target_utilization: the share of the memory that growth may fill, in (0, 1].
         lr_rule: "linear", "sqrt" or "none".
         loss_weight: what the loss is over the samples of a batch: "mean", "sum", or a function ``batch -> count``.
+        recover: go on after a real out-of-memory error: the broken batch is taken back and runs again in smaller
+            micro-batches. Off by default, for remembering what a batch may change costs one or two milliseconds an
+            iteration. Under DDP gradients are then averaged after backward, not during it.
+        max_recoveries: how many such errors a training is taken through before it stops.
+        remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
+            predictions by it.
         priority: the hook's position among the others.
 
     Keys of the config's own ``vram_guard = dict(...)`` count where the hook is given none of that name.
@@ -78,6 +90,8 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         self._contained = 1.0
         """What the learning rates contain of a factor for a larger batch."""
         self._applied = apply.Applied()
+        self._watch: FirstSteps | None = None
+        self._iterations = 0
         guard_class(Runner)
         guard_class(FlexibleRunner)
 
@@ -95,6 +109,9 @@ class VramGuardHook(Hook):  # type: ignore[misc]
     @contextlib.contextmanager
     def guarding(self, runner: Any) -> Iterator[None]:
         """Around ``train``: decided and applied before anything is built, and taken away at the end."""
+        if disabled():
+            yield
+            return
         self.active = True
         try:
             with resumable():
@@ -105,8 +122,9 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             self.active = False
 
     def _before_building(self, runner: Any) -> None:
-        self.settings = Settings.of({**(runner.cfg.get("vram_guard") or {}), **self._given})
-        self.plan, self._decision, self._acts = None, None, False
+        given = {**(runner.cfg.get("vram_guard") or {}), **self._given}
+        self.settings = Settings.of(filled(given, Settings.names()))
+        self.plan, self._decision, self._acts, self._watch, self._iterations = None, None, False, None, 0
         outcome = decide(runner, self.settings)
         if outcome.value is None:
             self._no_decision(runner, outcome)
@@ -116,6 +134,13 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         self._acts = self.settings.mode == "fit" and plan.fits and plan.changed
         grown = plan.batch_size / plan.batch_size_before if self._acts else 1.0
         self._contained = grown if rates.auto_scaled(runner) else 1.0
+        self._watch = FirstSteps.begin(
+            reader_here(),
+            runner.model,
+            decision.precision,
+            plan.estimate if self._acts else plan.before,
+            remember=self.settings.remember,
+        )
         if self._acts:
             self._applied = apply.before_building(runner, plan)
             decision = decision.with_notes(*self._applied.notes)
@@ -153,12 +178,28 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         if self._decision is None or self.plan is None or not self.active:
             return
         if self._acts:
-            apply.before_training(runner, self._decision, self.settings.loss_weight, self._applied)
+            apply.before_training(runner, self._decision, self._applied)
+        self._arm(runner, self._decision)
         self._scale_learning_rates(runner)
         # MMEngine logs `memory`, the peak that torch counted, in MiB: this stands beside it, in text and JSON.
         predicted = self.plan.estimate if self._acts else self.plan.before
         runner.message_hub.update_scalar("train/predicted_memory", predicted.peak_allocated // 2**20, resumed=False)
         runner.message_hub.update_info(CONFIG_KEY, summary(self.plan, applied=self._acts), resumed=False)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Say once, after the first optimizer steps, what was measured beside what was predicted."""
+        watch = self._watch
+        if watch is None or watch.done or not self.active or self.plan is None:
+            return
+        self._iterations += 1
+        if self._iterations < STEPS * max(1, self.plan.accumulate // self.plan.splits):
+            return
+        processes = Processes()
+        found = watch.finish(lambda own: ranks.gather(processes, own), first_rank=processes.rank == 0)
+        if found is not None:
+            runner.logger.info(f"vram_guard: {found.words()}")
+            for name, value in found.metrics().items():
+                runner.message_hub.update_info(f"vram_guard/{name}", value)
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the plan, and the factor that the saved learning rates contain."""
@@ -172,6 +213,26 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         if resumes and self.active:
             state = checkpoint.get("meta", {}).get(META_KEY) or {}
             self._contained = float(state.get("learning_rates_contain", 1.0))
+
+    def _arm(self, runner: Any, decision: Decision) -> None:
+        """Micro-batches as planned, and, where it is asked for, recovery from running out of memory."""
+        splitter, plan = (decision.splitter if self._acts else None), decision.plan
+        if self._watch is not None:
+            self._watch.start()
+        if decision.spare is None:
+            if splitter is not None:
+                self._applied.on_undo(split_step.install(runner.model, splitter, self.settings.loss_weight))
+            return
+        recovery = recovering.recovery_of(
+            runner,
+            most=self.settings.max_recoveries,
+            outlook=lambda: f"What was predicted:\n{plan.explain()}",
+            on_failure=lambda _failure: None if self._watch is None else self._watch.out_of_memory(),
+        )
+        batch = plan.batch_size if self._acts else plan.batch_size_before
+        ladder = Ladder(None if splitter is None else splitter.micro_batch_size, batch)
+        undo = recovering.install(runner, recovery, decision.spare, ladder, self.settings.loss_weight)
+        self._applied.on_undo(undo)
 
     def _scale_learning_rates(self, runner: Any) -> None:
         """From what the rates contain to what this run's are to be; a second call does nothing."""

@@ -37,6 +37,9 @@ class Settings:
     target_utilization: float = 0.8
     lr_rule: str = "linear"
     loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean"
+    recover: bool = False
+    max_recoveries: int = 8
+    remember: bool = True
     priority: str | int = DEFAULT_PRIORITY
     by_default: bool = field(default=True, init=False)
     """Whether the user left ``allow`` open."""
@@ -46,6 +49,7 @@ class Settings:
         from vram_guard.budget.budget import checked_margin
         from vram_guard.plan.learning_rate import learning_rate_factor
         from vram_guard.plan.pins import Pins
+        from vram_guard.step import checked_count
         from vram_guard.units import parse_bytes
 
         object.__setattr__(self, "by_default", self.allow is None)
@@ -70,9 +74,16 @@ class Settings:
             raise InvalidInputError(
                 f"loss_weight must be 'mean', 'sum' or a function of the batch, not {self.loss_weight!r}"
             )
-        if not isinstance(self.grow, bool):
-            raise InvalidInputError(f"grow must be True or False, not {self.grow!r}")
+        for name in ("grow", "recover", "remember"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        checked_count("max_recoveries", self.max_recoveries)
         checked_priority(self.priority)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """What may be set."""
+        return [one.name for one in fields(cls) if one.init]
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
@@ -83,7 +94,7 @@ class Settings:
         """
         if not isinstance(given, Mapping):
             raise InvalidInputError(f"vram_guard must be a dict(...) in the config, not {given!r}")
-        known = [one.name for one in fields(cls) if one.init]
+        known = cls.names()
         for key in given:
             if key not in known:
                 near = get_close_matches(str(key), known, n=1)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn, weighted_sum
 from vram_guard.apply.microbatch import MicroBatch, Splitter
+
+if TYPE_CHECKING:
+    from vram_guard.watch.recovery import Attempt
 
 # ruff: noqa: SLF001 - OptimWrapper documents `_inner_count` for those who write their own backward
 
@@ -35,16 +38,19 @@ class SplitTrainStep:
         last = len(micro_batches) - 1
         outputs = []
         for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-            part = _Part(optim_wrapper, weight, last=index == last)
-            outputs.append(_detached(self._as_written(micro_batch.data, optim_wrapper=part)))
+            part = Part(optim_wrapper, weight, last=index == last)
+            outputs.append(detached(self._as_written(micro_batch.data, optim_wrapper=part)))
         return merged(outputs, micro_batches, weights)
 
 
-class _Part:
-    """The user's optimizer wrapper for one micro-batch: it updates only with the last one."""
+class Part:
+    """The user's optimizer wrapper for one micro-batch: it updates only with the last one.
 
-    def __init__(self, wrapper: Any, weight: Any, *, last: bool) -> None:
-        vars(self).update(_wrapper=wrapper, _weight=weight, _last=last)
+    Where recovery is armed, ``attempt`` is told when backward begins, and agrees before anything is updated.
+    """
+
+    def __init__(self, wrapper: Any, weight: Any, *, last: bool, attempt: Attempt | None = None) -> None:
+        vars(self).update(_wrapper=wrapper, _weight=weight, _last=last, _attempt=attempt)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_wrapper"], name)
@@ -68,21 +74,31 @@ class _Part:
 
     def update_params(self, loss: torch.Tensor, step_kwargs: Any = None, zero_kwargs: Any = None) -> None:
         """Backward; after the last micro-batch, whatever the wrapper does after a batch."""
-        wrapper = vars(self)["_wrapper"]
+        wrapper, attempt = vars(self)["_wrapper"], vars(self)["_attempt"]
         share = loss * vars(self)["_weight"]
-        if vars(self)["_last"]:
+        if vars(self)["_last"] and attempt is None:
             wrapper.update_params(share, step_kwargs=step_kwargs, zero_kwargs=zero_kwargs)
             return
+        if attempt is not None:
+            attempt.before_backward()
         wrapper.backward(wrapper.scale_loss(share))
-        wrapper._inner_count -= 1  # it counts batches, and this is a part of one
+        if not vars(self)["_last"]:
+            wrapper._inner_count -= 1  # it counts batches, and this is a part of one
+            if attempt is not None:
+                attempt.stage = "forward"
+            return
+        attempt.commit()
+        if wrapper.should_update():  # as OptimWrapper.update_params goes on
+            wrapper.step(**(step_kwargs or {}))
+            wrapper.zero_grad(**(zero_kwargs or {}))
 
 
-def _detached(output: Any) -> Any:
+def detached(output: Any) -> Any:
     """Without graphs, which would keep this micro-batch's activations while the next one runs."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     if isinstance(output, Mapping):
-        return {key: _detached(value) for key, value in output.items()}
+        return {key: detached(value) for key, value in output.items()}
     return output
 
 

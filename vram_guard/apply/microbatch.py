@@ -78,13 +78,14 @@ def batch_size(batch: Any) -> int:
     sizes = set(rows.values()) - {1} or set(rows.values())
     if not sizes:
         sizes = {len(items) for items in _lists(batch)}
-    if len(sizes) == 1:
-        (size,) = sizes
-        _read(batch, size)
-        return size
+    if len(sizes) == 1 and _can_read(batch, *sizes):
+        return sizes.pop()
+    # Lists of samples: the tensors' common leading size is that of their channels.
     readable = [size for size in {len(items) for items in _lists(batch)} if _can_read(batch, size)]
     if len(readable) == 1:
         return readable[0]
+    if len(sizes) == 1:
+        _read(batch, *sizes)  # says what stands in the way
     found = ", ".join(f"{path} has {size}" for path, size in list(rows.items())[:4]) or "no tensor, no list"
     raise CannotSplitError("batch", f"its parts do not agree on the number of samples ({found})")
 

@@ -1,0 +1,84 @@
+"""The first steps of one training, measured: put beside the prediction, and remembered for the next run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.watch.corrections import Corrections, Subject, subject
+from vram_guard.watch.measured import Measured, Watcher
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.timeline import Estimate
+    from vram_guard.watch.memory import MemoryReader
+
+
+def correction(reader: MemoryReader | None, model: nn.Module, precision: str) -> float:
+    """What predicted peaks are to be multiplied with; 1 where nothing is known.
+
+    Args:
+        reader: of the device that trains; None where PyTorch counts no memory.
+        model: as the user made it.
+        precision: as written: that of the plan is not known when corrections are looked up.
+    """
+    return 1.0 if reader is None else Corrections().factor(subject(model, precision, reader.name()))
+
+
+@dataclass
+class FirstSteps:
+    """One training's measurement.
+
+    Attributes:
+        about: what the measurement is remembered under.
+        watcher: made before the model is moved.
+        remember: whether to keep it for the next run.
+    """
+
+    about: Subject
+    watcher: Watcher
+    remember: bool
+    done: bool = False
+    ran_out: bool = False
+    """Memory ran out: what is measured from now on is another plan's."""
+
+    @classmethod
+    def begin(
+        cls, reader: MemoryReader | None, model: nn.Module, precision: str, estimate: Estimate, *, remember: bool
+    ) -> FirstSteps | None:
+        """Before the model is moved; None where nothing can be measured."""
+        if reader is None:
+            return None
+        return cls(subject(model, precision, reader.name()), Watcher(reader, estimate), remember)
+
+    def start(self) -> None:
+        """Training begins."""
+        self.watcher.start()
+
+    def out_of_memory(self) -> None:
+        """Memory ran out on this rank. A peak of live tensors above the prediction is worth remembering."""
+        found = self.watcher.measure()
+        self.ran_out = True
+        if self.remember and found is not None and found.allocated is not None:
+            ratio = found.allocated / max(1, found.predicted_allocated)
+            if ratio > 1:
+                Corrections().remember(self.about, ratio)
+
+    def finish(self, gather: Callable[[Any], list[Any]], *, first_rank: bool) -> Measured | None:
+        """After the first optimizer steps, on all ranks alike: the worst rank's measurement; None where there is none.
+
+        Args:
+            gather: a rank's value -> every rank's.
+            first_rank: whether this rank is the one that remembers.
+        """
+        self.done = True
+        own = None if self.ran_out else self.watcher.measure()
+        found = [one for one in gather(own) if one is not None and one.ratio is not None]
+        if not found or self.ran_out:
+            return None
+        worst: Measured = max(found, key=lambda one: one.ratio)
+        if self.remember and first_rank and worst.ratio is not None:
+            Corrections().remember(self.about, worst.ratio)
+        return worst
