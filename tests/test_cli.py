@@ -71,7 +71,7 @@ def test_doctor_for_people(capsys):
     cli.main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["vram", "guard", __version__]
-    assert {line[: len(lines[0]) - len(__version__)].strip() for line in lines} >= {"gpu", "host memory", "torch"}
+    assert {line[: len(lines[0]) - len(__version__)].strip() for line in lines} >= {"GPU", "host memory", "torch"}
 
 
 def test_doctor_exits_with_3_where_the_gpu_cannot_be_read(monkeypatch, capsys):

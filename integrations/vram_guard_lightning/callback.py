@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.plan.techniques import DEFAULT_ALLOW
+from vram_guard.settings import disabled, filled_from_settings
 from vram_guard_lightning import growth, namespaces, recovery
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
@@ -80,6 +81,9 @@ class VramGuard(CallbackBase):
         monitor: seconds between two looks at the utilisation and memory of rank 0's GPU while training (through NVML);
             mean and peak are printed and logged at the end. None: it is not watched.
 
+    What is not given comes from the environment (``VRAM_GUARD_MARGIN=0.1``) or from ``[tool.vram_guard]`` in the
+    project's ``pyproject.toml``, see :mod:`vram_guard.settings`. ``VRAM_GUARD_DISABLE=1`` turns the callback off.
+
     Attributes:
         plan: the plan, on every rank; None before, and where there is none.
 
@@ -87,6 +91,7 @@ class VramGuard(CallbackBase):
         InvalidInputError: a setting makes no sense.
     """
 
+    @filled_from_settings
     def __init__(
         self,
         budget: Budget | str | int | None = None,
@@ -144,7 +149,7 @@ class VramGuard(CallbackBase):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Arrange to be called when the model is complete and its strategy is not yet set up."""
-        if stage != "fit" or self is not _first_guard(trainer) or self._armed:
+        if stage != "fit" or self is not _first_guard(trainer) or self._armed or disabled():
             return
         self.plan, self._restored_factor, self._armed = None, 1.0, True
         strategy = trainer.strategy
@@ -164,7 +169,7 @@ class VramGuard(CallbackBase):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scale learning rates, if the batch grew: after a checkpoint's were restored, and only once."""
-        if self is not _first_guard(trainer):
+        if self is not _first_guard(trainer) or not self._armed:
             return
         if self.settings.mode == "fit":
             self._scale_learning_rates(trainer)

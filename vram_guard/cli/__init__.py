@@ -13,16 +13,17 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
-from vram_guard.cli import doctor, estimate, gpus, monitor
-from vram_guard.cli.arguments import with_dashes
+from vram_guard.cli import doctor, estimate, gpus, monitor, optimize
+from vram_guard.cli.arguments import fill_from_settings, with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import checked_language, language, speaking
+from vram_guard.settings import Setting, settings
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["EXIT_DOES_NOT_FIT", "EXIT_DONE", "EXIT_ENVIRONMENT", "EXIT_USAGE", "JSON_SCHEMA", "main"]
 
 #: The core's own commands, in the order of ``--help``.
-_COMMANDS = {"estimate": estimate.add, "gpus": gpus.add, "doctor": doctor.add, "monitor": monitor.add}
+_COMMANDS = {
+    "estimate": estimate.add,
+    "gpus": gpus.add,
+    "doctor": doctor.add,
+    "monitor": monitor.add,
+    "optimize": optimize.add,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     wanted, given = _language_of(given)
     try:
-        spoken = language() if wanted is None else checked_language(wanted)
+        found, problem = settings(), None
+    except InvalidInputError as error:
+        found, problem = {}, error
+    try:
+        spoken = _spoken(wanted, found)
     except InvalidInputError as error:
         print(f"vram-guard: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -46,13 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What the terminal's encoding cannot show becomes a question mark: the answer is delivered all the same.
         sys.stdout.reconfigure(errors="replace")
     with speaking(spoken):
-        return _run(given)
+        return _run(given, found, problem)
 
 
-def _run(given: list[str]) -> int:
+def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
+    """The language of ``--lang``, of the settings, or of the environment."""
+    if wanted is None and "lang" in found:
+        wanted = found["lang"].value
+    return language() if wanted is None else checked_language(wanted)
+
+
+def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputError | None) -> int:
     options = _parser(given).parse_args(given)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
+        if problem is not None and given[0] != "doctor":  # which says what is wrong with them
+            raise problem
+        fill_from_settings(options, found)
         code = run(options)
         sys.stdout.flush()
     except VramGuardError as error:

@@ -8,9 +8,16 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import argparse
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vram_guard.budget import Budget
+    from vram_guard.settings import Setting
+
+#: Settings that are options of some commands.
+_FROM_SETTINGS = frozenset(
+    {"allow", "budget", "gpu", "gpu_memory", "host_budget", "lr_rule", "margin", "target_utilization", "threshold"}
+)
 
 
 def with_dashes(words: Sequence[str]) -> Iterator[str]:
@@ -24,8 +31,22 @@ def with_dashes(words: Sequence[str]) -> Iterator[str]:
         yield option + equals + value
 
 
+def fill_from_settings(options: argparse.Namespace, found: Mapping[str, Setting]) -> None:
+    """Settings for the options that are not given; ``options.from_settings`` says which, and from where."""
+    from vram_guard.settings import AMOUNTS
+
+    given = {name for name in (*AMOUNTS, "device") if getattr(options, name, None) is not None}
+    options.from_settings = {}
+    for name in _FROM_SETTINGS & found.keys():
+        if not hasattr(options, name) or getattr(options, name) is not None or (name in AMOUNTS and given):
+            continue
+        value = found[name].value
+        setattr(options, name, ",".join(value) if isinstance(value, tuple) else value)
+        options.from_settings[name] = found[name].source
+
+
 def gpu_memory(
-    memory: str | float | None = None, gpu: str | None = None, budget: str | None = None
+    memory: str | float | None = None, gpu: str | None = None, budget: str | int | None = None
 ) -> tuple[int, str, Budget]:
     """(Bytes of the whole GPU, where the number comes from, what PyTorch may use of it).
 
@@ -91,7 +112,7 @@ def count(name: str, text: str | None) -> int | None:
     return checked_count(option, int(text))
 
 
-def number(name: str, text: str | None, default: float) -> float:
+def number(name: str, text: str | float | None, default: float) -> float:
     """A number from an option, the default where it is not given.
 
     Raises:

@@ -8,17 +8,38 @@ from typing import TYPE_CHECKING, Any
 from vram_guard import __version__
 from vram_guard.cli.exits import EXIT_DONE, EXIT_ENVIRONMENT
 from vram_guard.cli.printing import in_words, print_columns, print_json
-from vram_guard.errors import DeviceQueryError, NoDeviceError, VramGuardError
+from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, VramGuardError
+from vram_guard.language import _, language, marked
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from importlib.metadata import EntryPoint
 
 
 def add(commands: Any) -> None:
     """The parser of ``doctor``."""
-    parser = commands.add_parser("doctor", help="what was found on this machine", description=_doctor.__doc__)
-    parser.add_argument("--json", action="store_true", help="answer as JSON")
+    parser = commands.add_parser(
+        "doctor",
+        help=_("what was found on this machine, and which settings come from where"),
+        description=_(
+            "Say what was found here: torch, the GPU and what is free on it, host memory, settings and where each of "
+            "them comes from, frameworks."
+        ),
+    )
+    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
     parser.set_defaults(run=_doctor)
+
+
+#: What the facts are called; what is not here has its own name.
+_LABELS = {
+    "gpu": marked("GPU"),
+    "gpu_unreadable": marked("GPU unreadable"),
+    "host_memory": marked("host memory"),
+    "allocator_settings": marked("allocator settings"),
+    "language": marked("language"),
+    "disabled": marked("vram_guard is off"),
+    "settings_problem": marked("settings unreadable"),
+}
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -27,14 +48,35 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print_json(facts)
     else:
-        print_columns([(name.replace("_", " "), in_words(value)) for name, value in facts.items()], left=2)
+        print_columns(list(_rows(facts)), left=2)
     return EXIT_ENVIRONMENT if facts["gpu_unreadable"] else EXIT_DONE
+
+
+def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in facts.items():
+        if name == "settings":
+            for setting, found in value.items():
+                shown = ", ".join(found["value"]) if isinstance(found["value"], tuple) else in_words(found["value"])
+                label = _("setting {name}", name=setting)
+                yield label, _("{value} (from {source})", value=shown, source=found["source"])
+            if not value:
+                yield _("settings"), _("none set: everything at its default")
+        elif name == "unknown_variables":
+            for variable, near in value.items():
+                meant = _("not a setting; did you mean {near}?", near=near) if near else _("not a setting")
+                yield variable, meant
+        elif name.startswith("integration "):
+            yield _("integration {name}", name=name.partition(" ")[2]), _(value) if value == "ready" else value
+        elif name != "settings_problem" or value is not None:
+            yield _(_LABELS[name]) if name in _LABELS else name.replace("_", " "), in_words(value)
 
 
 def _diagnosis() -> dict[str, Any]:
     import platform
 
     import torch
+
+    from vram_guard.settings import disabled
 
     gpu, unreadable = _gpu_at_hand()
     return {
@@ -45,7 +87,31 @@ def _diagnosis() -> dict[str, Any]:
         "gpu_unreadable": unreadable,
         "host_memory": _host_memory(),
         "allocator_settings": _allocator_settings(),
+        "language": language(),
+        "disabled": disabled(),
+        **_settings(),
         **{f"integration {name}": state for name, state in sorted(_integrations().items())},
+    }
+
+
+#: Variables of ours that are no settings: where measurements are kept, and what ``launch`` hands to its script.
+_OTHER_VARIABLES = ("VRAM_GUARD_CACHE", "VRAM_GUARD_ORDERS")
+
+
+def _settings() -> dict[str, Any]:
+    """Every setting with its source, what is wrong with them, and variables that mean nothing."""
+    import os
+
+    from vram_guard.settings import settings, unknown_variables
+
+    try:
+        found, problem = settings(), None
+    except InvalidInputError as error:
+        found, problem = {}, str(error)
+    return {
+        "settings": {name: {"value": one.value, "source": one.source} for name, one in sorted(found.items())},
+        "settings_problem": problem,
+        "unknown_variables": unknown_variables(os.environ, _OTHER_VARIABLES),
     }
 
 
@@ -69,7 +135,8 @@ def _host_memory() -> str:
         host = host_memory()
     except DeviceQueryError as error:
         return str(error)
-    return f"{format_bytes(host.available)} free of {format_bytes(host.total)} ({host.limited_by})"
+    free, total = format_bytes(host.available), format_bytes(host.total)
+    return _("{free} free of {total} ({source})", free=free, total=total, source=host.limited_by)
 
 
 def _allocator_settings() -> str:
@@ -80,7 +147,7 @@ def _allocator_settings() -> str:
         settings = AllocatorSettings.from_environment()
     except VramGuardError as error:
         return str(error)
-    return "PyTorch's defaults" if settings == AllocatorSettings() else str(settings)
+    return _("PyTorch's defaults") if settings == AllocatorSettings() else str(settings)
 
 
 def _integrations() -> dict[str, str]:
@@ -97,4 +164,4 @@ def _adapter_state(entry: EntryPoint) -> str:
             getattr(adapter, name)
     except ImportError as error:
         return str(error)
-    return "ready"
+    return marked("ready")

@@ -74,15 +74,21 @@ def _estimate(options: argparse.Namespace) -> int:
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
     from vram_guard.closed_form.from_config import asked
     from vram_guard.config_file import load_config
+    from vram_guard.settings import AMOUNTS
 
     share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
     given: dict[str, Any] = {name: count(name, getattr(options, name)) for name in _COUNTS}
-    given |= {"memory": options.gpu_memory, "gpu": options.gpu, "budget": options.budget}
     given["model"] = options.model
+    amounts: dict[str, Any] = {"memory": options.gpu_memory, "gpu": options.gpu, "budget": options.budget}
+    given |= {} if options.from_settings.keys() & AMOUNTS else amounts
     config = {} if options.config is None else load_config(options.config)
     found = asked(config, given)
+    if found.memory is not None or found.gpu is not None:
+        # The config's own, which stands between the settings and the options; or the options, which asked() gave back.
+        amounts = {**amounts, "memory": found.memory, "gpu": found.gpu}
+        amounts["budget"] = None if options.from_settings.keys() & AMOUNTS else options.budget
     calculation = None
-    memory, source, budget = gpu_memory(found.memory, found.gpu, options.budget)
+    memory, source, budget = gpu_memory(**amounts)
     if options.quick or not _tells_its_sizes(found):
         calculation = Calculation(found.network(), memory, share)
     printer = _Printer(options, found)
