@@ -112,6 +112,37 @@ def test_numbers(tensor: torch.Tensor, number: float) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=DTYPES)
+def test_updates_in_place(data: Any, dtype: torch.dtype) -> None:
+    """The target itself, of the layout that it had; and nothing that torch would refuse is let through."""
+    target = data.draw(tensors(dtype=dtype))
+    other = data.draw(st.one_of(tensors(shape=target.shape, dtype=dtype), tensors()))
+    third = data.draw(tensors(shape=target.shape, dtype=dtype))
+    calls = [(getattr(aten, f"{name}_").Tensor, (target, other), {}) for name in ("mul", "add", "sub", "div")]
+    calls += [(aten.mul_.Tensor, (target, 0.9), {}), (aten.add_.Tensor, (target, other), {"alpha": 2})]
+    calls += [(aten.lerp_.Scalar, (target, other, 0.1), {})]
+    calls += [(getattr(aten, name).default, (target, other, third), {"value": 1}) for name in ("addcmul_", "addcdiv_")]
+    for func, args, kwargs in calls:
+        before = target.shape, target.stride(), target.dtype
+        found = fast.rule_for(func)(args, kwargs)
+        assert found is None or found is target
+        if found is not None:
+            func(*args, **kwargs)  # torch refuses nothing that the rule takes
+        assert (target.shape, target.stride(), target.dtype) == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), dtype=FLOATS, affine=st.booleans())
+def test_group_norm(data: Any, dtype: torch.dtype, affine: bool) -> None:
+    samples, groups, each, side = (data.draw(st.integers(1, 4)) for _ in range(4))
+    channels = groups * each
+    tensor = data.draw(tensors([samples, channels, side, side], dtype))
+    weight = torch.empty(channels, dtype=dtype, device="meta") if affine else None
+    func = aten.native_group_norm.default
+    assert_as_torch_says(func, tensor, weight, weight, samples, channels, side * side, groups, 1e-5)
+
+
+@settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("name", ["tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"])
 @given(data=st.data())
 def test_backward_of_activations(name: str, data: Any) -> None:

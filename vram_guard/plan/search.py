@@ -87,10 +87,7 @@ class _Trial:
 
     def _try(self, option: Option, group: _Group, *, exact: bool) -> Candidate | None:
         words = option.words(self.request.batch_size)
-        floor, usable = self.costs.floor(option), self.request.budget.usable
-        if floor.size > usable:
-            why = f"needs at least {format_bytes(floor.size)} for {floor.of} alone"
-            self._miss(group, Rejected(words, None, floor.size - usable, why))
+        if self._floor_is_too_high(option, group):
             return None
         try:
             if self._no_form_helps(option, group, exact=exact):
@@ -105,6 +102,14 @@ class _Trial:
             self._miss(group, rejected)
             return None
         return candidate
+
+    def _floor_is_too_high(self, option: Option, group: _Group) -> bool:
+        floor, usable = self.costs.floor(option), self.request.budget.usable
+        if floor.size <= usable:
+            return False
+        why = f"needs at least {format_bytes(floor.size)} for {floor.of} alone"
+        self._miss(group, Rejected(option.words(self.request.batch_size), None, floor.size - usable, why))
+        return True
 
     def _no_form_helps(self, option: Option, group: _Group, *, exact: bool) -> bool:
         """Whether forward and backward alone are too much: another form of the optimizer changes nothing of that."""
@@ -156,9 +161,12 @@ class _Trial:
         if group in self.hopeless:
             return None
         low, high = lengths[0] - 1, lengths[-1]
-        if family.splits > 1 and self._improves(family, high, best) and not self._least_fits(family):
-            self.hopeless.add(group)
-            return None
+        if family.splits > 1 and self._improves(family, high, best):
+            if self._floor_is_too_high(family.option(high), group):
+                return None
+            if not self._least_fits(family):
+                self.hopeless.add(group)
+                return None
         if not self._will_do(family, high, best, exact=self._directly(family)):
             return None
         while high - low > 1:

@@ -142,6 +142,28 @@ def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _like(tensor), *(torch.empty(shape, dtype=statistics, device=_META) for _ in range(2))
 
 
+def _group_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Output, mean and inverse deviation."""
+    tensor, weight, bias, samples, _channels, _positions, groups = args[:7]
+    if not _plain(tensor) or any(p is not None and not _plain(p) for p in (weight, bias)):
+        return None
+    return _like(tensor), *(torch.empty((samples, groups), dtype=tensor.dtype, device=_META) for _ in range(2))
+
+
+def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An element-wise update: the first operand itself, where the others are of its shape and dtype, or numbers."""
+    target = args[0]
+    if kwargs.keys() - {"alpha", "value"} or not _plain(target) or _complex(args[1:]):
+        return None
+    for other in args[1:]:
+        if isinstance(other, torch.Tensor):
+            if not is_symbolic(other) or other.dtype != target.dtype or other.shape != target.shape:
+                return None
+        elif not isinstance(other, (int, float)):
+            return None
+    return target
+
+
 def _layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gradient, tensor, _normalized, _mean, _deviation, weight, bias, wanted = args
     parameters = (weight, bias)
@@ -196,12 +218,19 @@ NEW: dict[str, Rule] = {
     "aten::mm": _mm,
     "aten::native_dropout": _native_dropout,
     "aten::native_dropout_backward": _dropout_backward,
+    "aten::native_group_norm": _group_norm,
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     "aten::_softmax": _last_dim_softmax,
     "aten::_log_softmax": _last_dim_softmax,
     "aten::zeros_like": _zeros_like,
 }
+
+#: Updates in place; an optimizer that steps parameter by parameter makes thousands.
+UPDATES: dict[str, Rule] = dict.fromkeys(
+    ("aten::mul_", "aten::add_", "aten::sub_", "aten::div_", "aten::lerp_", "aten::addcmul_", "aten::addcdiv_"),
+    _in_place,
+)
 
 #: Initialisation of weights that have no memory: nothing to do, nothing to check.
 FILLED: frozenset[str] = frozenset(
@@ -214,4 +243,4 @@ def rule_for(func: Any) -> Rule | None:
     name: str = func._schema.name
     if func._overloadname in ("out", "Tensor_mode", "Scalar_mode"):
         return None
-    return NEW.get(name)
+    return NEW.get(name) or UPDATES.get(name)
