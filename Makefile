@@ -51,9 +51,10 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, and a plan over all techniques
+bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a plan, and what the guard adds to an iteration
 	$(BIN)/python benchmarks/bench_trace.py
 	$(BIN)/python benchmarks/bench_plan.py
+	$(BIN)/python benchmarks/bench_mmengine.py
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.measure
