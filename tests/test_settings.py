@@ -196,3 +196,14 @@ def test_doctor_says_which_setting_comes_from_where(project, monkeypatch, capsys
     cli.main(["doctor", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["settings"]["margin"] == {"value": 0.1, "source": "VRAM_GUARD_MARGIN"}
+
+
+def test_a_script_is_launched_as_it_is_where_the_guard_is_off(project, monkeypatch, capfd):
+    pytest.importorskip("accelerate")
+    (project / "script.py").write_text("import sys\nprint('ran with', sys.argv[1:])\nsys.exit(7)\n")
+    monkeypatch.setenv("VRAM_GUARD_DISABLE", "1")
+    assert cli.main(["launch", "--budget", "1KiB", "--dry-run", "script.py"]) == 0
+    assert cli.main(["launch", "--budget", "1KiB", "--cpu", "script.py", "--lang", "fr", "--hidden_dim", "3"]) == 7
+    captured = capfd.readouterr()
+    assert captured.out == "ran with ['--lang', 'fr', '--hidden_dim', '3']\n"
+    assert captured.err.count("switched off") == 2

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.settings import disabled
 from vram_guard_accelerate import processes, saying
 from vram_guard_accelerate.arguments import Launch, parsed
 from vram_guard_accelerate.orders import VARIABLE
@@ -34,6 +35,9 @@ def launch(arguments: Sequence[str]) -> int:
     """
     given = parsed(arguments)
     target = target_of(given)
+    if disabled():
+        say("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed")
+        return EXIT_DONE if given.options.dry_run else _launch(given, target, None)
     budget = budget_for(given.settings, target.ranks, target.gpu_ids)
     question = Question(
         (given.script, *given.arguments), given.module, given.settings, budget, target.ranks, target.environment

@@ -9,6 +9,7 @@ from typing import Any
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
+from vram_guard.settings import filled
 
 #: What a plan may not use in a script, which makes model and optimizer by its own hands, and why.
 NOT_HERE: dict[str, str] = {
@@ -85,9 +86,16 @@ class Settings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """Settings from :meth:`as_dict`, or from the parsed options; other names are left alone."""
+        """Settings from :meth:`as_dict`, or from the parsed options; other names are left alone.
+
+        What is not given comes from the project's settings, see :mod:`vram_guard.settings`.
+        """
         own = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in own and value is not None})
+        # A switch that was not given is False.
+        given = {
+            name: value for name, value in values.items() if name in own and value is not None and value is not False
+        }
+        return cls(**filled(given, own))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
