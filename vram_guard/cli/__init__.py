@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
-from vram_guard.cli import doctor, estimate, gpus, monitor, optimize
+from vram_guard.cli import compare, doctor, estimate, gpus, monitor, optimize
 from vram_guard.cli.arguments import fill_from_settings, with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA
@@ -37,6 +37,8 @@ _COMMANDS = {
     "doctor": doctor.add,
     "monitor": monitor.add,
     "optimize": optimize.add,
+    "compare": compare.add,
+    "variants": compare.add_variants,
 }
 
 

@@ -1,0 +1,219 @@
+"""``vram-guard compare`` and ``vram-guard variants``: several trainings side by side, without running any."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.printing import print_json
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vram_guard.plan.comparison import Configuration
+    from vram_guard.step import TrainingStep
+
+_RATES = ("lr", "learning_rate")
+
+
+def add(commands: Any) -> None:
+    """The parser of ``compare``."""
+    parser = commands.add_parser(
+        "compare",
+        help=_("several configurations side by side: peak, plan, learning rate, speed"),
+        description=_(
+            "Compare configurations of a training: predicted peak, utilisation of the memory, the plan that makes each "
+            "fit, its learning rate, and its modelled speed. Exit code 1 where one of them does not fit."
+        ),
+    )
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help=_("training configs, YAML"))
+    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep of all of them"))
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="A=1,B=2",
+        help=_("a configuration of its own: the first config (or none) with these values; repeatable"),
+    )
+    parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
+    _add_common(parser, allow=None)
+    parser.set_defaults(run=_compare)
+
+
+def add_variants(commands: Any) -> None:
+    """The parser of ``variants``."""
+    parser = commands.add_parser(
+        "variants",
+        help=_("variants of a model, and the largest that fits"),
+        description=_(
+            "Compare variants of a model at one batch size and choose one that fits: the one with most parameters, or "
+            "the first or last of those given. Exit code 1 where none fits."
+        ),
+    )
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="[LABEL=]NAME",
+        help=_("module:function or file.py:function, giving a step or several"),
+    )
+    parser.add_argument("--batch-size", "--batch", type=int, required=True, metavar="N", help=_("samples at once"))
+    parser.add_argument(
+        "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("what to take")
+    )
+    _add_common(parser, allow="")
+    parser.set_defaults(run=_variants)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
+    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
+    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
+    parser.add_argument("--allow", default=allow, metavar="A,B", help=_("what a plan may change where it does not fit"))
+    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from vram_guard.plan.comparison import compare
+    from vram_guard.plan.techniques import DEFAULT_ALLOW
+    from vram_guard.report.comparison import comparison_dict, render
+
+    allow = DEFAULT_ALLOW if options.allow is None else options.allow.split(",")
+    answer = compare(
+        tuple(_configurations(options)),
+        options.budget,
+        gpu=options.gpu,
+        allow=[name for name in allow if name],
+        lr_rule=options.lr_rule,
+        progress=_progress,
+    )
+    if options.json:
+        print_json(comparison_dict(answer))
+    else:
+        print(render(answer), end="")
+    return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
+
+
+def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
+    """The configs as they are, and the first of them (or none) with each ``--set``."""
+    from vram_guard.config_file import load_config
+
+    configs = [(Path(path).stem, load_config(path)) for path in options.configs]
+    changes = [_parsed(text) for text in options.set or ()]
+    if not configs and not changes:
+        raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4 --set batch_size=8"))
+    for name, config in configs:
+        yield _configuration(name, config, {}, options.step)
+    base = configs[0][1] if configs else {}
+    for text, change in zip(options.set or (), changes, strict=True):
+        yield _configuration(text, base, change, options.step)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """``batch_size=8,precision=bf16-mixed`` as a mapping; values as YAML reads them."""
+    import yaml
+
+    values = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip():
+            raise InvalidInputError(_("--set is NAME=VALUE,NAME=VALUE, not {text}", text=repr(text)[:60]))
+        try:
+            values[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InvalidInputError(_("--set: {value} is no value", value=repr(value)[:60])) from None
+    return values
+
+
+def _configuration(name: str, config: dict[str, Any], change: dict[str, Any], step_name: str | None) -> Configuration:
+    from vram_guard.capture.described import described_step, is_buildable
+    from vram_guard.closed_form.from_config import asked
+    from vram_guard.plan.comparison import Configuration
+
+    merged = _with(config, change)
+    given = asked(merged, {"model": step_name})
+    if not is_buildable(given.model):
+        raise InvalidInputError(
+            _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
+        )
+    if "batch" not in given.numbers:
+        raise InvalidInputError(_("{name} has no batch size", name=name))
+    step = described_step(given, merged)
+    step = step.with_(
+        precision=given.precision or step.precision, accumulate=given.numbers.get("accumulate", step.accumulate)
+    )
+    return Configuration(name, step, given.numbers["batch"], _rate(merged))
+
+
+def _with(config: Any, change: dict[str, Any]) -> dict[str, Any]:
+    """The config with these values in place of its entries of the same names, wherever they stand; else at the top."""
+    from vram_guard.closed_form.from_config import ELSEWHERE
+
+    left = dict(change)
+
+    def walk(section: dict[Any, Any]) -> dict[str, Any]:
+        made = dict[str, Any]()
+        for key, value in section.items():
+            if isinstance(value, dict):
+                made[str(key)] = value if str(key).lower() in ELSEWHERE else walk(value)
+                continue
+            made[str(key)] = change.get(str(key), value)
+            left.pop(str(key), None)
+        return made
+
+    return {**walk(config), **left}
+
+
+def _rate(config: dict[str, Any]) -> float | None:
+    """The learning rate; of several, the first."""
+    from vram_guard.config_file import leaves
+    from vram_guard.optimize.names import number
+
+    found = [number(value) for path, value in leaves(config) if path.rpartition(".")[2] in _RATES]
+    known = [value for value in found if value is not None and value > 0]
+    return known[0] if known else None
+
+
+def _variants(options: argparse.Namespace) -> int:
+    from vram_guard.plan.variants import variants
+    from vram_guard.report.variants import show, variants_dict
+
+    steps = dict[str, "TrainingStep"]()
+    for name, step in _named(options.names):
+        if name in steps:
+            raise InvalidInputError(_("two variants are called {name}: write LABEL=NAME", name=name))
+        steps[name] = step
+    answer = variants(
+        steps,
+        options.batch_size,
+        options.budget,
+        gpu=options.gpu,
+        allow=[name for name in options.allow.split(",") if name],
+        prefer=options.prefer,
+        progress=_progress,
+    )
+    if options.json:
+        print_json(variants_dict(answer))
+    else:
+        show(answer)
+    return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
+
+
+def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
+    """Labels with their steps."""
+    from vram_guard.capture.named import step_named, steps_named
+
+    for text in names:
+        label, equals, name = text.partition("=")
+        if equals:
+            yield label, step_named(name)
+        else:
+            yield from steps_named(text).items()
+
+
+def _progress(line: str) -> None:
+    """What is being done, where somebody waits for it."""
+    if sys.stderr.isatty():
+        print(f"vram-guard: {line}", file=sys.stderr)
