@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DONE
+from vram_guard.cli.gpus_model import add_options, asks_about_a_model, gpus_for_model
 from vram_guard.cli.printing import print_columns, print_json
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
@@ -15,9 +17,17 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """The parser of ``gpus``."""
-    parser = commands.add_parser("gpus", help="the GPUs that are known by name", description=_gpus.__doc__)
-    parser.add_argument("name", nargs="?", help='one card, by any of its names ("4090", "A100 40GB")')
-    parser.add_argument("--json", action="store_true", help="answer as JSON")
+    parser = commands.add_parser(
+        "gpus",
+        help=_("the GPUs that are known by name, and what fits on each of them"),
+        description=_(
+            "List the GPUs that can be given by name, with memory, what a training may use of it, and throughput. "
+            "With a model: the largest batch of it on every GPU."
+        ),
+    )
+    parser.add_argument("name", nargs="?", help=_('one card, by any of its names ("4090", "A100 40GB")'))
+    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    add_options(parser.add_argument_group(_("a model: what fits on each of them")))
     parser.set_defaults(run=_gpus)
 
 
@@ -26,6 +36,8 @@ def _gpus(options: argparse.Namespace) -> int:
     from vram_guard.budget import catalogue, find_gpu
 
     cards = catalogue() if options.name is None else (find_gpu(options.name),)
+    if asks_about_a_model(options):
+        return gpus_for_model(options, cards)
     if options.json:
         print_json({"gpus": [_gpu_facts(card) for card in cards]})
     else:
@@ -49,7 +61,7 @@ def _gpu_facts(card: GPU) -> dict[str, Any]:
         "tf32_flops": card.tf32_flops,
         "fp16_flops": card.fp16_flops,
         "bf16_flops": card.bf16_flops,
-        "sources": {figure: card.source_of(figure) for figure, _ in card.sources},
+        "sources": {figure: card.source_of(figure) for figure, _document in card.sources},
     }
 
 
@@ -57,7 +69,8 @@ def _print_gpus(cards: Sequence[GPU]) -> None:
     from vram_guard.budget import DEFAULT_MARGIN, Budget
     from vram_guard.budget.margins import measured_margin
 
-    rows: list[tuple[str, ...]] = [("GPU", "architecture", "cc", "GiB", "usable", "GB/s", "fp32", "fp16", "bf16")]
+    head = ("GPU", _("architecture"), "cc", "GiB", _("usable"), "GB/s", "fp32", "fp16", "bf16")
+    rows: list[tuple[str, ...]] = [head]
     for card in cards:
         major, minor = card.compute_capability
         memory, usable = card.memory_bytes / 2**30, Budget.of(card).usable / 2**30
@@ -65,12 +78,17 @@ def _print_gpus(cards: Sequence[GPU]) -> None:
         sizes = (f"{memory:.2f}", f"{usable:.2f}", f"{card.memory_bandwidth / 1e9:.0f}")
         rows.append((card.name, card.architecture, f"{major}.{minor}", *sizes, *figures))
     print_columns(rows, left=2)
+    margin, source = f"{100 * DEFAULT_MARGIN:g}%", measured_margin().source
+    print()
     print(
-        f"\nusable: GiB less what the driver and the CUDA context take (partly estimates), less the default "
-        f"margin of {100 * DEFAULT_MARGIN:g}% ({measured_margin().source}).\n"
-        "fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. "
-        "--json names each figure's source."
+        _(
+            "usable: GiB less what the driver and the CUDA context take (partly estimates), less the default margin of "
+            "{margin} ({source}).",
+            margin=margin,
+            source=source,
+        )
     )
+    print(_("fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. --json names each figure's source."))
 
 
 def _tera(flops: int | None) -> str:

@@ -1,0 +1,94 @@
+"""``vram-guard gpus --model``: guide 000's tables, computed for every card."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from folders import write_cogvideox
+from test_estimate import STEP
+from test_estimate_folder import SMALL, SMALL_TEXT
+
+from vram_guard import Budget, cli, trace
+from vram_guard.budget import catalogue, find_gpu
+from vram_guard.capture.named import step_named
+
+#: The guide's table for its 24 GB cards, and the factor by which each of its numbers misses its own formula.
+GUIDE_24GB = [(64, 16, 5.4, 8), (128, 8, 10.7, 8), (256, 2, 10.7, 8)]
+
+
+def answer(capsys, *arguments):
+    assert cli.main(["gpus", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_rule_of_thumb_on_every_card(capsys):
+    found = answer(capsys, *shlex.split("--hidden_dim 256 --num_layers 10 --resolutions 64,128,256 --quick"))
+    assert (found["method"], len(found["tables"])) == ("rule of thumb", 3)
+    for table in found["tables"]:
+        side = table["resolution"][0]
+        one = side * side * 256 * 10 * 4
+        assert [row["name"] for row in table["gpus"]] == [card.name for card in catalogue()]
+        for row, card in zip(table["gpus"], catalogue(), strict=True):
+            assert row["usable"] == card.memory_bytes * 7 // 10
+            assert row["largest_batch"] * one <= row["usable"] < (row["largest_batch"] + 1) * one
+            assert row["bytes"] == max(row["largest_batch"], 1) * one
+
+
+@pytest.mark.parametrize(("side", "batch", "printed", "factor"), GUIDE_24GB)
+def test_the_guides_own_table_is_a_multiple_of_its_own_formula(side, batch, printed, factor):
+    assert factor * batch * side * side * 256 * 10 * 4 / 1e9 == pytest.approx(printed, abs=0.05)
+
+
+def test_a_step_of_the_users_own_on_every_card(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wide = STEP.replace("build(hidden_dim,", "build(hidden_dim=64,").replace("zeros(size, ", "zeros(size, 16384, ")
+    (tmp_path / "steps.py").write_text(wide)
+    (table,) = answer(capsys, "--model", "steps.py:build")["tables"]
+    rows = {row["name"]: row for row in table["gpus"]}
+    assert len(rows) == len(catalogue())
+    timeline = trace(step_named("steps.py:build"), compute_capability=(7, 5))
+    card = find_gpu("T4")
+    assert rows["T4"]["largest_batch"] == timeline.max_batch_size(Budget.of(card), limit=2**16)
+    assert rows["T4"]["bytes"] == timeline.replay(rows["T4"]["largest_batch"]).peak_reserved
+    memory = sorted(rows.values(), key=lambda row: row["usable"])
+    assert memory[0]["largest_batch"] <= memory[-1]["largest_batch"]
+
+
+def test_one_card_as_the_guide_has_its_tables(capsys):
+    arguments = shlex.split("'RTX 4090' --model fno --hidden_dim 8 --num_layers 2 --resolutions 16,16x24")
+    assert cli.main(["gpus", *arguments]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[2] == "RTX 4090"
+    assert lines[3].split() == ["resolution", "largest", "batch", "expected", "usable"]
+    assert [line.split()[0] for line in lines[4:]] == ["16×16", "16×24"]
+    assert captured.err.count("compute capability 8.9") == 2
+
+
+def test_a_model_folder_by_the_closed_form(tmp_path, capsys):
+    folder = write_cogvideox(tmp_path / "hub", SMALL, SMALL_TEXT)
+    found = answer(capsys, "A100 80GB", "--model-path", str(folder), "--resolutions", "8,16", "--num-frames", "3")
+    assert found["method"] == "closed form"
+    small, large = (table["gpus"][0] for table in found["tables"])
+    assert small["largest_batch"] > large["largest_batch"] > 0
+    assert not small["lower_bound"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--model diffsr --hidden_dim 8", "diffsr is not known here"),
+        ("--model fno --hidden_dim 8", "missing: --height"),
+        ("--model fno --hidden_dim 8 --num_layers 2 --resolutions 64x", "--resolutions must be"),
+        ("--model fno --hidden_dim 8 --num_layers 2 --resolutions ,", "--resolutions must be"),
+        ("--model-path nowhere", "there is no folder"),
+        ("'RTX 4099' --model fno", "RTX 4090"),
+    ],
+)
+def test_nonsense_is_refused(arguments, said, capsys):
+    assert cli.main(["gpus", *shlex.split(arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err

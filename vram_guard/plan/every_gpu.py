@@ -1,0 +1,59 @@
+"""What fits on every GPU: the largest batch of one training step on each card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from vram_guard.step import checked_count
+from vram_guard.timeline import largest_that_fits
+
+if TYPE_CHECKING:
+    from vram_guard.budget import GPU
+    from vram_guard.timeline import Timeline
+
+#: Batch sizes are tried up to here.
+LARGEST_BATCH_ASKED = 2**16
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """What one card holds of a training step. Bytes are ints."""
+
+    gpu: GPU
+    usable: int
+    largest_batch: int
+    """0: not even one sample, or the answer is only a lower bound."""
+    peak: int
+    """Predicted at the largest batch; at one sample where none fits."""
+    known: bool = True
+    """Whether the prediction promises anything."""
+
+
+def on_every_gpu(
+    trace: Callable[[tuple[int, int]], Timeline], gpus: Sequence[GPU], *, limit: int = LARGEST_BATCH_ASKED
+) -> tuple[OnGpu, ...]:
+    """The largest batch on each card, as written.
+
+    Args:
+        trace: compute capability -> the step's timeline on such a card; called once for each capability.
+        gpus: the cards.
+        limit: the largest batch size that is considered.
+    """
+    from vram_guard.budget import Budget
+
+    checked_count("limit", limit)
+    timeline_for = cache(trace)
+    peak_at = cache(lambda capability, size: timeline_for(capability).replay(size).peak_reserved)
+
+    def one(gpu: GPU) -> OnGpu:
+        capability = gpu.compute_capability
+        tier = timeline_for(capability).tier
+        usable = Budget.of(gpu).for_tier(tier).usable
+        known = tier != "formula"  # a lower bound never promises that something fits
+        largest = largest_that_fits(lambda size: peak_at(capability, size) <= usable, limit) if known else 0
+        return OnGpu(gpu, usable, largest, peak_at(capability, max(largest, 1)), known)
+
+    return tuple(map(one, gpus))
