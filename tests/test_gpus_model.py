@@ -50,8 +50,8 @@ def test_a_step_of_the_users_own_on_every_card(tmp_path, monkeypatch, capsys):
     assert len(rows) == len(catalogue())
     timeline = trace(step_named("steps.py:build"), compute_capability=(7, 5))
     card = find_gpu("T4")
-    assert rows["T4"]["largest_batch"] == timeline.max_batch_size(Budget.of(card), limit=2**16)
-    assert rows["T4"]["bytes"] == timeline.replay(rows["T4"]["largest_batch"]).peak_reserved
+    assert rows[card.name]["largest_batch"] == timeline.max_batch_size(Budget.of(card), limit=2**16)
+    assert rows[card.name]["bytes"] == timeline.replay(rows[card.name]["largest_batch"]).peak_reserved
     memory = sorted(rows.values(), key=lambda row: row["usable"])
     assert memory[0]["largest_batch"] <= memory[-1]["largest_batch"]
 
