@@ -40,6 +40,7 @@ def heavy_after(statement: str, *extra_paths: Path) -> set[str]:
     [
         "import vram_guard",
         "import vram_guard.cli",
+        "import vram_guard.pytest_plugin",
         "import vram_guard_lightning",
         "import vram_guard_mmengine",
         "import vram_guard_mmengine.commands",
@@ -92,7 +93,7 @@ def test_every_public_name_is_there() -> None:
     for name in vram_guard.__all__:
         assert getattr(vram_guard, name) is not None
     assert set(vram_guard.__all__) <= set(dir(vram_guard))
-    assert len(vram_guard.__all__) <= 12
+    assert len(vram_guard.__all__) <= 13
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = vram_guard.no_such_name
 

@@ -74,6 +74,7 @@ def test_entry_points(wheel):
     assert "vram-guard = vram_guard.cli:main" in text
     assert "[vram_guard.integrations]\nlightning = vram_guard_lightning\nmmengine = vram_guard_mmengine" in text
     assert "[vram_guard.commands]\nmmengine = vram_guard_mmengine.commands:add" in text
+    assert "[pytest11]\nvram_guard = vram_guard.pytest_plugin" in text
     assert "callbacks_factory" not in text, "installing a package must not add a callback to every Trainer"
 
 

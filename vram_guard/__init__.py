@@ -16,6 +16,7 @@ from vram_guard.plan import Plan, plan
 if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import Budget
+    from vram_guard.check import assert_fits
     from vram_guard.errors import VramGuardError
     from vram_guard.plan.variants import variants
     from vram_guard.simulate import estimate, trace
@@ -33,6 +34,7 @@ __all__ = [
     "TrainingStep",
     "VramGuardError",
     "__version__",
+    "assert_fits",
     "estimate",
     "plan",
     "trace",
@@ -46,6 +48,7 @@ _HOME = {
     "Timeline": "vram_guard.timeline",
     "TrainingStep": "vram_guard.step",
     "VramGuardError": "vram_guard.errors",
+    "assert_fits": "vram_guard.check",
     "estimate": "vram_guard.simulate",
     "trace": "vram_guard.simulate",
     "variants": "vram_guard.plan.variants",

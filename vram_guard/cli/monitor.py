@@ -48,8 +48,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("seconds", nargs="?", type=float, default=0, help=_("how long; 0 (the default): until Ctrl-C"))
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help=_("seconds between two looks (1)"))
+    # Not "gpu": that is a card's name in the settings.
     parser.add_argument(
-        "--gpu", action="append", metavar="N", help=_("only this GPU, as nvidia-smi counts; repeatable")
+        "--gpu", dest="watched", action="append", metavar="N", help=_("only this GPU, as nvidia-smi counts; repeatable")
     )
     parser.add_argument("--csv", metavar="FILE", help=_('write every moment as CSV; "-": to standard output'))
     parser.add_argument("--json", action="store_true", help=_("answer with the summary as JSON"))
@@ -71,7 +72,7 @@ def _monitor(options: argparse.Namespace) -> int:
     with any_sampler() as (sampler, missing), _csv_file(options.csv) as rows:
         if missing:
             print(f"vram-guard: {missing}", file=sys.stderr)
-        chosen = _only(sampler, options.gpu)
+        chosen = _only(sampler, options.watched)
         tell = _telling(options, rows)
         stop = threading.Event()
         with _ending_cleanly(stop):

@@ -1,0 +1,117 @@
+"""A check that fails a build: does this training step still fit?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vram_guard.errors import DoesNotFitError, InvalidInputError
+from vram_guard.step import checked_count
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from vram_guard.allocator import AllocatorSettings
+    from vram_guard.budget import GPU, Budget
+    from vram_guard.step import TrainingStep
+    from vram_guard.timeline import Estimate, Timeline
+
+
+def assert_fits(
+    step: TrainingStep | str,
+    batch_size: int,
+    budget: Budget | str | int | None = None,
+    *,
+    gpu: GPU | str | None = None,
+    margin: float | None = None,
+    settings: AllocatorSettings | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Estimate:
+    """Do nothing where the step fits, else say in an error what it takes, where, and what would fit.
+
+    No GPU is needed, and no memory for the weights: the step is run symbolically.
+
+    Args:
+        step: the training step, or the name of one: ``"package.module:function"``, ``"train.py:function"``.
+        batch_size: samples per micro-batch.
+        budget: what PyTorch's allocator may reserve: "24GiB", bytes, a Budget.
+        gpu: a whole card by name; with neither, the device at hand.
+        margin: the share of the budget to leave free; None: the default.
+        settings: the allocator's settings; None: those of the environment.
+        arguments: for the function that a name stands for.
+
+    Returns:
+        The estimate, for checks of one's own.
+
+    Raises:
+        DoesNotFitError: it does not fit, or is not known to fit.
+        InvalidInputError: an argument makes no sense; before anything is traced.
+        NoDeviceError: no budget, no GPU name and no GPU here.
+    """
+    estimate, timeline, held_against = checked(
+        step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments
+    )
+    raise_unless_it_fits(estimate, timeline, held_against, settings)
+    return estimate
+
+
+def checked(
+    step: TrainingStep | str,
+    batch_size: int,
+    budget: Budget | str | int | None = None,
+    *,
+    gpu: GPU | str | None = None,
+    margin: float | None = None,
+    settings: AllocatorSettings | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[Estimate, Timeline, Budget]:
+    """What :func:`assert_fits` judges: the estimate, what it was read from, and the budget for its tier."""
+    from vram_guard.allocator import AllocatorSettings
+    from vram_guard.budget import Budget
+    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
+    from vram_guard.step import TrainingStep
+
+    size = checked_count("batch_size", batch_size)
+    resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
+    if isinstance(step, str):
+        from vram_guard.capture.named import step_named
+
+        step = step_named(step, arguments)
+    if not isinstance(step, TrainingStep):
+        raise InvalidInputError(f"step must be a TrainingStep or the name of one, not {type(step).__name__}")
+    from vram_guard.simulate import trace
+
+    timeline = trace(step, compute_capability=resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
+    return estimate, timeline, resolved.for_tier(estimate.tier)
+
+
+def raise_unless_it_fits(
+    estimate: Estimate, timeline: Timeline, budget: Budget, settings: AllocatorSettings | None = None
+) -> None:
+    """Raise what :func:`assert_fits` raises.
+
+    Raises:
+        DoesNotFitError: the estimate is above the budget's usable bytes, or only a lower bound.
+    """
+    from vram_guard.report.as_json import fits
+
+    if fits(estimate, budget):
+        return
+    peak, usable = estimate.peak_reserved, budget.usable
+    if peak > usable:
+        verdict = f"{format_bytes(peak)} needed, {format_bytes(peak - usable)} too much"
+    else:
+        verdict = f"at least {format_bytes(peak)} needed: the step could not be followed to its end"
+    largest = [(name.replace("_", " "), size) for name, size in estimate.breakdown.items() if size]
+    largest.sort(key=lambda one: -one[1])
+    place = (estimate.peak_phase.name, estimate.peak_module, estimate.peak_source, estimate.peak_operator)
+    lines = [
+        f"batch size {estimate.batch_size} does not fit: {verdict}.",
+        f"  budget: {budget.explain()}",
+        f"  at the peak: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest[:4])}",
+        f"  the peak is in: {', '.join(part for part in place if part)}",
+        f"  the largest batch size that fits: {timeline.max_batch_size(budget, settings=settings) or 'none'}",
+    ]
+    raise DoesNotFitError("\n".join(lines))
