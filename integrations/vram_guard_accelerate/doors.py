@@ -105,9 +105,13 @@ def _made(run: DryRun, original: Any) -> Any:
 
 
 def _after_imports(original: Any) -> Any:
-    def made(*args: Any, **kwargs: Any) -> None:
+    def made(self: Any, _cpu: bool = False, **kwargs: Any) -> None:  # noqa: FBT002 - accelerate's own signature
         before.begin()
-        original(*args, **kwargs)
+        kwargs.pop("cpu", None)
+        asker = sys._getframe(1).f_locals.get("self")  # noqa: SLF001 - TrainingArguments asks, and looks again after
+        if hasattr(asker, "use_cpu"):
+            asker.use_cpu = False
+        original(self, False, **kwargs)  # noqa: FBT003 - planned for the GPU, wherever it will run
 
     return made
 

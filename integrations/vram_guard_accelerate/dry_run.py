@@ -230,6 +230,7 @@ class DryRun:
         from vram_guard.techniques import install
         from vram_guard_accelerate import technique
 
+        assert self.following is not None
         step = task.step
         if step.precision != self.precision:
             technique.set_precision(self.accelerator, ACCELERATES[step.precision])
@@ -237,7 +238,12 @@ class DryRun:
         technique.set_optimizers(self.accelerator, step.recipe)
         if step.slices > 1:
             technique.set_slices(
-                self.accelerator, self.models, step.slices * task.batch_size, task.batch_size, at_most=SLICES
+                self.accelerator,
+                self.models,
+                step.slices * task.batch_size,
+                task.batch_size,
+                at_most=SLICES,
+                on_slice=self.following.forward_begins,
             )
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -367,10 +373,11 @@ def place_in_script(frame: Any) -> str:
 
 
 def _place_of(error: BaseException, script_name: str) -> str:
+    own = Path(script_name).resolve()
     lines = [
         f"{Path(entry.filename).name}, line {entry.lineno}"
         for entry in traceback.extract_tb(error.__traceback__)
-        if _is_users(entry.filename) or Path(entry.filename).name == Path(script_name).name
+        if _is_users(entry.filename) or Path(entry.filename).resolve() == own
     ]
     return f" ({lines[-1]})" if lines else ""
 

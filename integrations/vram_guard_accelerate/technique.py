@@ -49,11 +49,19 @@ def set_precision(accelerator: Any, precision: str) -> None:
 
 
 def set_slices(
-    accelerator: Any, models: list[nn.Module], batch_size: int, micro_batch_size: int, *, at_most: int | None = None
+    accelerator: Any,
+    models: list[nn.Module],
+    batch_size: int,
+    micro_batch_size: int,
+    *,
+    at_most: int | None = None,
+    on_slice: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Every trained model works in slices of so many samples; the function that undoes it."""
     undo = [
-        slice_forward(model, batch_size, micro_batch_size, scale=_scale_of(accelerator), at_most=at_most)
+        slice_forward(
+            model, batch_size, micro_batch_size, scale=_scale_of(accelerator), at_most=at_most, on_slice=on_slice
+        )
         for model in models
         if any(parameter.requires_grad for parameter in model.parameters())
     ]

@@ -44,6 +44,7 @@ def slice_forward(
     *,
     scale: Callable[[], float] = lambda: 1.0,
     at_most: int | None = None,
+    on_slice: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """From now on, ``model`` trains on slices of ``micro_batch_size`` samples; evaluation is as before.
 
@@ -53,13 +54,14 @@ def slice_forward(
         micro_batch_size: samples of a slice, at most.
         scale: the factor by which losses are scaled in float16 (``GradScaler.get_scale``).
         at_most: run so many slices and take the others for done: for traces, where one is like another.
+        on_slice: called before the forward of each slice.
 
     Returns:
         A function that takes it off again.
     """
     before = vars(model).get("forward")
     splitter = Splitter(batch_size, micro_batch_size)
-    vars(model)["forward"] = SlicedForward(model, model.forward, splitter, scale, at_most)
+    vars(model)["forward"] = SlicedForward(model, model.forward, splitter, scale, at_most, on_slice)
 
     def undo() -> None:
         vars(model).pop("forward", None)
@@ -79,6 +81,7 @@ class SlicedForward:
         splitter: Splitter,
         scale: Callable[[], float],
         at_most: int | None,
+        on_slice: Callable[[], None],
     ) -> None:
         self.model = model
         self.as_written = as_written
@@ -86,6 +89,7 @@ class SlicedForward:
         self.splitter = splitter
         self.scale = scale
         self.at_most = at_most
+        self.on_slice = on_slice
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
@@ -180,6 +184,7 @@ class _Run:
 
     def _call(self, leaves: list[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        self._owner.on_slice()
         return self._owner.as_written(*args, **kwargs)
 
     def _leaves_of(self, part: MicroBatch) -> list[Any]:
@@ -334,8 +339,9 @@ def _mapped(out: Any, function: Callable[[Any], Any]) -> Any:
         items = {key: function(value) for key, value in out.items()}
         if type(out) is dict:
             return items
-        kind: Any = type(out)  # ModelOutput and its kin are mappings that are made by keywords
-        return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)
+        by_keywords = hasattr(out, "__dataclass_fields__")  # ModelOutput and its kin
+        kind: Any = type(out)
+        return kind(**items) if by_keywords else kind(items)
     if isinstance(out, tuple) and hasattr(out, "_fields"):
         return type(out)(*(function(part) for part in out))
     if isinstance(out, (list, tuple)):

@@ -67,7 +67,8 @@ class Following:
         set_stance = getattr(torch.compiler, "set_stance", None)
         if set_stance is not None:
             enter(set_stance("force_eager"))
-        enter(replaced(torch.autograd, {"backward": self._told_of_backward(torch.autograd.backward)}))
+        doors = {name: self._told_of_backward(getattr(torch.autograd, name)) for name in ("backward", "grad")}
+        enter(replaced(torch.autograd, doors))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         gc.collect()
@@ -144,6 +145,10 @@ class Following:
         return backward
 
     def _before_forward(self, *_args: Any) -> None:
+        self.forward_begins()
+
+    def forward_begins(self) -> None:
+        """A forward of a model, or of a slice of its batch, begins."""
         if self.recorder.phases[-1].name in ("backward", "optimizer"):
             self.recorder.phase("forward", self.steps + 1)
 

@@ -1,0 +1,43 @@
+"""A script over Transformers' Trainer, its arguments read by HfArgumentParser."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+
+@dataclass
+class Own:
+    out: str = ""
+    samples: int = 40
+
+
+class Rates(TrainerCallback):
+    def __init__(self):
+        self.rates = []
+
+    def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+
+
+def main():
+    own, training = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclasses()
+    set_seed(0)
+    config = GPT2Config(
+        n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=256, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 64, (own.samples, 256), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row.clone()} for row in tokens]
+    rates = Rates()
+    trainer = Trainer(model=model, args=training, train_dataset=data, callbacks=[rates])
+    trainer.train()
+    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    found = {"processes": trainer.accelerator.num_processes, "precision": trainer.accelerator.mixed_precision}
+    if trainer.accelerator.is_main_process:
+        torch.save({**found, "weights": [weights], "rates": rates.rates, "steps": trainer.state.global_step}, own.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The training loops that people write with Accelerate, one function each; run with the name of one."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import set_seed
+from common import Network, WithLoss, dataset, weights, write
+from torch import nn
+from torch.utils.data import DataLoader
+
+EPOCHS = 2
+
+
+def loop(options, accelerator, *, model=None, loss_of=None, clip=False):
+    """A loop without accumulation, as most scripts have it; what it came to."""
+    set_seed(0)
+    model = (model or Network)()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size, shuffle=True)
+    total = accelerator.num_processes * EPOCHS * len(loader)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=total)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    loss_of = loss_of or (lambda model, x, y: nn.functional.cross_entropy(model(x), y))
+    rates, losses, sizes, norms = [], [], [], []
+    for _ in range(EPOCHS):
+        model.train()
+        for step, (x, y) in enumerate(loader):
+            loss = loss_of(model, x, y)
+            accelerator.backward(loss)
+            if clip:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(scheduler.get_last_lr()[0])
+            losses.append(loss.item())
+            sizes.append(len(x))
+            if step % 2 == 0:
+                accelerator.print("step", step, losses[-1])
+        model.eval()
+        with torch.no_grad():
+            for x, y in DataLoader(dataset(8), batch_size=4):
+                accelerator.gather(torch.as_tensor(len(model(x.to(accelerator.device))), device=accelerator.device))
+    return {
+        "weights": weights(accelerator, model),
+        "rates": rates,
+        "losses": losses,
+        "sizes": sizes,
+        "norms": norms,
+        "length": len(loader),
+    }
+
+
+def plain(options):
+    accelerator = Accelerator()
+    write(accelerator, options.out, **loop(options, accelerator))
+
+
+def clipping(options):
+    """The model returns its loss; gradients are clipped; an evaluation stands before the training."""
+    accelerator = Accelerator()
+    accelerator.init_trackers("never", config={})
+
+    def loss_of(model, x, y):
+        return model(x, labels=y)["loss"]
+
+    write(accelerator, options.out, **loop(options, accelerator, model=WithLoss, loss_of=loss_of, clip=True))
+
+
+def accumulate(options):
+    """``accumulate()``, progress counted in optimizer steps, checkpoints, a limit of steps, resuming."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    set_seed(0)
+    model = WithLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size, shuffle=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    evaluate(accelerator, model)
+    if options.resume:
+        accelerator.load_state(options.resume)
+    model.train()
+    rates, done, total = [], 0, 0.0
+    while done < options.steps:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = model(x, labels=y)["loss"]
+                total += loss.detach().float()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+                rates.append(scheduler.get_last_lr()[0])
+                if options.checkpoints:
+                    accelerator.save_state(os.path.join(options.checkpoints, f"step_{done}"))
+                if done == options.steps:
+                    break
+    write(accelerator, options.out, weights=weights(accelerator, model), rates=rates, losses=[float(total)])
+
+
+def evaluate(accelerator, model):
+    model.eval()
+    seen = 0
+    for x, y in accelerator.prepare(DataLoader(dataset(64), batch_size=4)):
+        with torch.no_grad():
+            logits = model(x, labels=y)["logits"]
+        predicted, known = accelerator.gather_for_metrics((logits.argmax(-1), y))
+        seen += (predicted == known).sum().item()
+    return seen
+
+
+def modulo(options):
+    """Accumulation by hand: the loop counts its own batches, and divides by its own number."""
+    accelerator = Accelerator()
+    set_seed(0)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    steps = 0
+    for step, (x, y) in enumerate(loader):
+        accelerator.backward(nn.functional.cross_entropy(model(x), y) / 2)
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    write(accelerator, options.out, weights=weights(accelerator, model), rates=[], steps=steps)
+
+
+def adversarial(options):
+    """Two models, two optimizers, and the gradient of one model's output through the other."""
+    accelerator = Accelerator()
+    set_seed(0)
+    generator, critic = Network(classes=4), Network(classes=1)
+    one = torch.optim.Adam(generator.parameters(), lr=1e-3)
+    two = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size, shuffle=True)
+    generator, critic, one, two, loader = accelerator.prepare(generator, critic, one, two, loader)
+    truth = nn.functional.binary_cross_entropy_with_logits
+    for x, _ in loader:
+        made = generator(x)[:, None, :].expand(-1, 8, -1)
+        real, fake = critic(x[:, :8]), critic(made.detach())
+        accelerator.backward(truth(real, torch.ones_like(real)) + truth(fake, torch.zeros_like(fake)))
+        two.step()
+        two.zero_grad()
+        fake = critic(made)
+        accelerator.backward(truth(fake, torch.ones_like(fake)))
+        one.step()
+        one.zero_grad()
+        two.zero_grad()
+    write(accelerator, options.out, weights=weights(accelerator, generator, critic), rates=[])
+
+
+def writes(options):
+    """Everything that leaves something behind: the dry run must not."""
+    folder = Path(options.out)
+    accelerator = Accelerator(project_dir=folder)
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.init_trackers("tracked", config={})
+    for number, (x, y) in enumerate(loader):
+        os.makedirs(folder / "checkpoints", exist_ok=True)
+        accelerator.save_state(folder / "checkpoints" / "first")
+        torch.save(model.state_dict(), folder / "model.pt")
+        (folder / "notes.txt").write_text("trained")
+        with (folder / "log.txt").open("a") as log:
+            log.write(f"{number}\n")
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()})
+        (folder / "kept.txt").unlink()
+    accelerator.save_model(model, folder / "final")
+    accelerator.end_training()
+
+
+def drifting(options):
+    accelerator = Accelerator()
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(dataset(8), batch_size=4))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True):
+        pass
+
+
+def asks(options):
+    input("Continue? ")
+
+
+def never(options):
+    accelerator = Accelerator()
+    accelerator.prepare(Network(), DataLoader(dataset(8), batch_size=4))
+
+
+def stepless(options):
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(Network(), DataLoader(dataset(8), batch_size=4))
+    for number, (x, y) in enumerate(loader):
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        if number == 3:
+            return
+
+
+def fails(options):
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(Network(), DataLoader(dataset(8), batch_size=4))
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y[:-1])
+
+
+def spawns(options):
+    torch.multiprocessing.spawn(print, nprocs=2)
+
+
+def waits(options):
+    """For a signal: says that it is there, then trains for a long time."""
+    accelerator = Accelerator()
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(100_000):
+        for x, y in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            Path(options.out).write_text(str(os.getpid()))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("loop")
+    parser.add_argument("--out")
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--checkpoints")
+    parser.add_argument("--resume")
+    options = parser.parse_args()
+    globals()[options.loop](options)
+
+
+if __name__ == "__main__":
+    main()
