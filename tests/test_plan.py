@@ -290,6 +290,7 @@ def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> Non
         Recipe(optimizer="8bit"),
         Recipe(optimizer_on_host=True, checkpoint=blocks[:1]),
         Recipe(parameters_on_host=blocks),
+        Recipe(parameters_on_host=blocks[:3]),
     )
     floors = []
     for recipe in recipes:

@@ -147,7 +147,23 @@ class Costing:
         treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
         saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())
         # From the second micro-batch on, the gradients of those before are there.
-        return self._state(option, gradients=option.splits * self._accumulate > 1) + saved
+        state = self._state(option, gradients=option.splits * self._accumulate > 1)
+        return state + saved + self._gathered(option)
+
+    def _gathered(self, option: Option) -> int:
+        """Weights that FSDP2 leaves on the GPU after the forward pass: those of the root, which backward needs first.
+
+        ``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``, ``_lazy_init``.
+        """
+        units = option.recipe.parameters_on_host
+        if not units or "" in units:
+            return 0
+        shortened = option.precision.startswith("bf16")
+        return sum(
+            parameter.numel() * (2 if shortened else parameter.element_size())
+            for path, parameter in self._traces.model.named_parameters()
+            if not any(path.startswith(unit + ".") for unit in units)
+        )
 
     def _state(self, option: Option, *, gradients: bool) -> int:
         recipe, static = option.recipe, self._static
