@@ -32,7 +32,7 @@ def why_not(runner: Any) -> str:
     """Why this training cannot be taken through an out-of-memory error; "" where it can. Before it is built."""
     if runner.world_size == 1:
         return ""
-    if any("SyncBatchNorm" in type(part).__name__ for part in runner.model.modules()):
+    if runner.cfg.get("sync_bn") or any("SyncBatchNorm" in type(part).__name__ for part in runner.model.modules()):
         return "synchronised batch normalisation makes the ranks wait for each other inside forward and backward"
     if not torch.distributed.is_gloo_available():
         return "this build of torch has no gloo, over which the ranks would settle what to do"

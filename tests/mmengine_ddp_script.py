@@ -1,0 +1,88 @@
+"""One of two processes under MMEngine's launcher (gloo, CPU). Run by test_mmengine_configs.py, once per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")
+import vram_guard_mmengine  # noqa: E402
+
+vram_guard_mmengine.GuardRunner  # noqa: B018 - imports MMEngine
+import mmengine_cases as cases  # noqa: E402
+import oom_cases  # noqa: E402
+import torch  # noqa: E402
+from mmengine.registry import MODELS  # noqa: E402
+
+RANK = int(os.environ["RANK"])
+
+
+@MODELS.register_module()
+class BreaksOnRankOne(cases.SmallClassifier):
+    """Out of memory in one forward of rank 1, while micro-batches are larger than 2."""
+
+    breaks = False
+    forwards = 0
+
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.breaks
+        if RANK == 1 and self.training and self.forwards == 3 and len(inputs) > 2:
+            raise oom_cases.no_memory()
+        return super().scores(inputs)
+
+
+class Breaking(cases.Hook):
+    """From now on it breaks."""
+
+    def before_train(self, runner: Any) -> None:
+        runner.model.module.breaks = True
+
+
+def train(root: Path, name: str, **changes: Any) -> Any:
+    cfg = cases.load(root, "small.py", root.parent / name, **changes)
+    cfg.merge_from_dict({
+        "train_dataloader.dataset.size": 64, "val_dataloader.dataset.size": 16, "train_cfg.max_epochs": 2,
+        "param_scheduler.0.end": 1, "param_scheduler.1.begin": 1, "param_scheduler.1.end": 2,
+        "env_cfg.dist_cfg.backend": "gloo",
+    })  # fmt: skip
+    cfg.launcher = "pytorch"
+    cfg.model_wrapper_cfg = {"type": "MMDistributedDataParallel", "device_ids": None}  # else a GPU
+    runner = cases.build(cfg)
+    if "breaking" in name:
+        runner.register_hook(Breaking())
+    runner.train()
+    return runner
+
+
+def main() -> None:
+    """Plain, split, and broken on one rank."""
+    folder = Path(sys.argv[1])
+    torch.distributed.init_process_group("gloo")  # MMEngine's launcher asks for a GPU before it does so
+    root = folder / f"configs{RANK}"
+    cases.write_configs(root, cases.MMPRETRAIN)
+    plain = train(root, "plain")
+    # The second process has less memory: what it can hold is what both do.
+    settings = {"margin": 0, "allow": ["accumulate"], "budget": "1GiB"}
+    guarded = {"runner_type": "vram_guard_mmengine.GuardRunner"}
+    probe = train(root, "probe", **guarded, vram_guard=settings)
+    peak = cases.guard(probe).plan.before.peak_reserved
+    small = {**settings, "budget": peak - 1 if RANK == 1 else "1GiB"}
+    split = train(root, "split", **guarded, vram_guard=small)
+    # One micro-batch breaks: nobody waits for ever, and nothing is lost.
+    broken = train(
+        root, "breaking", **guarded, vram_guard={**settings, "recover": True}, **{"model.type": "BreaksOnRankOne"}
+    )
+    answer = {
+        "splits": cases.guard(split).plan.splits,
+        "difference": float((cases.weights(split) - cases.weights(plain)).abs().max()),
+        "recovered": float((cases.weights(broken) - cases.weights(plain)).abs().max()),
+    }
+    (folder / f"{RANK}.json").write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
