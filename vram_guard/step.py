@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -32,13 +33,19 @@ def checked_count(name: str, value: object) -> int:
         InvalidInputError: for bool, float, NaN, zero, negative or absurdly large values.
     """
     if isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be a whole number of at least 1, not {value!r}")
+        raise InvalidInputError(
+            _("{name} must be a whole number of at least 1, not {value}", name=name, value=repr(value))
+        )
     try:
         count = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidInputError(f"{name} must be a whole number of at least 1, not {value!r}") from None
+        raise InvalidInputError(
+            _("{name} must be a whole number of at least 1, not {value}", name=name, value=repr(value))
+        ) from None
     if not 1 <= count <= LARGEST_BATCH:
-        raise InvalidInputError(f"{name} must be between 1 and {LARGEST_BATCH}, not {count}")
+        raise InvalidInputError(
+            _("{name} must be between 1 and {most}, not {value}", name=name, most=LARGEST_BATCH, value=count)
+        )
     return count
 
 

@@ -7,6 +7,7 @@ import re
 from fractions import Fraction
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _, marked
 
 #: Decimal prefixes are powers of 1000 and binary ones powers of 1024 (IEC 80000-13), so "24GB" and
 #: "24GiB" differ by 7%: enough to turn "fits" into an out-of-memory error. Keys are lower case.
@@ -28,7 +29,7 @@ LARGEST_BYTES = 2**63 - 1
 # At most 30 digits each side: far beyond LARGEST_BYTES, and no input can make the arithmetic slow.
 # [0-9] rather than \d, which takes every Unicode digit.
 _AMOUNT = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)")
-_ADVICE = 'write for instance "24GiB", "110MiB", "24GB" or a whole number of bytes'
+_ADVICE = marked('write for instance "24GiB", "110MiB", "24GB" or a whole number of bytes')
 
 
 def parse_bytes(value: str | int, name: str = "budget") -> int:
@@ -48,9 +49,9 @@ def parse_bytes(value: str | int, name: str = "budget") -> int:
     """
     count = _from_text(value, name) if isinstance(value, str) else _from_number(value, name)
     if count < 1:
-        raise InvalidInputError(f"{name} must be at least one byte, not {_shown(value)}: {_ADVICE}")
+        raise InvalidInputError(_("{name} must be at least one byte, not {value}: {advice}", **_said(name, value)))
     if count > LARGEST_BYTES:
-        raise InvalidInputError(f"{name} must be below 2**63 bytes, not {_shown(value)}: {_ADVICE}")
+        raise InvalidInputError(_("{name} must be below 2**63 bytes, not {value}: {advice}", **_said(name, value)))
     return count
 
 
@@ -70,13 +71,16 @@ def format_bytes(count: int) -> str:
 def _from_text(text: str, name: str) -> int:
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
-        raise InvalidInputError(f"{name}={_shown(text)} is not an amount of memory: {_ADVICE}")
+        raise InvalidInputError(_("{name}={value} is not an amount of memory: {advice}", **_said(name, text)))
     number, unit = match.group(1), match.group(2).lower()
     if not unit and "." in number:
-        raise InvalidInputError(f"{name}={_shown(text)} has no unit: {_ADVICE}")
+        raise InvalidInputError(_("{name}={value} has no unit: {advice}", **_said(name, text)))
     if unit and unit not in BYTES_PER_UNIT:
         raise InvalidInputError(
-            f"{name}={_shown(text)} has a unit other than B, kB, MB, GB, TB, KiB, MiB, GiB and TiB: {_ADVICE}"
+            _(
+                "{name}={value} has a unit other than B, kB, MB, GB, TB, KiB, MiB, GiB and TiB: {advice}",
+                **_said(name, text),
+            )
         )
     # int() and not round(): a budget must never come out larger than what was written.
     return int(Fraction(number) * BYTES_PER_UNIT[unit or "b"])
@@ -84,14 +88,21 @@ def _from_text(text: str, name: str) -> int:
 
 def _from_number(value: object, name: str) -> int:
     if isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be an amount of memory, not {value!r}: {_ADVICE}")
+        raise InvalidInputError(_("{name} must be an amount of memory, not {value}: {advice}", **_said(name, value)))
     if isinstance(value, float):
         # 24.0 could mean bytes or GiB, and 1e9 has no unit either: refused rather than guessed.
-        raise InvalidInputError(f"{name}={value!r} has no unit: {_ADVICE}")
+        raise InvalidInputError(_("{name}={value} has no unit: {advice}", **_said(name, value)))
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidInputError(f"{name} must be an amount of memory, not {_shown(value)}: {_ADVICE}") from None
+        raise InvalidInputError(
+            _("{name} must be an amount of memory, not {value}: {advice}", **_said(name, value))
+        ) from None
+
+
+def _said(name: str, value: object) -> dict[str, str]:
+    """What every message about an amount names."""
+    return {"name": name, "value": _shown(value), "advice": _(_ADVICE)}
 
 
 def _shown(value: object, longest: int = 60) -> str:

@@ -13,6 +13,7 @@ from vram_guard.budget.device import DeviceMemory, GpuProcess, cuda_ordinal
 from vram_guard.budget.margins import measured_margin
 from vram_guard.budget.names import form_of
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.units import format_bytes, parse_bytes
 
 #: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
@@ -113,7 +114,7 @@ class Budget:
             DeviceQueryError: neither is given and the GPU here cannot be read.
         """
         if device is not None and not (budget is None and gpu is None):
-            raise InvalidInputError("give either device (what is free there) or budget and gpu, not both")
+            raise InvalidInputError(_("give either device (what is free there) or budget and gpu, not both"))
         card = gpu if gpu is None or isinstance(gpu, GPU) else find_gpu(gpu)
         if budget is not None:
             amount = cls.of(budget, margin)
@@ -134,19 +135,22 @@ class Budget:
 
     def explain(self) -> str:
         """One line: the usable amount, where it comes from and what was taken off."""
-        parts = [f"{format_bytes(self.usable)} usable"]
+        total = format_bytes(self.total)
+        parts = [_("{amount} usable", amount=format_bytes(self.usable))]
         if self.free is None:
-            parts.append(f"{format_bytes(self.total)} ({self.source})")
+            parts.append(f"{total} ({self.source})")
         else:
-            parts.append(f"{format_bytes(self.free)} free of {format_bytes(self.total)} ({self.source})")
+            free = format_bytes(self.free)
+            parts.append(_("{free} free of {total} ({source})", free=free, total=total, source=self.source))
         if self.driver_reserved:
-            parts.append(f"less {format_bytes(self.driver_reserved)} kept by the driver")
+            parts.append(_("less {amount} kept by the driver", amount=format_bytes(self.driver_reserved)))
         if self.context:
-            parts.append(f"less {format_bytes(self.context)} for the CUDA context (estimate)")
+            parts.append(_("less {amount} for the CUDA context (estimate)", amount=format_bytes(self.context)))
         origin = f" ({self.margin_source})" if self.margin_source else ""
-        parts.append(f"less a margin of {100 * self.margin:.4g}%{origin}")
+        parts.append(_("less a margin of {share}", share=f"{100 * self.margin:.4g}%{origin}"))
         if self.processes:
-            parts.append("other processes: " + ", ".join(map(_described, self.processes)))
+            described = ", ".join(map(_described, self.processes))
+            parts.append(_("other processes: {processes}", processes=described))
         return "; ".join([*parts, *self.notes])
 
     def on_card(self, gpu: GPU) -> Budget:
@@ -156,18 +160,24 @@ class Budget:
             InvalidInputError: the budget is for another card, or larger than this one.
         """
         if self.gpu is not None and self.gpu != gpu:
-            raise InvalidInputError(f"budget is for {self.gpu.name} and gpu says {gpu.name}: give one of them")
+            raise InvalidInputError(
+                _("budget is for {name} and gpu says {other}: give one of them", name=self.gpu.name, other=gpu.name)
+            )
         if self.total > gpu.nominal_gb * 2**30:
             raise InvalidInputError(
-                f"budget is {format_bytes(self.total)}, more than {gpu.name} has ({gpu.nominal_gb} GiB): "
-                "lower it, or leave gpu out"
+                _(
+                    "budget is {amount}, more than {name} has ({size} GiB): lower it, or leave gpu out",
+                    amount=format_bytes(self.total),
+                    name=gpu.name,
+                    size=gpu.nominal_gb,
+                )
             )
         known = replace(self, gpu=gpu, compute_capability=gpu.compute_capability)
         most = _of_card(gpu, self.margin).available
         if self.available <= most:
             return known
         # "24GiB" of a 24 GiB card: the driver and the context have their part of it all the same.
-        note = f"{gpu.name} leaves PyTorch at most {format_bytes(most)}"
+        note = _("{name} leaves PyTorch at most {amount}", name=gpu.name, amount=format_bytes(most))
         return replace(known, available=most, notes=(*self.notes, note))
 
 
@@ -178,10 +188,12 @@ def checked_margin(margin: object) -> float:
         InvalidInputError: for bool, text, NaN, negative numbers and 1 or more (5 for 5% is a slip).
     """
     if isinstance(margin, bool) or not isinstance(margin, Real):
-        raise InvalidInputError(f"margin must be a fraction such as 0.05, not {margin!r}")
+        raise InvalidInputError(_("margin must be a fraction such as 0.05, not {value}", value=repr(margin)))
     fraction = float(margin)
     if not 0 <= fraction < 1:  # true for NaN as well
-        raise InvalidInputError(f"margin must be a fraction of at least 0 and below 1 (0.05 for 5%), not {margin!r}")
+        raise InvalidInputError(
+            _("margin must be a fraction of at least 0 and below 1 (0.05 for 5%), not {value}", value=repr(margin))
+        )
     return fraction
 
 
@@ -201,7 +213,14 @@ def _names_a_card(text: str) -> bool:
     """
     if text.strip().isdigit() and _is_known(text):
         name = find_gpu(text).name
-        raise InvalidInputError(f'budget={text!r} is {text.strip()} bytes; for the card write "{name}"')
+        raise InvalidInputError(
+            _(
+                'budget={text} is {count} bytes; for the card write "{name}"',
+                text=repr(text),
+                count=text.strip(),
+                name=name,
+            )
+        )
     try:
         parse_bytes(text)
     except InvalidInputError:
@@ -273,9 +292,9 @@ def _left(memory: DeviceMemory, use: torch_cuda.TorchUse | None, gpu: GPU | None
     available = min(use.free + use.reserved, memory.total)
     if use.cap is None or use.cap >= available:
         return 0, available, ()
-    return 0, use.cap, (f"torch's memory fraction allows {format_bytes(use.cap)}",)
+    return 0, use.cap, (_("torch's memory fraction allows {amount}", amount=format_bytes(use.cap)),)
 
 
 def _described(process: GpuProcess) -> str:
-    held = "an unknown amount" if process.bytes is None else format_bytes(process.bytes)
-    return f"{process.name} (pid {process.pid}) holds {held}"
+    held = _("an unknown amount") if process.bytes is None else format_bytes(process.bytes)
+    return _("{name} (pid {pid}) holds {amount}", name=process.name, pid=process.pid, amount=held)

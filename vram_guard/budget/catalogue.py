@@ -20,6 +20,7 @@ from typing import Any
 
 from vram_guard.budget.names import Form, differences, form_of, nearest_names
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 #: Useful gigatransfers a second and lane by PCI Express generation, times 128b/130b coding, over 8 bits
 #: (PCI Express base specifications 3.0, 4.0, 5.0), in bytes a second and lane in one direction.
@@ -248,8 +249,13 @@ def _closest(wanted: Form) -> list[GPU]:
 
 def _unknown(name: str) -> str:
     nearest = nearest_names(name, [gpu.name for gpu in _catalogue()])
-    hint = f" Did you mean {' or '.join(repr(near) for near in nearest)}?" if nearest else ""
-    return (
-        f"GPU {name[:60]!r} is not in the catalogue.{hint} A GPU that is not listed can be given by its "
-        'memory: budget="24GiB".'
+    hint = ""
+    if nearest:
+        either = _(" or ").join(repr(near) for near in nearest)
+        hint = " " + _("Did you mean {names}?", names=either)
+    return _(
+        "GPU {name} is not in the catalogue.{hint} A GPU that is not listed can be given by its memory: "
+        'budget="24GiB".',
+        name=repr(name[:60]),
+        hint=hint,
     )

@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
+from vram_guard.language import _
+
 #: The tier that is meant where none is known yet.
 USUAL_TIER = "symbolic"
 
@@ -32,7 +34,13 @@ class MeasuredMargin(NamedTuple):
     @property
     def source(self) -> str:
         """In one line: what the number is."""
-        return f"{self.quantile:.0%} of {self.rows} measured runs need no more: {self.tier}, {self.made}"
+        return _(
+            "{share} of {count} measured runs need no more: {tier}, {date}",
+            share=f"{self.quantile:.0%}",
+            count=self.rows,
+            tier=self.tier,
+            date=self.made,
+        )
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
+from vram_guard.language import _
 from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.options import Option, Request
@@ -143,7 +144,7 @@ def _precisions(
     precision: str, techniques: frozenset[str], capability: tuple[int, int] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The precisions to choose from, the step's own first, and why they are those."""
-    mixed, why = None, "Mixed precision was not allowed."
+    mixed, why = None, _("Mixed precision was not allowed.")
     if "precision" in techniques:
         mixed, why = mixed_precision(precision, capability)
     half = half_precision(precision, capability) if "half" in techniques else None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _
 from vram_guard.plan.activations import activation_bytes
 from vram_guard.plan.cost import (
     forward_seconds_by_module,
@@ -134,8 +135,8 @@ class Costing:
         """What is alive on the GPU when the optimizer steps, or when a forward pass of the second step ends."""
         stepping, waiting = self._when_stepping(option), self._when_forward_ends(option)
         if waiting > stepping:
-            return Floor(waiting, "weights, optimizer states and what waits for the backward pass")
-        return Floor(stepping, "weights, gradients and optimizer states")
+            return Floor(waiting, _("weights, optimizer states and what waits for the backward pass"))
+        return Floor(stepping, _("weights, gradients and optimizer states"))
 
     def _when_stepping(self, option: Option) -> int:
         return self._state(option, gradients=True)

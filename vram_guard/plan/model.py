@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vram_guard.plan.words import offload_words, ranges
+from vram_guard.language import _
+from vram_guard.plan.words import offload_words, optimizer_words, ranges
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
@@ -95,15 +96,15 @@ class Plan:
     def changes(self) -> tuple[tuple[str, str, str], ...]:
         """What differs from the step as written: (name, before, after)."""
         sizes = (
-            ("precision", self.precision_before, self.precision),
-            ("batch size", str(self.batch_size_before), str(self.batch_size)),
-            ("micro-batch size", str(self.batch_size), str(self.micro_batch_size)),
-            ("micro-batches per optimizer step", str(self.accumulate_before), str(self.accumulate)),
-            ("effective batch size", str(self.effective_batch_size_before), str(self.effective_batch_size)),
-            ("learning rates", "x 1", f"x {self.learning_rate_factor:g}"),
-            ("checkpointed modules", "none", ranges(self.checkpointed_modules) or "none"),
-            ("on the host", "nothing", ", ".join(self.offload) or "nothing"),
-            ("optimizer", "as written", self.recipe.optimizer.replace("-", " ")),
+            (_("precision"), self.precision_before, self.precision),
+            (_("batch size"), str(self.batch_size_before), str(self.batch_size)),
+            (_("micro-batch size"), str(self.batch_size), str(self.micro_batch_size)),
+            (_("micro-batches per optimizer step"), str(self.accumulate_before), str(self.accumulate)),
+            (_("effective batch size"), str(self.effective_batch_size_before), str(self.effective_batch_size)),
+            (_("learning rates"), "x 1", f"x {self.learning_rate_factor:g}"),
+            (_("checkpointed modules"), _("none"), ranges(self.checkpointed_modules) or _("none")),
+            (_("on the host"), _("nothing"), ", ".join(self.offload) or _("nothing")),
+            (_("optimizer"), _("as written"), optimizer_words(self.recipe)),
         )
         return tuple(change for change in sizes if change[1] != change[2])
 
@@ -116,12 +117,14 @@ class Plan:
     def explain(self) -> str:
         """The plan in plain words, several lines: verdict, changes, reasons, what was rejected."""
         lines = [self._verdict(), ""]
-        lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or ["  nothing changes"]
+        lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or [
+            "  " + _("nothing changes")
+        ]
         if self.slowdown is not None and self.changed:
-            lines.append(f"  step time, modelled: x {self.slowdown:.2f}")
-        lines += ["", "Why:", *(f"  - {reason}" for reason in self.reasons)]
+            lines.append("  " + _("step time, modelled: x {factor}", factor=f"{self.slowdown:.2f}"))
+        lines += ["", _("Why:"), *(f"  - {reason}" for reason in self.reasons)]
         if self.rejected:
-            lines += ["", "Not taken:", *self._not_taken()]
+            lines += ["", _("Not taken:"), *self._not_taken()]
         return "\n".join(lines)
 
     def _not_taken(self) -> list[str]:
@@ -135,10 +138,10 @@ class Plan:
         ]
 
     def _verdict(self) -> str:
-        peak, usable = self.peak, self.budget.usable
+        peak, usable = format_bytes(self.peak), format_bytes(self.budget.usable)
         if self.fits:
-            spare = format_bytes(usable - peak)
-            return f"Fits: {format_bytes(peak)} of {format_bytes(usable)}, {spare} to spare."
-        if peak > usable:
-            return f"Does not fit: {format_bytes(peak)} needed, {format_bytes(usable)} usable."
-        return f"Not known to fit: at least {format_bytes(peak)} needed, {format_bytes(usable)} usable."
+            spare = format_bytes(self.budget.usable - self.peak)
+            return _("Fits: {peak} of {usable}, {spare} to spare.", peak=peak, usable=usable, spare=spare)
+        if self.peak > self.budget.usable:
+            return _("Does not fit: {peak} needed, {usable} usable.", peak=peak, usable=usable)
+        return _("Not known to fit: at least {peak} needed, {usable} usable.", peak=peak, usable=usable)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from vram_guard.language import _
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.words import recipe_words
@@ -27,9 +28,9 @@ class Option(NamedTuple):
 
     def words(self, batch_size: int) -> str:
         """The option as people read it."""
-        batch = f"batch {batch_size}"
+        batch = _("batch {count}", count=batch_size)
         if self.splits > 1:
-            batch = f"{self.splits} micro-batches of {batch_size // self.splits}"
+            batch = _("{count} micro-batches of {size}", count=self.splits, size=batch_size // self.splits)
         return ", ".join([self.precision, batch, *recipe_words(self.recipe)])
 
     @property
@@ -256,11 +257,11 @@ def unchanged(
 
 def fits_reasons(before: Candidate) -> tuple[str, ...]:
     """Why nothing has to change."""
-    return ("The step fits as written.", *tier_reason(before.estimate))
+    return (_("The step fits as written."), *tier_reason(before.estimate))
 
 
 def tier_reason(estimate: Estimate) -> tuple[str, ...]:
     """What has to be said of an answer that is not exact."""
     if estimate.tier == "partly symbolic":
-        return ("Some sizes are bounds, not exact: see the notes.",)
+        return (_("Some sizes are bounds, not exact: see the notes."),)
     return ()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _
 from vram_guard.plan.activations import peak_outside
 from vram_guard.plan.growth import grown
 from vram_guard.plan.model import Plan, Rejected
@@ -95,7 +96,10 @@ class _Trial:
             candidate = self.candidate(option, exact=exact)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             self.hopeless.add(group)  # it would fail again
-            self._miss(group, Rejected(words, None, 0, f"the step fails there: {type(error).__name__}: {error}"))
+            self._miss(
+                group,
+                Rejected(words, None, 0, _("the step fails there: {error}", error=f"{type(error).__name__}: {error}")),
+            )
             return None
         rejected = self.refusal(words, candidate.estimate)
         if rejected is not None:
@@ -107,7 +111,7 @@ class _Trial:
         floor, usable = self.costs.floor(option), self.request.budget.usable
         if floor.size <= usable:
             return False
-        why = f"needs at least {format_bytes(floor.size)} for {floor.of} alone"
+        why = _("needs at least {amount} for {parts} alone", amount=format_bytes(floor.size), parts=floor.of)
         self._miss(group, Rejected(option.words(self.request.batch_size), None, floor.size - usable, why))
         return True
 
@@ -122,7 +126,7 @@ class _Trial:
         missing = least - self.request.budget.usable
         if missing <= 0:
             return False
-        why = f"needs at least {format_bytes(least)} outside the optimizer"
+        why = _("needs at least {amount} outside the optimizer", amount=format_bytes(least))
         self._miss(group, Rejected(option.words(self.request.batch_size), None, missing, why))
         return True
 
@@ -131,9 +135,10 @@ class _Trial:
         peak, usable = self.request.corrected(estimate), self.request.usable(estimate)
         if peak > usable:
             missing = peak - usable
-            return Rejected(words, peak, missing, f"needs {format_bytes(peak)}, misses by {format_bytes(missing)}")
+            why = _("needs {peak}, misses by {missing}", peak=format_bytes(peak), missing=format_bytes(missing))
+            return Rejected(words, peak, missing, why)
         if estimate.tier == "formula":
-            why = f"needs at least {format_bytes(peak)}, a lower bound that promises nothing"
+            why = _("needs at least {peak}, a lower bound that promises nothing", peak=format_bytes(peak))
             return Rejected(words, peak, 0, why)
         return None
 
@@ -142,7 +147,11 @@ class _Trial:
         host, usable = candidate.estimate.host_peak, self.request.host_usable
         if usable is None or host <= usable:
             return True
-        why = f"takes {format_bytes(host)} of host memory, of which {format_bytes(usable)} are available"
+        why = _(
+            "takes {amount} of host memory, of which {usable} are available",
+            amount=format_bytes(host),
+            usable=format_bytes(usable),
+        )
         words, peak = option.words(self.request.batch_size), self.request.corrected(candidate.estimate)
         self.too_much_for_the_host.setdefault(group, Rejected(words, peak, 0, why))
         return False
@@ -251,7 +260,9 @@ def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
             break
         if family.group not in trial.hopeless:
             cheapest = family.option(family.lengths[0]).words(trial.request.batch_size)
-            trial.progress(f"trying {number} of {len(families)} ways: {cheapest}")
+            trial.progress(
+                _("trying {number} of {count} ways: {words}", number=number, count=len(families), words=cheapest)
+            )
         found = trial.smallest(family, None if best is None else best[0])
         if found is None:
             continue
@@ -273,19 +284,30 @@ def _changed(trial: _Trial, before: Candidate, option: Option, after: Candidate)
         reasons += request.reasons
     if option.splits > 1:
         reasons.append(
-            f"{option.splits} equal micro-batches; the effective batch size stays, and with it learning rates, "
-            "schedules and the number of optimizer steps."
+            _(
+                "{count} equal micro-batches; the effective batch size stays, and with it learning rates, schedules "
+                "and the number of optimizer steps.",
+                count=option.splits,
+            )
         )
         if uses_batch_norm(after.timeline):
             reasons.append(
-                "Batch normalisation takes its statistics over a micro-batch "
-                f"({request.batch_size // option.splits} samples instead of {request.batch_size}): the "
-                "result is close to the unsplit one, not equal."
+                _(
+                    "Batch normalisation takes its statistics over a micro-batch ({samples} samples instead of "
+                    "{batch}): the result is close to the unsplit one, not equal.",
+                    samples=request.batch_size // option.splits,
+                    batch=request.batch_size,
+                )
             )
     if option.recipe:
-        reasons.append(f"{'; '.join(recipe_words(option.recipe))}: as little of it as fits.")
+        reasons.append(_("{words}: as little of it as fits.", words="; ".join(recipe_words(option.recipe))))
     cost = trial.costs.relative(option)
-    reasons.append(f"The cheapest way that fits: {cost:.2f} times the step time as written, by a model of the GPU.")
+    reasons.append(
+        _(
+            "The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.",
+            factor=f"{cost:.2f}",
+        )
+    )
     reasons += tier_reason(after.estimate)
     reasons += request.space.notes
     rejected = (*_misses(trial), *_dearer(trial, option, cost))
@@ -308,20 +330,25 @@ def _dearer(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
         price = trial.costs.relative(option)
         name = option.words(request.batch_size)
         if price > cost:
-            more = ", and more with every block" if family.chain else ""
-            seen.setdefault(name, Rejected(name, None, 0, f"costs {price:.2f} times the step time{more}"))
+            factor = f"{price:.2f}"
+            why = _("costs {factor} times the step time", factor=factor)
+            if family.chain:
+                why = _("costs {factor} times the step time, and more with every block", factor=factor)
+            seen.setdefault(name, Rejected(name, None, 0, why))
     return list(seen.values())
 
 
 def _shortage(trial: _Trial, estimate: Estimate) -> str:
     peak, usable = trial.request.corrected(estimate), trial.request.usable(estimate)
     if peak <= usable and estimate.tier != "formula":
-        return "The step fits as written; what was pinned is changed all the same."
+        return _("The step fits as written; what was pinned is changed all the same.")
     if peak <= usable:
-        return "The step as written could only be bounded from below, so it is not known to fit."
-    return (
-        f"As written the step needs {format_bytes(peak)}, {format_bytes(peak - usable)} more than the "
-        f"{format_bytes(usable)} that may be used."
+        return _("The step as written could only be bounded from below, so it is not known to fit.")
+    return _(
+        "As written the step needs {peak}, {missing} more than the {usable} that may be used.",
+        peak=format_bytes(peak),
+        missing=format_bytes(peak - usable),
+        usable=format_bytes(usable),
     )
 
 
@@ -332,17 +359,21 @@ def _nothing_fits(trial: _Trial, before: Candidate) -> Plan:
     reasons = [_shortage(trial, before.estimate)]
     if nearest is not None and len(rejected) > 1:
         reasons.append(
-            f"Nothing that is allowed makes it fit. Nearest: {nearest.option}, short by "
-            f"{format_bytes(nearest.missing)} ({nearest.missing} bytes)."
+            _(
+                "Nothing that is allowed makes it fit. Nearest: {option}, short by {missing} ({count} bytes).",
+                option=nearest.option,
+                missing=format_bytes(nearest.missing),
+                count=nearest.missing,
+            )
         )
     if request.space.precisions == (request.precision,):
         reasons += request.reasons
     reasons += request.space.notes
     if request.space.splits == (1,) and request.batch_size > 1:
-        reasons.append("Gradient accumulation was not allowed, or there are no gradients to accumulate.")
+        reasons.append(_("Gradient accumulation was not allowed, or there are no gradients to accumulate."))
     if request.batch_size == 1:
-        reasons.append("A batch of one sample cannot be split.")
-    reasons.append("Nothing was changed.")
+        reasons.append(_("A batch of one sample cannot be split."))
+    reasons.append(_("Nothing was changed."))
     return make_plan(
         request, before, before, request.as_written, request.batch_size, False, tuple(reasons), rejected, 1.0
     )

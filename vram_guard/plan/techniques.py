@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.timeline import Affine, Block, Timeline
 
 if TYPE_CHECKING:
@@ -65,17 +66,19 @@ def mixed_precision(precision: str, capability: tuple[int, int] | None) -> tuple
         capability: the GPU's (major, minor); None: no GPU is known.
     """
     if precision != "32-true":
-        return None, f"The precision {precision} was chosen by the user and stays."
+        return None, _("The precision {precision} was chosen by the user and stays.", precision=precision)
     if capability is None:
-        return "bf16-mixed", (
+        return "bf16-mixed", _(
             "No GPU is named: bf16-mixed assumes compute capability 8.0 or later. Name the GPU to be sure."
         )
     if capability >= BFLOAT16_SINCE:
-        return "bf16-mixed", "The GPU computes in bfloat16, which needs no gradient scaling."
+        return "bf16-mixed", _("The GPU computes in bfloat16, which needs no gradient scaling.")
     name = ".".join(map(str, capability))
     if capability >= FLOAT16_FAST_SINCE:
-        return "16-mixed", f"Compute capability {name} has no bfloat16: float16 with a GradScaler."
-    return None, f"Mixed precision was not tried: compute capability {name} has no fast half precision."
+        return "16-mixed", _("Compute capability {version} has no bfloat16: float16 with a GradScaler.", version=name)
+    return None, _(
+        "Mixed precision was not tried: compute capability {version} has no fast half precision.", version=name
+    )
 
 
 def half_precision(precision: str, capability: tuple[int, int] | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.language import _
 from vram_guard.plan.options import Option
 from vram_guard.plan.space import Parts
 from vram_guard.plan.techniques import resident_batch
@@ -89,7 +90,7 @@ class Traces:
         known = self._traced.get(self._key(option))
         if known is not None and (size in known.traced or known.retrace is not None):
             return known
-        self._progress(f"tracing {option.words(option.splits * size)}")
+        self._progress(_("tracing {words}", words=option.words(option.splits * size)))
         direct = trace_at(self._changed(self._key(option)), size, compute_capability=self._capability)
         return known if known is not None and holds_at(direct, known, size) else direct
 

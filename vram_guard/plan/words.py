@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _, marked
+
 if TYPE_CHECKING:
     from vram_guard.techniques.recipe import Recipe
 
-_FORMS = {"fused": "fused optimizer", "for-loop": "optimizer without foreach", "8bit": "8-bit optimizer states"}
+_FORMS = {
+    "fused": marked("fused optimizer"),
+    "for-loop": marked("optimizer without foreach"),
+    "8bit": marked("8-bit optimizer states"),
+}
 
 
 def recipe_words(recipe: Recipe) -> list[str]:
     """The techniques that are on, each in a few words."""
     words = []
     if recipe.checkpoint:
-        words.append(f"{counted(recipe.checkpoint)} checkpointed")
+        words.append(_("{blocks} checkpointed", blocks=counted(recipe.checkpoint)))
     words += offload_words(recipe)
     if recipe.optimizer != "as-written":
-        words.append(_FORMS[recipe.optimizer])
+        words.append(_(_FORMS[recipe.optimizer]))
     return words
 
 
@@ -25,23 +31,28 @@ def offload_words(recipe: Recipe) -> list[str]:
     """What waits in host memory."""
     words = []
     if recipe.offload_activations:
-        words.append(f"activations of {counted(recipe.offload_activations)} on the host")
+        words.append(_("activations of {blocks} on the host", blocks=counted(recipe.offload_activations)))
     if recipe.frozen_on_host:
-        words.append(f"{', '.join(recipe.frozen_on_host)} (frozen) on the host")
+        words.append(_("{modules} (frozen) on the host", modules=", ".join(recipe.frozen_on_host)))
     if recipe.optimizer_on_host:
-        words.append("optimizer on the host")
+        words.append(_("optimizer on the host"))
     if recipe.parameters_on_host:
-        words.append("parameters on the host (FSDP2)")
+        words.append(_("parameters on the host (FSDP2)"))
     return words
+
+
+def optimizer_words(recipe: Recipe) -> str:
+    """Which form of the optimizer runs, in a few words."""
+    return _(_FORMS[recipe.optimizer]) if recipe.optimizer in _FORMS else _("as written")
 
 
 def counted(modules: tuple[str, ...]) -> str:
     """The names where there are few, else how many, and which."""
     if modules == ("",):
-        return "the whole model"
+        return _("the whole model")
     if len(modules) <= 3:
         return ", ".join(modules)
-    return f"{len(modules)} blocks"
+    return _("{count} blocks", count=len(modules))
 
 
 def ranges(modules: tuple[str, ...]) -> str:

@@ -12,8 +12,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from vram_guard.language import _, display_width, marked
 from vram_guard.plan.model import Plan
 from vram_guard.report.as_json import fits
+from vram_guard.report.categories import PHASES, category_name
 from vram_guard.timeline import CATEGORIES, Estimate
 from vram_guard.units import format_bytes
 
@@ -24,13 +26,14 @@ if TYPE_CHECKING:
 
 DEFAULT_WIDTH = 80
 BAR_WIDTH = 40
+BAR_NAME = 11
 TOP_MODULES = 5
 MOST_REJECTED = 6
 
 _TIERS = {
-    "symbolic": "symbolic (every operator's memory is known)",
-    "partly symbolic": "partly symbolic (some sizes are bounds, see the notes)",
-    "formula": "formula (a lower bound, no promise that the step fits)",
+    "symbolic": marked("symbolic (every operator's memory is known)"),
+    "partly symbolic": marked("partly symbolic (some sizes are bounds, see the notes)"),
+    "formula": marked("formula (a lower bound, no promise that the step fits)"),
 }
 
 
@@ -112,8 +115,8 @@ def _parts(answer: Plan | Estimate, budget: Budget | None, signs: _Signs) -> Ite
         yield _verdict(answer.peak_reserved, budget, fits(answer, budget))
     yield _table(answer, None, signs)
     if budget is not None:
-        yield _bar("needed", answer.peak_reserved, budget, signs)
-        yield Text(f"Budget: {budget.explain()}", style="dim")
+        yield _bar(_("needed"), answer.peak_reserved, budget, signs)
+        yield Text(_("Budget: {budget}", budget=budget.explain()), style="dim")
     yield from _details(answer, signs)
 
 
@@ -121,17 +124,19 @@ def _plan_parts(plan: Plan, signs: _Signs) -> Iterator[RenderableType]:
     yield _verdict(plan.peak, plan.budget, plan.fits)
     yield _table(plan.estimate, plan.before if plan.changed else None, signs)
     if plan.changed:
-        yield _bar("as written", plan.before.peak_reserved, plan.budget, signs)
-    yield _bar("planned" if plan.changed else "as written", plan.estimate.peak_reserved, plan.budget, signs)
-    yield Text(f"Budget: {plan.budget.explain()}", style="dim")
+        yield _bar(_("as written"), plan.before.peak_reserved, plan.budget, signs)
+    yield _bar(_("planned") if plan.changed else _("as written"), plan.estimate.peak_reserved, plan.budget, signs)
+    yield Text(_("Budget: {budget}", budget=plan.budget.explain()), style="dim")
     yield from _details(plan.estimate, signs)
-    yield _heading("Plan")
+    yield _heading(_("Plan"))
     yield _changes(plan, signs)
-    yield from _bullets("Why", plan.reasons, signs)
+    yield from _bullets(_("Why"), plan.reasons, signs)
     closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))[:MOST_REJECTED]
     more = len(plan.rejected) - len(closest)
     lines = [f"{option.option}: {option.why}" for option in closest]
-    yield from _bullets("Not taken, nearest first", lines + ([f"and {more} more"] if more else []), signs)
+    yield from _bullets(
+        _("Not taken, nearest first"), lines + ([_("and {count} more", count=more)] if more else []), signs
+    )
 
 
 def _heading(title: str) -> Text:
@@ -139,23 +144,27 @@ def _heading(title: str) -> Text:
 
 
 def _verdict(peak: int, budget: Budget, fitting: bool) -> Text:
-    usable = budget.usable
-    amounts = f"{format_bytes(peak)} of {format_bytes(usable)} usable"
+    needed, usable = format_bytes(peak), format_bytes(budget.usable)
+    between = format_bytes(abs(budget.usable - peak))
     if fitting:
-        return Text(f"FITS  {amounts}, {format_bytes(usable - peak)} to spare", style="bold green")
-    if peak > usable:
-        return Text(f"DOES NOT FIT  {amounts}, {format_bytes(peak - usable)} too much", style="bold red")
-    return Text(f"NOT KNOWN TO FIT  at least {amounts}", style="bold yellow")
+        words = _("FITS  {peak} of {usable} usable, {spare} to spare", peak=needed, usable=usable, spare=between)
+        return Text(words, style="bold green")
+    if peak > budget.usable:
+        words = _("DOES NOT FIT  {peak} of {usable} usable, {over} too much", peak=needed, usable=usable, over=between)
+        return Text(words, style="bold red")
+    return Text(
+        _("NOT KNOWN TO FIT  at least {peak} of {usable} usable", peak=needed, usable=usable), style="bold yellow"
+    )
 
 
 def _table(estimate: Estimate, before: Estimate | None, signs: _Signs) -> Table:
     """Category, bytes and share; beside an estimate as written, where there is another one."""
     table = Table(box=signs.table, pad_edge=False)
-    table.add_column("at the peak")
+    table.add_column(_("at the peak"))
     if before is not None:
-        table.add_column("as written", justify="right")
-    table.add_column("bytes" if before is None else "planned", justify="right")
-    table.add_column("share", justify="right")
+        table.add_column(_("as written"), justify="right")
+    table.add_column(_("bytes") if before is None else _("planned"), justify="right")
+    table.add_column(_("share"), justify="right")
 
     def row(name: str, value: int, old: int, style: str = "") -> None:
         cells = [name, *([format_bytes(old)] if before else []), format_bytes(value)]
@@ -166,10 +175,10 @@ def _table(estimate: Estimate, before: Estimate | None, signs: _Signs) -> Table:
         value = estimate.breakdown.get(category, 0)
         old = before.breakdown.get(category, 0) if before else 0
         if value or old:
-            row(category.replace("_", " "), value, old)
+            row(category_name(category), value, old)
     table.add_section()
-    row("peak allocated", estimate.peak_allocated, before.peak_allocated if before else 0, "bold")
-    row("peak reserved", estimate.peak_reserved, before.peak_reserved if before else 0, "bold")
+    row(_("peak allocated"), estimate.peak_allocated, before.peak_allocated if before else 0, "bold")
+    row(_("peak reserved"), estimate.peak_reserved, before.peak_reserved if before else 0, "bold")
     return table
 
 
@@ -181,51 +190,58 @@ def _bar(name: str, peak: int, budget: Budget, signs: _Signs) -> Text:
     over = round(BAR_WIDTH * max(0, peak - usable) / whole)
     if peak > usable and not over:
         filled, over = BAR_WIDTH - 1, 1  # a miss by a byte is a miss
-    bar = Text(f"{name:<11}[")
+    bar = Text(name + " " * max(1, BAR_NAME - display_width(name)) + "[")
     bar.append(signs.used * filled, style="green" if not over else "yellow")
     bar.append(signs.over * over, style="bold red")
     bar.append(signs.free * (BAR_WIDTH - filled - over), style="dim")
-    bar.append(f"] {peak / usable:.0%}")
-    bar.append(f" of {format_bytes(usable)}")
+    share = f"{peak / usable:.0%}"
+    bar.append("] " + _("{share} of {usable}", share=share, usable=format_bytes(usable)))
     return bar
 
 
 def _details(estimate: Estimate, signs: _Signs) -> Iterator[RenderableType]:
-    yield _heading("Peak")
+    yield _heading(_("Peak"))
     yield _peak(estimate)
     modules = [(name, size) for name, size in estimate.by_module.items() if size][:TOP_MODULES]
     if modules:
-        yield _heading("Modules that hold most at the peak")
+        yield _heading(_("Modules that hold most at the peak"))
         yield _modules(modules, estimate.peak_allocated)
     notes = (f"{note.message}{f' ({note.source})' if note.source else ''}" for note in estimate.notes)
-    yield from _bullets("Notes", tuple(notes), signs)
+    yield from _bullets(_("Notes"), tuple(notes), signs)
 
 
 def _peak(estimate: Estimate) -> Table:
     phase = estimate.peak_phase
-    where = f"{phase.name}, step {phase.step}" if phase.step else phase.name
+    where = _(PHASES[phase.name])
+    if phase.step:
+        where = _("{phase}, step {count}", phase=where, count=phase.step)
     table = _grid()
     for name, value in (
-        ("batch size", str(estimate.batch_size)),
-        ("phase", where),
-        ("module", estimate.peak_module),
-        ("source", estimate.peak_source),
-        ("operator", estimate.peak_operator),
-        ("answer", _TIERS[estimate.tier]),
+        (_("batch size"), str(estimate.batch_size)),
+        (_("phase"), where),
+        (_("module"), estimate.peak_module),
+        (_("source"), estimate.peak_source),
+        (_("operator"), estimate.peak_operator),
+        (_("answer"), _(_TIERS[estimate.tier])),
     ):
         if value:
             table.add_row(name, Text(value))
     point = estimate.out_of_memory
     if point is not None:
-        asked = f"{format_bytes(point.requested)} asked for at {point.source or point.operator}"
-        table.add_row("would fail", Text(f"{asked}, {format_bytes(point.fragmented)} fragmented"))
+        words = _(
+            "{amount} asked for at {place}, {fragmented} fragmented",
+            amount=format_bytes(point.requested),
+            place=point.source or point.operator,
+            fragmented=format_bytes(point.fragmented),
+        )
+        table.add_row(_("would fail"), Text(words))
     return table
 
 
 def _modules(modules: list[tuple[str, int]], total: int) -> Table:
     table = _grid(right=True)
     for name, size in modules:
-        table.add_row(Text(name or "(outside any module)"), format_bytes(size), f"{size / total:.1%}")
+        table.add_row(Text(name or _("(outside any module)")), format_bytes(size), f"{size / total:.1%}")
     return table
 
 
@@ -234,13 +250,15 @@ def _changes(plan: Plan, signs: _Signs) -> Table:
     for name, before, after in plan.changes():
         table.add_row(name, Text(f"{before} {signs.arrow} {after}"))
     if not plan.changed:
-        table.add_row("nothing changes", "")
+        table.add_row(_("nothing changes"), "")
     if plan.slowdown is not None and plan.changed:
-        table.add_row("modelled step time", f"x {plan.slowdown:.2f}")
+        table.add_row(_("modelled step time"), f"x {plan.slowdown:.2f}")
     if plan.estimate.host_peak:
-        table.add_row("host memory", format_bytes(plan.estimate.host_peak))
+        table.add_row(_("host memory"), format_bytes(plan.estimate.host_peak))
     if plan.correction != 1:
-        table.add_row("earlier runs took", f"x {plan.correction:.3f} of the prediction: {format_bytes(plan.peak)}")
+        factor = f"{plan.correction:.3f}"
+        words = _("x {factor} of the prediction: {peak}", factor=factor, peak=format_bytes(plan.peak))
+        table.add_row(_("earlier runs took"), words)
     return table
 
 
