@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vram_guard import TrainingStep, cli, trace
-from vram_guard.cli.compare import _parsed, _with
+from vram_guard.cli.compare import _with, parsed
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.plan.comparison import Configuration, compare
 from vram_guard.report.comparison import comparison_dict, render
@@ -194,7 +194,7 @@ def test_bad_usage(folder, capsys, arguments, said):
 def test_what_is_set_replaces_the_entry_where_it_stands():
     config = {"train": {"lr": 1, "b": 2}, "val": {"lr": 9}, "x": 0}
     assert _with(config, {"lr": 5, "new": True}) == {"train": {"lr": 5, "b": 2}, "val": {"lr": 9}, "x": 0, "new": True}
-    assert _parsed("a=1,b=x, c = true") == {"a": 1, "b": "x", "c": True}
+    assert parsed("a=1,b=x, c = true") == {"a": 1, "b": "x", "c": True}
 
 
 # --- variants ---

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
-from vram_guard.cli import compare, doctor, estimate, gpus, monitor, optimize
+from vram_guard.cli import compare, doctor, estimate, gpus, monitor, optimize, plan
 from vram_guard.cli.arguments import fill_from_settings, with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA
@@ -33,6 +33,7 @@ __all__ = ["EXIT_DOES_NOT_FIT", "EXIT_DONE", "EXIT_ENVIRONMENT", "EXIT_USAGE", "
 #: The core's own commands, in the order of ``--help``.
 _COMMANDS = {
     "estimate": estimate.add,
+    "plan": plan.add,
     "gpus": gpus.add,
     "doctor": doctor.add,
     "monitor": monitor.add,

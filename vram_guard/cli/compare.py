@@ -101,17 +101,17 @@ def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
     from vram_guard.config_file import load_config
 
     configs = [(Path(path).stem, load_config(path)) for path in options.configs]
-    changes = [_parsed(text) for text in options.set or ()]
+    changes = [parsed(text) for text in options.set or ()]
     if not configs and not changes:
         raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4 --set batch_size=8"))
     for name, config in configs:
-        yield _configuration(name, config, {}, options.step)
+        yield configuration(name, config, {}, options.step)
     base = configs[0][1] if configs else {}
     for text, change in zip(options.set or (), changes, strict=True):
-        yield _configuration(text, base, change, options.step)
+        yield configuration(text, base, change, options.step)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def parsed(text: str) -> dict[str, Any]:
     """``batch_size=8,precision=bf16-mixed`` as a mapping; values as YAML reads them."""
     import yaml
 
@@ -127,7 +127,18 @@ def _parsed(text: str) -> dict[str, Any]:
     return values
 
 
-def _configuration(name: str, config: dict[str, Any], change: dict[str, Any], step_name: str | None) -> Configuration:
+def configuration(name: str, config: dict[str, Any], change: dict[str, Any], step_name: str | None) -> Configuration:
+    """What a config, with some values changed, says of a training.
+
+    Args:
+        name: for messages and tables.
+        config: a file's entries; may be empty.
+        change: entries that are put in their place.
+        step_name: of the step, before the config's own.
+
+    Raises:
+        InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
+    """
     from vram_guard.capture.described import described_step, is_buildable
     from vram_guard.closed_form.from_config import asked
     from vram_guard.plan.comparison import Configuration
@@ -195,7 +206,7 @@ def _variants(options: argparse.Namespace) -> int:
         progress=_progress,
     )
     if options.json:
-        print_json(variants_dict(answer))
+        print_json({key: value for key, value in variants_dict(answer).items() if key != "schema"})
     else:
         show(answer)
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT

@@ -27,7 +27,7 @@ _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 #: The first steps make optimizer states, choose kernels and fill the allocator's cache.
-WARM_UP = 3
+WARM_UP = 2
 
 #: At least so many steps are timed, and then as many as the time allows.
 FEWEST, MOST = 3, 200

@@ -1,0 +1,66 @@
+"""``vram-guard plan``: one training predicted and planned, with its report and every picture of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from vram_guard.cli.compare import configuration, parsed
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.pictures import add_picture_options, check_pictures, write_pictures
+from vram_guard.cli.printing import print_json
+from vram_guard.language import _
+
+
+def add(commands: Any) -> None:
+    """The parser of ``plan``."""
+    parser = commands.add_parser(
+        "plan",
+        help=_("predict a training and plan what makes it fit; reports and pictures"),
+        description=_(
+            "Predict what a training takes, and find the cheapest change that makes it fit. Nothing is trained. The "
+            "report is printed; pictures are written where they are asked for."
+        ),
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
+    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep"))
+    parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
+    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
+    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
+    parser.add_argument("--allow", metavar="A,B", help=_("what a plan may change where it does not fit"))
+    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture; else common ones"))
+    parser.add_argument("--title", default="", metavar="TEXT", help=_("of the HTML report"))
+    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    add_picture_options(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from vram_guard.budget import Budget
+    from vram_guard.config_file import load_config
+    from vram_guard.plan import DEFAULT_ALLOW, plan
+    from vram_guard.report.as_json import as_dict
+    from vram_guard.report.text import show
+
+    check_pictures(options)
+    cards = [name.strip() for name in (options.cards or "").split(",") if name.strip()]
+    for card in cards:
+        Budget.of(card)  # an unknown one is told before any work
+    name = options.title or (Path(options.config).name if options.config else options.step or "")
+    config = load_config(options.config) if options.config else {}
+    one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)
+    allow = DEFAULT_ALLOW if options.allow is None else tuple(part for part in options.allow.split(",") if part)
+    tell = _progress if sys.stderr.isatty() else None
+    made = plan(one.step, one.batch_size, options.budget, gpu=options.gpu, allow=allow, progress=tell)
+    if options.json:
+        print_json({"kind": "plan", "report": as_dict(made)})
+    else:
+        show(made)
+    write_pictures(options, made, gpus=cards or None, title=name)
+    return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT
+
+
+def _progress(line: str) -> None:
+    print(f"vram-guard: {line}", file=sys.stderr)
