@@ -82,11 +82,7 @@ test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
-	mkdir -p build
-	$(BIN)/pybabel -q extract -k marked --no-location --sort-output -o build/messages.pot vram_guard integrations
-	$(BIN)/pybabel -q update --no-fuzzy-matching --ignore-obsolete --ignore-pot-creation-date -w 120 \
-		-D vram_guard -d vram_guard/locale -l zh_CN -i build/messages.pot
-	$(BIN)/pybabel compile --statistics -D vram_guard -d vram_guard/locale
+	$(BIN)/python tools/messages.py
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .matrix build dist demo-out bench-out bench-published.json .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import string
 from io import BytesIO
 from pathlib import Path
@@ -20,21 +20,12 @@ CATALOGUE = LOCALE / CHINESE / "LC_MESSAGES" / "vram_guard.po"
 ADVICE = "run `make messages`, and translate what it adds"
 
 
-def messages_in_code():
-    """Every message in the sources -> where it stands."""
-    found = {}
-    for root in (ROOT / "vram_guard", ROOT / "integrations"):
-        for path in root.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("_", "marked"):
-                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
-                    text = node.args[0]
-                    if isinstance(text, ast.Constant):
-                        found[text.value] = where
-                        given = {keyword.arg for keyword in node.keywords}
-                        if node.func.id == "_" and None not in given:  # None: **values
-                            assert placeholders(text.value) == given, f"{where}: placeholders and values differ"
-    return found
+def tool():
+    """``tools/messages.py``, which ``make messages`` runs."""
+    spec = importlib.util.spec_from_file_location("messages_tool", ROOT / "tools" / "messages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def placeholders(text):
@@ -48,12 +39,20 @@ def catalogue():
 
 
 def test_every_message_of_the_code_is_in_the_catalogue(catalogue):
-    code = messages_in_code()
+    code = tool().messages()
     assert code
-    missing = {where: text for text, where in code.items() if text not in catalogue}
+    missing = {text for text in code if text not in catalogue}
     assert not missing, ADVICE
     stale = [message.id for message in catalogue if message.id and message.id not in code]
     assert not stale, ADVICE
+
+
+def test_every_call_gives_what_its_message_has_placeholders_for():
+    """Placeholders in the message, values in the call; a message that is put together is never found."""
+    for where, call in tool().calls().items():
+        text, given = call.args[0].value, {keyword.arg for keyword in call.keywords}
+        if call.func.id == "_" and None not in given:  # None: **values
+            assert placeholders(text) == given, where
 
 
 def test_every_message_is_translated_with_the_same_placeholders(catalogue):

@@ -138,7 +138,8 @@ class Budget:
         total = format_bytes(self.total)
         parts = [_("{amount} usable", amount=format_bytes(self.usable))]
         if self.free is None:
-            parts.append(f"{total} ({self.source})")
+            source = _("explicit") if self.source == "explicit" else self.source
+            parts.append(f"{total} ({source})")
         else:
             free = format_bytes(self.free)
             parts.append(_("{free} free of {total} ({source})", free=free, total=total, source=self.source))
