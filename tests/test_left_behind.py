@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -310,3 +311,49 @@ def test_a_trace_works_where_gradients_are_switched_off() -> None:
     with torch.no_grad():
         assert trace(untidy_step(nn.Linear(6, 6))).tier == "symbolic"
         assert not torch.is_grad_enabled()
+
+
+LAZY = """
+import torch
+from lazily_imported_helper import ONES
+
+TABLE = torch.arange(4.0)
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.empty(1).device.type
+"""
+
+
+@pytest.mark.parametrize("where", ["constructor", "forward"])
+def test_a_module_that_is_imported_during_a_trace_is_a_real_one(where, tmp_path, monkeypatch):
+    (tmp_path / "lazily_imported.py").write_text(LAZY)
+    (tmp_path / "lazily_imported_helper.py").write_text("import torch\nONES = torch.ones(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Lazy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            if where == "constructor":
+                self.forward(torch.zeros(1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import lazily_imported  # type: ignore[import-not-found]
+
+            assert where == "constructor" or torch.cuda.is_available(), "the step itself believes in a GPU"
+            return super().forward(x + lazily_imported.TABLE.to(x.device))
+
+    try:
+        estimate(
+            TrainingStep(
+                model=Lazy, batch=lambda b: torch.zeros(b, 4), loss=lambda model, x: model(x).sum(), optimizer=adamw
+            ),
+            2,
+        )
+        import lazily_imported
+
+        assert lazily_imported.TABLE.tolist() == [0, 1, 2, 3]
+        assert lazily_imported.ONES.tolist() == [1, 1]
+        assert lazily_imported.DEVICE == "cpu"
+        assert torch.cuda.is_available() == lazily_imported.ON_GPU
+    finally:
+        for name in ("lazily_imported", "lazily_imported_helper"):
+            sys.modules.pop(name, None)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.simulate.imports import imported_as_always
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -396,6 +398,7 @@ def pretend_cuda(
         stack.enter_context(replaced(torch.backends.cudnn, {"is_acceptable": lambda tensor: False}))
         group = "_group_tensors_by_device_and_dtype"
         stack.enter_context(replaced(torch._C, {group: _group_by_device(getattr(torch._C, group), state)}))
+        stack.enter_context(imported_as_always(state))
         state.active = True
         stack.callback(setattr, state, "active", False)
         yield

@@ -29,6 +29,7 @@ _CHECKPOINT = "test_checkpointing_keeps_only_the_blocks_inputs"
 _ASKED = "test_a_model_that_asks_its_tensors_where_they_are_is_answered_cuda"
 _NAMED = "test_where_a_block_comes_from_is_written_down"
 _IN_PLACE = "test_gradients_that_others_hold_are_not_summed_in_place"
+_IMPORTED = "test_a_module_that_is_imported_during_a_trace_is_a_real_one"
 _FOREACH = "test_foreach_optimizers_hold_copies_of_the_parameters"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
@@ -55,6 +56,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch:clear_autocast_cache", "when cached casts die", "test_casts_of_weights_are_cached"),
     PrivateName("torch.library:Library._destroy", "kernels are taken away again", "test_a_trace_leaves_nothing_behind"),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "every operator is seen", _LAW),
+    PrivateName("torch.utils._python_dispatch:_disable_current_modes", "imports run as always", _IMPORTED),
+    PrivateName("torch._C:DisableTorchFunction", "imports run as always", _IMPORTED),
     PrivateName("torch.utils._pytree:tree_map", "batches of any structure", "test_one_example_batch_is_resized"),
     PrivateName("torch.cuda:_lazy_init", "no CUDA context is opened", _ASKED),
     PrivateName("torch.cuda:_lazy_call", "seeding is not queued for a later context", _CHECKPOINT),
