@@ -87,13 +87,17 @@ def test_the_comparison(tmp_path):
         [*command, "--json"], capture_output=True, text=True, check=True, env=environment(), cwd=tmp_path
     )
     answer = json.loads(run.stdout[run.stdout.index("{") :])
-    rows = {(row["batch_size"], row["precision"]): row for row in answer["rows"]}
+    rows = {(row["batch_size"], row["precision"]): row for row in answer["configurations"]}
     four, eight, both = rows[4, "32-true"], rows[8, "32-true"], rows[8, "16-mixed"]
     assert four["learning_rate"] == 2e-3
     assert eight["learning_rate"] == both["learning_rate"] == 4e-3
     assert both["peak_reserved"] < eight["peak_reserved"]
     assert 1.7 < eight["peak_reserved"] / four["peak_reserved"] < 2
-    assert both["samples_per_second"] > 2 * four["samples_per_second"], "this card has tensor cores"
+    assert four["relative_speed"] == 1
+    assert both["relative_speed"] > 2, "this card has tensor cores"
+    assert four["utilization"] < 0.35
+    assert eight["utilization"] > 0.5
+    assert answer["all_fit"]
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 

@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_columns, print_json
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.printing import print_json
 from vram_guard.errors import InvalidInputError
-from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from vram_guard_mmengine.compare import Comparison, Row
-
-# ruff: noqa: T201 - the command line prints
 
 
 def answer(options: argparse.Namespace) -> int:
     """Compare, and print the table or JSON."""
+    from vram_guard.report.comparison import comparison_dict, render
     from vram_guard_mmengine import GuardRunner  # noqa: F401 - says what is missing where MMEngine is
     from vram_guard_mmengine.compare import compare
 
-    # As `python tools/train.py` does for the folder it is started in by PYTHONPATH=. in OpenMMLab's projects.
-    if "" not in sys.path:
+    if "" not in sys.path:  # the folder that it is started in, as with `python -m`
         sys.path.insert(0, "")
     found = compare(
         _config(options),
-        options.gpu,
+        options.budget,
         options.batch_size,
         _precisions(options.precision),
-        lr_rule=options.lr_rule,
+        gpu=options.gpu,
         margin=options.margin,
+        allow=[name for name in options.allow.split(",") if name],
+        lr_rule=options.lr_rule,
     )
     if options.json:
-        print_json({"gpu": found.gpu.name, "usable": found.budget.usable, "rows": [asdict(row) for row in found.rows]})
+        print_json(comparison_dict(found))
     else:
-        _show(found, options.config)
-    return EXIT_DONE
+        print(render(found), end="")  # noqa: T201 - the command line prints
+    return EXIT_DONE if found.all_fit else EXIT_DOES_NOT_FIT
 
 
 def _config(options: argparse.Namespace) -> Any:
@@ -62,29 +57,3 @@ def _precisions(given: list[str]) -> list[Any]:
         if name not in PRECISIONS:
             raise InvalidInputError(f"precision must be one of {', '.join(PRECISIONS)}, not {name!r}")
     return given
-
-
-def _show(found: Comparison, name: str) -> None:
-    print(f"{name} on a {found.gpu.name}: {format_bytes(found.budget.usable)} usable\n")
-    titles = ("batch", "precision", "memory", "of the card", "fits", "step", "samples/s", "learning rate")
-    print_columns([titles, *(_cells(row, found.rows[0]) for row in found.rows)], left=0)
-    print(
-        "\nmemory: predicted peak that PyTorch reserves. step and samples/s: by a model of the card, without the data "
-        f"loader.\nlearning rate: the config's, written for a batch of {found.written}, by the {found.lr_rule} rule."
-    )
-    for note in found.notes:
-        print(f"- {note}")
-
-
-def _cells(row: Row, first: Row) -> tuple[str, ...]:
-    faster = row.samples_per_second / first.samples_per_second
-    return (
-        str(row.batch_size),
-        row.precision,
-        format_bytes(row.peak_reserved),
-        f"{row.share:.0%}",
-        "yes" if row.fits else "no",
-        f"{1000 * row.seconds:.1f} ms",
-        f"{row.samples_per_second:.0f} (x {faster:.2f})",
-        f"{row.learning_rate:g}",
-    )
