@@ -91,11 +91,11 @@ def batch_curve(
 
 
 def close_together(limits: Iterable[Limit], share: float = 0.035) -> list[list[Limit]]:
-    """The limits in groups whose lines lie within this share of the whole height of each other."""
+    """The limits in groups, each of whose lines lies within this share of the whole height of the next one."""
     groups: list[list[Limit]] = []
     ordered = sorted(limits, key=lambda limit: limit.usable)
     for limit in ordered:
-        if groups and limit.usable - groups[-1][0].usable <= share * ordered[-1].usable:
+        if groups and limit.usable - groups[-1][-1].usable <= share * ordered[-1].usable:
             groups[-1].append(limit)
         else:
             groups.append([limit])

@@ -104,7 +104,7 @@ def timeline_chart(
         *_areas(drawn, scale),
         f'<path class="reserved" d="{_steps(drawn.events, drawn.reserved, scale)}"/>',
         *_budget_line(usable, scale),
-        _peak(estimate, peak_event, scale),
+        _peak(estimate, peak_event, _reserved_around(drawn, peak_event), scale),
         f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>',
         _middle_text(_("allocations and frees, in order"), HEIGHT - 6),
     ]
@@ -266,14 +266,20 @@ def _limit_label(group: Sequence[Limit], curve: BatchCurve, scale: Scale) -> str
     return f'<text class="ink" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(names)}</text>'
 
 
-def _peak(estimate: Estimate, event: int, scale: Scale) -> str:
-    """A dot at the allocated peak, what was asked for there above it."""
+def _reserved_around(drawn: Stack, event: int) -> int:
+    """What is reserved at an event: a label stands above that line."""
+    return max((size for at, size in zip(drawn.events, drawn.reserved, strict=True) if at <= event), default=0)
+
+
+def _peak(estimate: Estimate, event: int, above: int, scale: Scale) -> str:
+    """A dot at the allocated peak, and over ``above`` bytes what was asked for there."""
     x, y = scale.x(event), scale.y(estimate.peak_allocated)
     left_of_it = event > scale.last / 2
     where = ", ".join(part for part in (estimate.peak_module, estimate.peak_operator) if part)
     said = escape(f"{_('peak')} {format_bytes(estimate.peak_allocated)}{', ' if where else ''}{where}")
     offset, anchor = (-9, "end") if left_of_it else (9, "start")
-    text = f'<text class="ink" x="{x + offset:.1f}" y="{y - 6:.1f}" text-anchor="{anchor}">{said}</text>'
+    at = min(y, scale.y(above)) - 6
+    text = f'<text class="ink" x="{x + offset:.1f}" y="{at:.1f}" text-anchor="{anchor}">{said}</text>'
     return f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>{text}'
 
 
