@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vram_guard.simulate.pretend import as_device, cuda_answers, replaced
+from vram_guard.simulate.imports import imported_as_always
+from vram_guard.simulate.pretend import as_device, cuda_answers, replaced, while_active
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
 
@@ -33,7 +34,9 @@ class BeforePrepare(TorchFunctionMode):
         super().__init__()
         self._stack = contextlib.ExitStack()
         answers = cuda_answers(capability, 80 * 2**30, "vram_guard pretend GPU")
-        self._answers = {name: answers[name] for name in _ANSWERED}
+        self.active = False
+        """Off while a module is imported: what it finds out then, it keeps."""
+        self._answers = {name: while_active(self, answers[name], getattr(torch.cuda, name)) for name in _ANSWERED}
         self._moved: dict[int, torch.UntypedStorage] = {}
         self._begun = False
 
@@ -43,6 +46,8 @@ class BeforePrepare(TorchFunctionMode):
             return
         self._begun = True
         self._stack.enter_context(replaced(torch.cuda, self._answers))
+        self._stack.enter_context(imported_as_always(self))
+        self.active = True
         self._stack.enter_context(self)
 
     def end(self) -> list[torch.Tensor]:
@@ -58,9 +63,10 @@ class BeforePrepare(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.device:  # a name only
+        name = getattr(func, "__name__", "")
+        if func is torch.device or name == "_parse_to":  # names only: nothing moves yet
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") == "cuda":
+        if name == "cuda":
             self._remember(args[0])
             return args[0]
         to_gpu = [_is_gpu(value) for value in args]

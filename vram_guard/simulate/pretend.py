@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.simulate.imports import imported_as_always
+from vram_guard.simulate.imports import Switch, imported_as_always
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -338,7 +338,7 @@ def cuda_answers(capability: tuple[int, int], total_memory: int, name: str) -> d
     }
 
 
-def _while_active(state: Pretence, pretended: Any, original: Any) -> Any:
+def while_active(state: Switch, pretended: Any, original: Any) -> Any:
     """``pretended`` while the trace runs and ``original`` ever after, for whoever got hold of it."""
     if isinstance(original, type):
 
@@ -386,7 +386,7 @@ def pretend_cuda(
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(torch.Tensor, _tensor_attributes(state)))
         answers = cuda_answers(capability, total_memory, name)
-        guarded = {key: _while_active(state, value, getattr(torch.cuda, key)) for key, value in answers.items()}
+        guarded = {key: while_active(state, value, getattr(torch.cuda, key)) for key, value in answers.items()}
         stack.enter_context(replaced(torch.cuda, guarded))
         stack.enter_context(
             replaced(
