@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 import vram_guard
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"vram_guard", "vram_guard_lightning", "vram_guard_mmengine"}
+PACKAGES = {"vram_guard", "vram_guard_lightning", "vram_guard_mmengine", "vram_guard_accelerate"}
 MALICIOUS = ("2.6.2", "2.6.3")
 
 
@@ -72,8 +73,11 @@ def test_entry_points(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     text = wheel.read(name).decode()
     assert "vram-guard = vram_guard.cli:main" in text
-    assert "[vram_guard.integrations]\nlightning = vram_guard_lightning\nmmengine = vram_guard_mmengine" in text
-    assert "[vram_guard.commands]\nmmengine = vram_guard_mmengine.commands:add" in text
+    groups = configparser.ConfigParser()
+    groups.read_string(text)
+    adapters = {"lightning", "mmengine", "accelerate"}
+    assert dict(groups["vram_guard.integrations"]) == {name: f"vram_guard_{name}" for name in adapters}
+    assert groups["vram_guard.commands"]["mmengine"] == "vram_guard_mmengine.commands:add"
     assert "[pytest11]\nvram_guard = vram_guard.pytest_plugin" in text
     assert "callbacks_factory" not in text, "installing a package must not add a callback to every Trainer"
 
