@@ -128,7 +128,9 @@ def _why_not_mixed(run: DryRun) -> str:
 def exposed_precision(run: DryRun) -> str | None:
     """The script's own option for mixed precision, where it takes Accelerate's words; None where there is none."""
     known = run.options.get("mixed_precision")
-    return None if known is None else str(known["option"])
+    if known is None or str(known["value"] or "") != run.precision_given or not run.precision_given:
+        return None
+    return str(known["option"])
 
 
 #: Options by which scripts let their users choose the samples of one process's batch.

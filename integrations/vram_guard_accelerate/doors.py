@@ -93,7 +93,8 @@ def _made(run: DryRun, original: Any) -> Any:
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
-        run.precision_given = run.precision_given or given.get("mixed_precision") is not None
+        if given.get("mixed_precision") is not None:
+            run.precision_given = str(given["mixed_precision"])
         for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
             if given.get(plugin) is not None:
                 stopped(f"the script shards its model ({plugin}), which cannot be predicted")
@@ -109,7 +110,7 @@ def _after_imports(original: Any) -> Any:
         before.begin()
         kwargs.pop("cpu", None)
         asker = sys._getframe(1).f_locals.get("self")  # noqa: SLF001 - TrainingArguments asks, and looks again after
-        if hasattr(asker, "use_cpu"):
+        if asker is not None and hasattr(asker, "use_cpu"):
             asker.use_cpu = False
         original(self, False, **kwargs)  # noqa: FBT003 - planned for the GPU, wherever it will run
 

@@ -95,8 +95,8 @@ class DryRun:
         self.following: Following | None = None
         self.sample: Sample | None = None
         self.notes: list[str] = []
-        self.precision_given = False
-        """Whether the script itself passes a precision to the Accelerator."""
+        self.precision_given = ""
+        """The precision that the script itself passes to the Accelerator; "" where it passes none."""
         self.precision_read = False
         """Whether the script asked the Accelerator for its precision, and may have acted on the answer."""
         self.accumulates = False
@@ -105,7 +105,8 @@ class DryRun:
         """What the script's own command line said, by name."""
         self.loaders: list[Any] = []
         """Loaders that the script made itself, in order."""
-        self._home: Home | None = None
+        self.home: Home | None = None
+        """In a copy: the way back to the original."""
         self._task: Task | None = None
         self._steps: dict[int, int] = {}
         self._batches = 0
@@ -130,11 +131,11 @@ class DryRun:
         try:
             script.run(command, module=module)
         except BaseException as error:
-            if self._home is not None:
-                self._home.send(Failure.of(error, command[0]))
+            if self.home is not None:
+                self.home.send(Failure.of(error, command[0]))
             raise
-        if self._home is not None:
-            self._home.send(self._ended_early())
+        if self.home is not None:
+            self.home.send(self.ended_early())
         stopped("the script ended without asking for a training batch of a model prepared by Accelerator.prepare")
 
     def begin(self) -> Following:
@@ -219,7 +220,7 @@ class DryRun:
             with self.following.paused():
                 self.decide(self)
         except BecomeCopy as copy:
-            self._home, self._task = copy.home, copy.task
+            self.home, self._task = copy.home, copy.task
         assert self._task is not None
         self._began = time.monotonic()
         self._change(self._task)
@@ -257,8 +258,8 @@ class DryRun:
             self._batches_at.append(self._batches)
         known = [getattr(prepared, "optimizer", prepared) for prepared in self.accelerator._optimizers]  # noqa: SLF001
         waiting = [one for one in known if self._steps.get(id(one), 0) < 2]
-        if self._home is not None and (number > 2 or (number == 2 and not waiting)):
-            self._home.send(self._answer())
+        if self.home is not None and (number > 2 or (number == 2 and not waiting)):
+            self.home.send(self._answer())
 
     def clipped(self) -> None:
         """The script clips its gradients."""
@@ -279,7 +280,7 @@ class DryRun:
         seconds = time.monotonic() - self._began
         return Answer(timeline, Facts(self.following.steps, max(1, between), self._clips, foreign, seconds))
 
-    def _ended_early(self) -> Answer | Failure:
+    def ended_early(self) -> Answer | Failure:
         """In a copy: the script came to its end before its second step."""
         assert self.following is not None
         if self.following.steps:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Libraries whose version decides what a step allocates, or how a script is launched.
 LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
 
+#: Files that say what a model or a training is, rather than hold what came of it.
+DESCRIPTIONS = (".json", ".yaml", ".yml", ".toml", ".py", ".cfg")
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -81,20 +84,18 @@ class Question:
         return digest.hexdigest()[:32]
 
     def _files(self) -> list[Path]:
-        """The script, its neighbours (which it may import), and whatever its arguments name."""
+        """The script, its neighbours (which it may import), and descriptions that its arguments name.
+
+        Not everything that they name: a script writes into some of it, and is still the same script.
+        """
         script = Path(self.command[0])
         if self.module:
             found = importlib.util.find_spec(self.command[0])
             script = Path(found.origin) if found is not None and found.origin else script
         named = [Path(word.partition("=")[2] or word) for word in self.command[1:]]
-        return [*sorted(script.resolve().parent.glob("*.py")), *(path for path in named if _exists(path))]
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
+        described = [path for path in named if path.suffix in DESCRIPTIONS]
+        folders = [path / "config.json" for path in named]
+        return [*sorted(script.resolve().parent.glob("*.py")), *described, *folders]
 
 
 def predict(question: Question, *, fresh: bool = False) -> Prediction:

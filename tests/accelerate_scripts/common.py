@@ -1,4 +1,4 @@
-"""What the scripts share: a small network whose activations outweigh its weights, its data, and what a test compares."""
+"""What the scripts share: a small network whose activations outweigh its weights, data, and what tests compare."""
 
 import torch
 from torch import nn
@@ -7,7 +7,11 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x):
         return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))

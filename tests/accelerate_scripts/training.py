@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from common import Network, WithLoss, dataset, weights, write
 from torch import nn
@@ -43,7 +44,7 @@ def loop(options, accelerator, *, model=None, loss_of=None, clip=False):
                 accelerator.print("step", step, losses[-1])
         model.eval()
         with torch.no_grad():
-            for x, y in DataLoader(dataset(8), batch_size=4):
+            for x, _ in DataLoader(dataset(8), batch_size=4):
                 accelerator.gather(torch.as_tensor(len(model(x.to(accelerator.device))), device=accelerator.device))
     return {
         "weights": weights(accelerator, model),
@@ -76,7 +77,7 @@ def accumulate(options):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     set_seed(0)
     model = WithLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(dataset(options.samples), batch_size=options.batch_size, shuffle=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -98,7 +99,7 @@ def accumulate(options):
                 done += 1
                 rates.append(scheduler.get_last_lr()[0])
                 if options.checkpoints:
-                    accelerator.save_state(os.path.join(options.checkpoints, f"step_{done}"))
+                    accelerator.save_state(f"{options.checkpoints}/step_{done}")
                 if done == options.steps:
                     break
     write(accelerator, options.out, weights=weights(accelerator, model), rates=rates, losses=[float(total)])
@@ -138,8 +139,8 @@ def adversarial(options):
     accelerator = Accelerator()
     set_seed(0)
     generator, critic = Network(classes=4), Network(classes=1)
-    one = torch.optim.Adam(generator.parameters(), lr=1e-3)
-    two = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    one = torch.optim.SGD(generator.parameters(), lr=0.1)
+    two = torch.optim.SGD(critic.parameters(), lr=0.1)
     loader = DataLoader(dataset(options.samples), batch_size=options.batch_size, shuffle=True)
     generator, critic, one, two, loader = accelerator.prepare(generator, critic, one, two, loader)
     truth = nn.functional.binary_cross_entropy_with_logits
@@ -167,7 +168,7 @@ def writes(options):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.init_trackers("tracked", config={})
     for number, (x, y) in enumerate(loader):
-        os.makedirs(folder / "checkpoints", exist_ok=True)
+        os.makedirs(folder / "checkpoints", exist_ok=True)  # noqa: PTH103 - as scripts do
         accelerator.save_state(folder / "checkpoints" / "first")
         torch.save(model.state_dict(), folder / "model.pt")
         (folder / "notes.txt").write_text("trained")
@@ -187,9 +188,42 @@ def drifting(options):
     accelerator = Accelerator()
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(dataset(8), batch_size=4))
+    model, optimizer = accelerator.prepare(model, optimizer)
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True):
         pass
+
+
+def frozen(options):
+    """A frozen teacher that is moved by hand, and used."""
+    accelerator = Accelerator()
+    teacher = nn.Linear(1000, 1000, bias=False).requires_grad_(False)
+    teacher.to(accelerator.device)
+
+    def loss_of(model, x, y):
+        with torch.no_grad():
+            weight = teacher(torch.ones(1, 1000, device=accelerator.device)).mean()
+        return nn.functional.cross_entropy(model(x), y) * weight
+
+    write(accelerator, options.out, **loop(options, accelerator, loss_of=loss_of))
+
+
+def unprepared(options):
+    """Training without ``prepare``: Accelerate never sees it."""
+    model = Network()
+    for x, y in DataLoader(dataset(8), batch_size=4):
+        nn.functional.cross_entropy(model(x), y).backward()
+
+
+def explicit(options):
+    """A precision of its own."""
+    accelerator = Accelerator(mixed_precision="no")
+    write(accelerator, options.out, **loop(options, accelerator))
+
+
+def offered(options):
+    """A precision that its own command line decides."""
+    accelerator = Accelerator(mixed_precision=options.mixed_precision)
+    write(accelerator, options.out, **loop(options, accelerator))
 
 
 def asks(options):
@@ -236,6 +270,16 @@ def waits(options):
             Path(options.out).write_text(str(os.getpid()))
 
 
+def several(options):
+    """One loop after the other in one process, whose start takes longer than all of them."""
+    folder = Path(options.out)
+    for one in (plain, clipping, accumulate, modulo, adversarial):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        options.out = folder / f"{one.__name__}.pt"
+        one(options)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("loop")
@@ -245,6 +289,7 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--checkpoints")
     parser.add_argument("--resume")
+    parser.add_argument("--mixed_precision")
     options = parser.parse_args()
     globals()[options.loop](options)
 

@@ -1,0 +1,94 @@
+"""Dry runs and launches for the tests of the Accelerate integration."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vram_guard.budget import Budget
+from vram_guard_accelerate.settings import Settings
+from vram_guard_accelerate.silence import SILENT_ENVIRONMENT
+
+HERE = Path(__file__).parent
+TRAINING = HERE / "accelerate_scripts" / "training.py"
+TRAINER = HERE / "accelerate_scripts" / "trainer.py"
+EDITED = HERE / "accelerate_scripts" / "edited.py"
+
+#: accelerate says which of these it was not given.
+QUIET = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+ONE = ("--cpu", "--num_processes", "1", *QUIET)
+TWO = ("--multi_gpu", "--num_processes", "2", *QUIET)
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "VRAM_GUARD_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def launch(
+    *arguments: object, cache: Path, guarded: bool = True, timeout: float = 240, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`vram-guard launch arguments`, or `accelerate launch arguments`."""
+    command = [sys.executable, "-m", "vram_guard.cli", "launch"]
+    if not guarded:
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        env=environment(VRAM_GUARD_CACHE=str(cache), **more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def request(
+    folder: Path, *command: object, budget: str = "1GiB", ranks: int = 1, gpu: str | None = None, **settings: Any
+):
+    """What :mod:`vram_guard_accelerate.follow` is to answer."""
+    folder.mkdir(parents=True)
+    given = Budget.resolve(budget, gpu, margin=0.0)
+    given = replace(given, compute_capability=given.compute_capability or (8, 0))
+    (folder / "budget.pickle").write_bytes(pickle.dumps(given))
+    asked = {
+        "command": [str(word) for word in command],
+        "module": False,
+        "settings": Settings.of(settings).as_dict(),
+        "ranks": ranks,
+    }
+    (folder / "request.json").write_text(json.dumps(asked), encoding="utf-8")
+
+
+def dry_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Answer every request in the folder, from one process."""
+    silent = {**SILENT_ENVIRONMENT, "ACCELERATE_MIXED_PRECISION": "no"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "accelerate_dry_runs.py"), str(folder)],
+        env=environment(**silent),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = {}
+    for one in folder.iterdir():
+        answers[one.name] = json.loads((one / "answer.json").read_text(encoding="utf-8"))
+        answers[one.name]["printed"] = (one / "log.txt").read_text(encoding="utf-8")
+    return answers
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest difference between the weights of two runs."""
+    return max(
+        float((one[name] - other[name]).abs().max())
+        for one, other in zip(a["weights"], b["weights"], strict=True)
+        for name in one
+    )

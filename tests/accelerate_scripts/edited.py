@@ -1,0 +1,36 @@
+"""A script that was edited: `guard` stands around `prepare`."""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from common import WithLoss, dataset, weights, write
+from torch.utils.data import DataLoader
+
+from vram_guard_accelerate import guard
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    parser.add_argument("--budget")
+    options = parser.parse_args()
+    accelerator = Accelerator()
+    set_seed(0)
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(dataset(40), batch_size=16, shuffle=True)
+    guarding = guard(budget=options.budget, allow=("accumulate",))
+    with guarding:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for x, y in loader:
+        accelerator.backward(model(x, labels=y)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    write(accelerator, options.out, weights=weights(accelerator, model), rates=[], text=guarding.text)
+
+
+if __name__ == "__main__":
+    main()

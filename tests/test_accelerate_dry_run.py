@@ -1,0 +1,190 @@
+"""The dry run: a script's own loop, followed symbolically. Real scripts, real processes, answers from all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases
+from accelerate_cases import TRAINER, TRAINING
+
+from vram_guard.step import TrainingStep
+
+TRAINER_ARGUMENTS = ("--report_to", "none", "--disable_tqdm", "true", "--per_device_train_batch_size", 16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dry")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, dict[str, Any]]:
+    """Everything that is asked of dry runs here, answered in one process."""
+    asked = folder / "asked"
+    writes = folder / "writes"
+    writes.mkdir()
+    (writes / "kept.txt").write_text("kept")
+    never = ("never.pt",)
+    for name in ("plain", "clipping", "accumulate", "modulo", "adversarial"):
+        cases.request(asked / name, TRAINING, name, "--out", *never)
+    for name in ("asks", "never", "stepless", "fails", "spawns", "drifting", "frozen", "unprepared"):
+        cases.request(asked / name, TRAINING, name, "--out", *never)
+    cases.request(asked / "writes", TRAINING, "writes", "--out", writes)
+    cases.request(asked / "slices", TRAINING, "plain", budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "ranks", TRAINING, "plain", ranks=2)
+    cases.request(asked / "blocks", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="112MiB",
+                  allow=("checkpoint",))  # fmt: skip
+    cases.request(asked / "mixed", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="100MiB",
+                  allow=("precision",))  # fmt: skip
+    cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
+                  budget="100MiB", allow=("precision",))  # fmt: skip
+    cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
+                  "--samples", 128, budget="100MiB", allow=("precision",))  # fmt: skip
+    cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
+    cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB")
+    cases.request(asked / "trainer", TRAINER, "--output_dir", folder / "trainer", *TRAINER_ARGUMENTS, "--out", *never)
+    return cases.dry_runs(asked)
+
+
+@pytest.mark.parametrize("name", ["plain", "clipping", "accumulate", "modulo", "adversarial", "trainer", "frozen"])
+def test_loops_of_every_kind_are_followed_to_their_second_step(answers: Any, name: str) -> None:
+    answer = answers[name]
+    assert "error" not in answer, answer
+    assert answer["plan"]["before"]["peak_reserved"] > 10 * 2**20
+    assert answer["fits"]
+    assert not answer["changed"]
+
+
+def test_the_prediction_is_that_of_the_same_step_traced_by_itself(answers: Any) -> None:
+    import torch
+    from torch import nn
+
+    from vram_guard.simulate import estimate
+
+    sys.path.insert(0, str(TRAINING.parent))
+    try:
+        from common import Network
+    finally:
+        sys.path.pop(0)
+    step = TrainingStep(
+        Network(),
+        lambda size: (torch.zeros(size, 256, 4), torch.zeros(size, dtype=torch.long)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
+    expected = estimate(step, 16)
+    found = answers["plain"]["plan"]["before"]
+    # The loop loads a batch while the last one is still held, and keeps its last loss; that is all.
+    assert found["peak_allocated"] == pytest.approx(expected.peak_allocated, rel=0.01)
+    assert found["peak_reserved"] == expected.peak_reserved
+    for category in ("parameters", "optimizer_states", "workspace"):
+        assert found["breakdown"][category] == expected.breakdown[category]
+
+
+def test_frozen_models_that_were_moved_by_hand_are_counted(answers: Any) -> None:
+    more = answers["frozen"]["plan"]["before"]["breakdown"]["parameters"]
+    assert more - answers["plain"]["plan"]["before"]["breakdown"]["parameters"] == pytest.approx(4_000_000, abs=512)
+
+
+def test_accumulation_counts_what_the_loop_does(answers: Any) -> None:
+    for name, batches in (("plain", 1), ("accumulate", 2), ("modulo", 2), ("adversarial", 1)):
+        assert answers[name]["plan"]["accumulate"]["before"] == batches, name
+
+
+def test_several_processes_have_gradient_buckets(answers: Any) -> None:
+    alone, together = (answers[name]["plan"]["before"]["peak_allocated"] for name in ("plain", "ranks"))
+    assert together > alone
+
+
+def test_a_batch_that_is_too_large_passes_in_slices(answers: Any) -> None:
+    plan, orders = answers["slices"]["plan"], answers["slices"]["orders"]
+    assert plan["fits"]
+    assert plan["micro_batch_size"] == {"before": 16, "after": orders["micro_batch_size"]}
+    assert orders["micro_batch_size"] in (4, 8)
+    assert plan["estimate"]["peak_reserved"] <= 40 * 2**20 < plan["before"]["peak_reserved"]
+
+
+def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:
+    answer = answers["blocks"]
+    assert answer["fits"]
+    assert answer["orders"]["recipe"]["checkpoint"]
+    assert set(answer["orders"]["recipe"]["checkpoint"]) <= {f"blocks.{number}" for number in range(4)}
+
+
+def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:
+    assert answers["mixed"]["orders"]["precision"] == "bf16"
+    assert answers["mixed"]["fits"]
+
+
+def test_a_scripts_own_precision_wins_and_that_is_said(answers: Any) -> None:
+    answer = answers["explicit_mixed"]
+    assert not answer["fits"]
+    assert any("passes its own mixed_precision" in note for note in answer["notes"])
+
+
+def test_a_scripts_own_option_for_precision_is_set(answers: Any) -> None:
+    orders = answers["offered_mixed"]["orders"]
+    assert (orders["precision"], orders["precision_option"]) == ("bf16", "--mixed_precision")
+
+
+def test_growth_multiplies_batch_and_learning_rate(answers: Any) -> None:
+    orders = answers["grown"]["orders"]
+    factor = orders["grown_batch_size"] / 16
+    assert factor >= 2
+    assert orders["learning_rate_factor"] == factor
+    assert orders["batch_option"] == "--batch_size"  # the script offers it
+
+
+def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:
+    answer = answers["nothing"]
+    assert not answer["fits"]
+    assert not answer["changed"]
+    assert "Nearest" in answer["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("asks", "reads from standard input"),
+        ("never", "without asking for a training batch"),
+        ("stepless", "without an optimizer step"),
+        ("fails", "ValueError: Expected input batch_size (4) to match target batch_size (3)"),
+        ("spawns", "torch.multiprocessing.spawn"),
+        ("drifting", "LocalSGD"),
+        ("unprepared", "without asking for a training batch"),
+    ],
+)
+def test_a_script_that_cannot_be_followed_says_where_and_why(answers: Any, name: str, says: str) -> None:
+    answer = answers[name]
+    assert answer["error"] == "UnsupportedStepError"
+    assert says in answer["message"]
+    if name in ("asks", "fails", "spawns", "drifting"):
+        lines = TRAINING.read_text(encoding="utf-8").splitlines()
+        number = int(answer["message"].rsplit("training.py, line ", 1)[1].rstrip(")"))
+        begins = lines.index(f"def {name}(options):") + 1
+        assert begins < number <= begins + 10
+
+
+def test_nothing_is_written_or_removed(answers: Any, folder: Path) -> None:
+    assert "error" not in answers["writes"], answers["writes"]
+    assert [path.name for path in (folder / "writes").iterdir()] == ["kept.txt"]
+    assert not (folder / "trainer").exists() or not any((folder / "trainer").iterdir())
+    assert not Path("never.pt").exists()
+
+
+def test_what_the_script_prints_goes_to_the_log(answers: Any) -> None:
+    assert "step 0 1.0" in answers["plain"]["printed"]
+
+
+def test_the_dry_run_takes_no_memory_for_what_is_symbolic(answers: Any) -> None:
+    taken = answers["slices"]["host_memory"]
+    assert taken["plan"] - taken["script"] < 2 * 2**30

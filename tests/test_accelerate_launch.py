@@ -1,0 +1,278 @@
+"""Real launches: `accelerate launch` and `vram-guard launch`, one process and two (gloo), guarded and not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
+
+from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
+
+LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
+LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial")
+SLICED = Orders(batch_size=16, grown_batch_size=16, micro_batch_size=5)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def run_several(out: Path, cache: Path, processes: tuple[str, ...], orders: Orders | None) -> dict[str, Any]:
+    """All loops in one launch: as written, or under orders as `vram-guard launch` gives them."""
+    out.mkdir()
+    more = {"ACCELERATE_USE_CPU": "true"} | ({} if orders is None else {VARIABLE: orders.text()})
+    module = () if orders is None else ("-m", "vram_guard_accelerate")
+    done = launch(*processes, *module, TRAINING, "several", "--out", out, cache=cache, guarded=False, **more)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: torch.load(out / f"{name}.pt") for name in LOOPS}
+
+
+@pytest.fixture(scope="module", params=[ONE, TWO], ids=["one process", "two processes"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
+    """The same loops as written and in slices: 16 samples as 5, 5 and 6, or a last batch of 8 as 4 and 4."""
+    folder = tmp_path_factory.mktemp("both")
+    as_written = run_several(folder / "written", cache, request.param, None)
+    return as_written, run_several(folder / "sliced", cache, request.param, SLICED), 1 + (request.param is TWO)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_slices_change_neither_weights_nor_rates_nor_counters(both: Any, name: str) -> None:
+    as_written, sliced, processes = both[0][name], both[1][name], both[2]
+    assert as_written["processes"] == sliced["processes"] == processes
+    assert difference(as_written, sliced) < 2e-6
+    for exact in ("rates", "sizes", "length", "steps"):
+        assert as_written.get(exact) == sliced.get(exact), exact
+    for close in ("losses", "norms"):
+        assert sliced.get(close, []) == pytest.approx(as_written.get(close, []), rel=1e-5)
+
+
+def test_slices_really_ran(both: Any) -> None:
+    """Sums in another order: were it bit-identical, nothing would have been sliced."""
+    assert any(difference(both[0][name], both[1][name]) > 0 for name in LOOPS)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
+    """`vram-guard launch`, from the command line to the end of the script."""
+    out = tmp_path_factory.mktemp("launched") / "plain.pt"
+    options = (*ONE, "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
+    return launch(*options, TRAINING, "plain", "--out", out, cache=cache), out, options
+
+
+def test_the_plan_is_shown_and_then_followed(launched: Any) -> None:
+    done, out, _ = launched
+    assert done.returncode == 0, done.stderr
+    assert "micro-batch size" in done.stderr
+    assert "step 0 2." in done.stdout  # the script's own prints, and nothing else there
+    assert "micro-batch" not in done.stdout
+    assert torch.load(out)["sizes"] == [16, 16, 8, 16, 16, 8]
+
+
+def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypatch: Any, capsys: Any) -> None:
+    from vram_guard.cli import main
+
+    _, out, options = launched
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
+    assert main(["launch", *options, "--dry-run", "--json", str(TRAINING), "plain", "--out", str(out)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["remembered"]
+    assert answer["micro_batch_size"]["after"] == 8
+
+
+def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path) -> None:
+    out = tmp_path / "out.pt"
+    done = launch(*ONE, "--budget", "1MiB", TRAINING, "plain", "--out", out, cache=cache)
+    assert done.returncode == 1
+    assert "Nearest" in done.stderr
+    assert not out.exists()
+
+
+def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> None:
+    arguments = (
+        *("--output_dir", tmp_path / "out", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true"),
+        *("--num_train_epochs", 1, "--per_device_train_batch_size", 16, "--optim", "sgd", "--learning_rate", 0.1),
+    )
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    plain = launch(*ONE, TRAINER, *arguments, "--out", one, cache=cache, guarded=False)
+    options = ("--budget", "80MiB", "--margin", "0", "--allow", "accumulate")
+    guarded = launch(*ONE, *options, TRAINER, *arguments, "--out", two, cache=cache)
+    assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
+    as_written, sliced = torch.load(one), torch.load(two)
+    assert 0 < difference(as_written, sliced) < 1e-6
+    assert as_written["rates"] == sliced["rates"]
+    assert as_written["steps"] == sliced["steps"] == 3
+
+
+def test_two_processes_agree_on_a_plan_where_nobody_planned_before(tmp_path: Path, cache: Path) -> None:
+    out = tmp_path / "out.pt"
+    own = ("-m", "vram_guard_accelerate", "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
+    done = launch(*TWO, *own, TRAINING, "plain", "--out", out, cache=cache, guarded=False, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("micro-batch size ") == 1
+    assert torch.load(out)["processes"] == 2
+
+
+def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
+    """Three steps, a checkpoint after each, and a run that goes on from the second: its rates are the third's."""
+    orders = Orders(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
+    more = {VARIABLE: orders.text()}
+    first, second, folder = tmp_path / "first.pt", tmp_path / "second.pt", tmp_path / "checkpoints"
+    own = (*ONE, "-m", "vram_guard_accelerate", TRAINING, "accumulate", "--batch_size", 8, "--samples", 200)
+    done = launch(*own, "--out", first, "--checkpoints", folder, cache=cache, guarded=False, **more)
+    assert done.returncode == 0, done.stderr
+    rates = torch.load(first)["rates"]
+    assert rates == pytest.approx([2 * 0.1 / (1 + step) for step in (1, 2, 3)])
+    resumed = launch(
+        *own, "--out", second, "--resume", folder / "step_2", "--steps", 1, cache=cache, guarded=False, **more
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert torch.load(second)["rates"] == pytest.approx(rates[2:])
+
+
+def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cache: Path) -> None:
+    results = []
+    for budget in ("1GiB", "40MiB"):
+        out = tmp_path / f"{budget}.pt"
+        done = subprocess.run(
+            [sys.executable, str(EDITED), "--out", str(out), "--budget", budget],
+            env=cases.environment(VRAM_GUARD_CACHE=str(cache)),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(torch.load(out))
+    assert "micro-batch size" in results[1]["text"]
+    assert 0 < difference(*results) < 1e-6
+
+
+# --- how it ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "script")], ids=["Ctrl-C", "killed script"]
+)
+def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
+    out = cache / "pid"
+    out.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [*LAUNCH, *ONE, "--budget", "1GiB", str(TRAINING), "waits", "--out", str(out)],
+        env=cases.environment(VRAM_GUARD_CACHE=str(cache)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not out.exists() or not out.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        script = int(out.read_text())
+        os.kill(process.pid if whom == "launcher" else script, number)
+        assert process.wait(60) == 128 + number
+        with pytest.raises(ProcessLookupError):
+            os.kill(script, 0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+# --- what is typed --------------------------------------------------------------------------------------------
+
+
+def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    from vram_guard.cli import main
+
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("{: nothing")
+    for arguments, says in (
+        ((), "training_script"),
+        (("nowhere.py",), "there is no script nowhere.py"),
+        ((str(tmp_path),), "is a folder"),
+        (("-m", "no.such.module"), "there is no module"),
+        (("--bugdet", "1GiB", str(TRAINING)), "--bugdet"),
+        (("--budget=-1GiB", str(TRAINING)), "-1GiB"),
+        (("--budget", "1GiB", "--allow", "chekpoint", str(TRAINING)), "did you mean 'checkpoint'"),
+        (("--budget", "1GiB", "--yes", "--ask", str(TRAINING)), "contradict"),
+        (("--budget", "1GiB", "--no_python", str(TRAINING)), "not Python"),
+        (("--budget", "1GiB", "--config_file", str(broken), str(TRAINING)), "config file"),
+        (("--budget", "1GiB", "--config_file", str(tmp_path / "no.yaml"), str(TRAINING)), "does not exist"),
+        (("--budget", "1GiB", "--cpu", "--multi_gpu", str(TRAINING)), "You can only use one of"),
+    ):
+        try:
+            code = main(["launch", *arguments])
+        except SystemExit as ended:
+            code = ended.code
+        assert code == 2, arguments
+        assert says in capsys.readouterr().err, arguments
+    assert not (tmp_path / "cache").exists()
+
+
+def test_sharded_launches_are_refused_by_name(capsys: Any) -> None:
+    from vram_guard.cli import main
+
+    assert main(["launch", "--budget", "1GiB", "--use_fsdp", *QUIET_FSDP, str(TRAINING)]) == 3
+    assert "FSDP" in capsys.readouterr().err
+
+
+QUIET_FSDP = ("--num_processes", "2", *cases.QUIET)
+
+
+def test_arguments_are_sorted_by_accelerates_own_parser() -> None:
+    from vram_guard_accelerate.arguments import parsed
+
+    given = parsed(
+        [
+            *("--num_processes", "2", "--budget=24GiB", "--mixed_precision", "bf16", "--grow", str(TRAINING)),
+            *("plain", "--budget", "the script's own", "--num_processes", "9"),
+        ]
+    )
+    assert given.accelerate == ("--num_processes", "2", "--mixed_precision", "bf16")
+    assert given.arguments == ("plain", "--budget", "the script's own", "--num_processes", "9")
+    assert given.settings.budget == "24GiB"
+    assert given.settings.grow
+
+
+def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path: Path, monkeypatch: Any) -> None:
+    from vram_guard_accelerate.arguments import parsed
+    from vram_guard_accelerate.target import target_of
+
+    config = tmp_path / "config.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 4\n"
+                      "num_machines: 1\nmixed_precision: bf16\nuse_cpu: false\ngpu_ids: all\nmachine_rank: 0\n"
+                      "main_training_function: main\n")  # fmt: skip
+    target = target_of(parsed(["--budget", "1GiB", "--config_file", str(config), str(TRAINING), "plain"]))
+    assert (target.ranks, target.simple) == (4, False)
+    assert target.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    one = target_of(parsed(["--budget", "1GiB", *ONE, str(TRAINING), "plain"]))
+    assert (one.ranks, one.simple) == (1, True)
+
+
+def test_orders_travel_as_text() -> None:
+    orders = Orders(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
+                    micro_batch_size=4, recipe={"checkpoint": ["blocks.0"]})  # fmt: skip
+    again = Orders.read(orders.text())
+    assert again == orders
+    assert again.technique().checkpoint == ("blocks.0",)
+    assert again.script_arguments() == ["--mixed_precision", "bf16"]
