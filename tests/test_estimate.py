@@ -114,6 +114,14 @@ def test_a_config_with_an_example_network_has_the_symbolic_answer_beside_the_rul
     assert symbolic["budget"]["available"] < 24 * 10**9  # the CUDA context has its part of a whole GPU
 
 
+def test_a_margin_of_ones_own(folder, capsys):
+    usable = []
+    for margin in ("0", "0.5"):
+        _, both = answer(capsys, "--config", "fno_ocean.yaml", "--margin", margin)
+        usable.append(both["symbolic"]["budget"]["usable"])
+    assert usable[1] == usable[0] // 2
+
+
 def test_quick_answers_without_building_anything(folder, capsys):
     code, quick = answer(capsys, "--config", "fno_ocean.yaml", "--quick")
     assert (code, quick["symbolic"], quick["decided_by"]) == (0, None, "rule of thumb")
@@ -189,6 +197,7 @@ def test_what_stands_in_the_way_of_a_symbolic_answer_is_said_and_the_rule_remain
         (f"--batch {'9' * 100}", "--batch must be a whole number"),
         ("--batch 8 --threshold 70", "threshold must be above 0 and at most 1"),
         ("--batch 8 --threshold x", "--threshold must be a number"),
+        ("--batch 8 --gpu_memory 24 --margin 5", "margin must be a fraction"),
         ("--batch 8 --gpu_memory inf", "gpu_memory='inf' is not an amount"),
         ("--batch 8 --gpu_memory -1GiB", "expected one argument"),
         ("--batch 8 --gpu_memory 100MB", "less than the"),

@@ -207,3 +207,9 @@ def test_a_script_is_launched_as_it_is_where_the_guard_is_off(project, monkeypat
     captured = capfd.readouterr()
     assert captured.out == "ran with ['--lang', 'fr', '--hidden_dim', '3']\n"
     assert captured.err.count("switched off") == 2
+
+
+def test_a_card_by_name_is_no_number_of_a_gpu_to_watch(monkeypatch, capsys):
+    monkeypatch.setenv("VRAM_GUARD_GPU", "RTX 4090")
+    cli.main(["monitor", "--quiet", "--interval", "0.1", "0.1"])
+    assert "RTX 4090" not in capsys.readouterr().err

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _FROM_SETTINGS = frozenset(
     {"allow", "budget", "gpu", "gpu_memory", "host_budget", "lr_rule", "margin", "target_utilization", "threshold"}
 )
+#: Commands whose options only share the names: ``monitor --gpu`` is the number of a GPU of this machine.
+_OTHER_MEANING = frozenset({"monitor"})
 
 
 def with_dashes(words: Sequence[str]) -> Iterator[str]:
@@ -35,6 +37,9 @@ def fill_from_settings(options: argparse.Namespace, found: Mapping[str, Setting]
     """Settings for the options that are not given; ``options.from_settings`` says which, and from where."""
     from vram_guard.settings import AMOUNTS
 
+    if options.command in _OTHER_MEANING:
+        options.from_settings = {}
+        return
     given = {name for name in (*AMOUNTS, "device") if getattr(options, name, None) is not None}
     options.from_settings = {}
     for name in _FROM_SETTINGS & found.keys():
@@ -46,7 +51,10 @@ def fill_from_settings(options: argparse.Namespace, found: Mapping[str, Setting]
 
 
 def gpu_memory(
-    memory: str | float | None = None, gpu: str | None = None, budget: str | int | None = None
+    memory: str | float | None = None,
+    gpu: str | None = None,
+    budget: str | int | None = None,
+    margin: str | float | None = None,
 ) -> tuple[int, str, Budget]:
     """(Bytes of the whole GPU, where the number comes from, what PyTorch may use of it).
 
@@ -54,7 +62,8 @@ def gpu_memory(
         memory: of the whole GPU: an amount; a number without a unit is GB, as the makers of cards and the guides
             write. The CUDA context's part is taken off.
         gpu: a card by name; with neither of the three, the device at hand.
-        budget: what PyTorch's allocator may reserve; nothing is taken off.
+        budget: what PyTorch's allocator may reserve; nothing is taken off but the margin.
+        margin: the share to leave free; None: the default.
 
     Raises:
         InvalidInputError: it is no amount, or no card is known by that name.
@@ -63,8 +72,9 @@ def gpu_memory(
     """
     from vram_guard.budget import Budget
 
+    kept = None if margin is None else number("margin", margin, 0)
     if memory is None:
-        resolved = Budget.resolve(budget=budget, gpu=gpu)
+        resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept)
         return resolved.total, resolved.source, resolved
     if budget is not None:
         raise InvalidInputError(_("give --gpu-memory (of the whole GPU) or --budget (of PyTorch), not both"))
@@ -83,7 +93,7 @@ def gpu_memory(
                 taken=taken,
             )
         )
-    usual = Budget.of(size)
+    usual = Budget.of(size, kept)
     whole = Budget(size, size - context, usual.margin, _("given"), context=context, margin_source=usual.margin_source)
     return size, _("given"), whole if gpu is None else whole.on_card(_card(gpu))
 

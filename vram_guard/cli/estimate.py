@@ -64,6 +64,7 @@ def _add_calculator(group: Any) -> None:
 def _add_common(parser: Any) -> None:
     parser.add_argument("--gpu-memory", metavar="SIZE", help=_('of the GPU: 24 is 24 GB, "24GiB", "80GB"'))
     parser.add_argument("--budget", metavar="SIZE", help=_('what PyTorch may reserve of it: "20GiB"'))
+    parser.add_argument("--margin", metavar="SHARE", help=_("share of the budget to leave free"))
     parser.add_argument("--gpu", metavar="NAME", help=_('a card by name: "RTX 4090"'))
     parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
 
@@ -88,7 +89,7 @@ def _estimate(options: argparse.Namespace) -> int:
         amounts = {**amounts, "memory": found.memory, "gpu": found.gpu}
         amounts["budget"] = None if options.from_settings.keys() & AMOUNTS else options.budget
     calculation = None
-    memory, source, budget = gpu_memory(**amounts)
+    memory, source, budget = gpu_memory(**amounts, margin=options.margin)
     if options.quick or not _tells_its_sizes(found):
         calculation = Calculation(found.network(), memory, share)
     printer = _Printer(options, found)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli.arguments import count, gpu_memory
+from vram_guard.cli.arguments import count, gpu_memory, number
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.printing import print_json
 from vram_guard.errors import InvalidInputError, NoDeviceError, VramGuardError
@@ -111,13 +111,18 @@ def _budget(options: argparse.Namespace) -> Budget | None:
         if options.gpu or options.budget or options.gpu_memory:
             raise InvalidInputError(_("give either --device (what is free there) or --gpu, --budget, --gpu-memory"))
         device = options.device
-        return Budget.resolve(device=int(device) if device.isdigit() and device.isascii() else device)
+        which = int(device) if device.isdigit() and device.isascii() else device
+        return Budget.resolve(device=which, margin=_margin(options))
     if options.gpu is None and options.budget is None and options.gpu_memory is None:
         try:
-            return Budget.resolve()
+            return Budget.resolve(margin=_margin(options))
         except NoDeviceError:
             return None
-    return gpu_memory(options.gpu_memory, options.gpu, options.budget)[2]
+    return gpu_memory(options.gpu_memory, options.gpu, options.budget, options.margin)[2]
+
+
+def _margin(options: argparse.Namespace) -> float | None:
+    return None if options.margin is None else number("margin", options.margin, 0)
 
 
 class _Symbolic:

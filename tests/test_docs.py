@@ -1,0 +1,125 @@
+"""Every command of the documentation is run, and prints what the page says that it prints."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from docs_blocks import commands_of, files_of, missing
+from folders import write_cogvideox
+from packaging.requirements import Requirement
+
+from vram_guard import cli, settings
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("docs/*/*.md"), *ROOT.glob("README*.md")])
+WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
+PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+#: Outputs are those of the releases that everything is run with; elsewhere numbers may differ, exit codes may not.
+SAME_TORCH = next(pin for pin in PINS if pin.name == "torch").specifier.contains(torch.__version__.partition("+")[0])
+
+
+def named(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where a page's commands run: a copy of the examples, as in a checkout; the page's own files come on top."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in settings.KINDS:
+        monkeypatch.delenv(f"VRAM_GUARD_{name.upper()}", raising=False)
+    settings.forget()
+    yield tmp_path
+    settings.forget()
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=named)
+def test_commands_of_a_page(page, folder, monkeypatch, capsys):
+    for name, content in files_of(page).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
+    if "CogVideoX-5b" in page.read_text(encoding="utf-8"):
+        write_cogvideox(folder / "CogVideoX-5b")
+    for command in commands_of(page):
+        where = f"{named(page)}:{command.line}: {command.text}"
+        with monkeypatch.context() as patched:
+            # A Chinese page may show what the command says in English, which is shorter to keep right.
+            patched.setenv("VRAM_GUARD_LANG", "zh" if re.search("[\u4e00-\u9fff]", str(command.expected)) else "en")
+            for name, value in command.environment.items():
+                patched.setenv(name, value)
+            settings.forget()
+            code = run(command.words)
+        captured = capsys.readouterr()
+        assert code == command.code, f"{where}\n{captured.out}\n{captured.err}"
+        if command.expected and SAME_TORCH:
+            lost = missing(command.expected, captured.out + captured.err)
+            assert lost is None, f"{where}\nnot printed: {lost!r}\n{captured.out}\n{captured.err}"
+
+
+def run(words):
+    """Our own command in this process, which saves importing torch for each; everything else as a program."""
+    if words[0] == "vram-guard":
+        try:
+            return cli.main(words[1:])
+        except SystemExit as end:
+            return end.code
+    program = [sys.executable, *words[1:]] if words[0] == "python" else words
+    run = subprocess.run(program, capture_output=True, text=True, check=False)
+    print(run.stdout)
+    print(run.stderr, file=sys.stderr)
+    return run.returncode
+
+
+def test_the_pages_are_the_same_in_both_languages():
+    names = [{page.name for page in ROOT.glob(f"docs/{language}/*.md")} for language in ("en", "zh_cn")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_COMMANDS if "en" in page.parts], ids=named)
+def test_both_languages_show_the_same_commands_and_files(page):
+    other = ROOT / "docs" / "zh_cn" / page.name
+    assert [one.text for one in commands_of(page)] == [one.text for one in commands_of(other)]
+    assert list(files_of(page)) == list(files_of(other))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{named(page)} links to {target}"
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "lost"),
+    [
+        (["a", "...", "c"], "a\nb\nc\n", None),
+        (["a", "c"], "a\nb\nc\n", "a c"),
+        (["...", "c", "...", "b"], "a\nb\nc\n", "b"),
+        (["a b  c ..."], "a\n\nb c d\n", None),
+        (["a d"], "a\nb\n", "a d"),
+    ],
+)
+def test_the_comparison_can_fail(expected, printed, lost):
+    assert missing(expected, printed) == lost
+
+
+def test_a_page_of_commands(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "text\n\n```yaml title=\"a/b.yaml\"\nx: 1\n```\n\n```console\n$ A=1 vram-guard x \\\n    --y 'z w'\n"
+        "one\n$ false\n$ echo $?\n1\n```\n\n```sh\n$ not this\n```\n"
+        "<!-- not run: needs a GPU -->\n```console\n$ nor this\n```\n"
+    )
+    first, second = commands_of(page)
+    assert (first.environment, first.words) == ({"A": "1"}, ["vram-guard", "x", "--y", "z w"])
+    assert (first.expected, first.code, second.text, second.code) == (["one"], 0, "false", 1)
+    assert first.line == 8
+    assert files_of(page) == {"a/b.yaml": "x: 1\n"}
