@@ -13,7 +13,8 @@ from vram_guard_accelerate.orders import Orders
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
-    from vram_guard_accelerate.dry_run import DryRun, Facts
+    from vram_guard_accelerate.answers import Facts
+    from vram_guard_accelerate.dry_run import DryRun
     from vram_guard_accelerate.settings import Settings
 
 

@@ -12,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from vram_guard_accelerate import exposed, silence
+from vram_guard_accelerate.answers import stopped
 from vram_guard_accelerate.apply import made_by_script
 from vram_guard_accelerate.before_prepare import BeforePrepare
-from vram_guard_accelerate.dry_run import OTHER_BATCHES, stopped
+from vram_guard_accelerate.dry_run import OTHER_BATCHES
 
 if TYPE_CHECKING:
     from vram_guard_accelerate.dry_run import DryRun
@@ -106,13 +107,13 @@ def _made(run: DryRun, original: Any) -> Any:
 
 
 def _after_imports(original: Any) -> Any:
-    def made(self: Any, _cpu: bool = False, **kwargs: Any) -> None:  # noqa: FBT002 - accelerate's own signature
+    def made(self: Any, _cpu: bool = False, **kwargs: Any) -> None:  # accelerate's own signature
         before.begin()
         kwargs.pop("cpu", None)
         asker = sys._getframe(1).f_locals.get("self")  # noqa: SLF001 - TrainingArguments asks, and looks again after
         if asker is not None and hasattr(asker, "use_cpu"):
             asker.use_cpu = False
-        original(self, False, **kwargs)  # noqa: FBT003 - planned for the GPU, wherever it will run
+        original(self, False, **kwargs)  # planned for the GPU, wherever it will run
 
     return made
 

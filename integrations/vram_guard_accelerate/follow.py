@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from vram_guard.report.as_json import as_dict
 from vram_guard_accelerate import forks
-from vram_guard_accelerate.dry_run import DryRun, Failure
+from vram_guard_accelerate.answers import Failure
+from vram_guard_accelerate.dry_run import DryRun
 from vram_guard_accelerate.settings import Settings
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard_accelerate import forks, technique
+from vram_guard_accelerate.answers import Failure
 from vram_guard_accelerate.apply import Applied
-from vram_guard_accelerate.dry_run import DryRun, Failure
+from vram_guard_accelerate.dry_run import DryRun
 from vram_guard_accelerate.forks import BecomeCopy, Home
 from vram_guard_accelerate.orders import Orders
 from vram_guard_accelerate.settings import Settings
@@ -33,7 +34,9 @@ _logger = logging.getLogger("vram_guard")
 
 
 class guard:  # noqa: N801 - used like a function: `with guard(...):`
-    """Around ``Accelerator.prepare``: predicts the script's step, and makes it fit::
+    """Around ``Accelerator.prepare``: predicts the script's step, and makes it fit.
+
+    ::
 
         with guard(budget="24GiB"):
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -146,7 +149,7 @@ def _become_dry_run(home: Home, accelerator: Any, settings: Settings) -> None:
         budget = budget_for(settings, ranks, "all")
     except VramGuardError as error:
         home.send(Failure(type(error).__name__, str(error)))
-    run = DryRun(tuple(budget.compute_capability or (8, 0)), ranks, lambda run: _decided(run, settings, budget, home))
+    run = DryRun(budget.compute_capability or (8, 0), ranks, lambda run: _decided(run, settings, budget, home))
     ends = _Ends(run, home)
     sys.excepthook = ends.failed
     atexit.register(ends.ended)

@@ -16,19 +16,19 @@ Both are exact, where the model treats samples independently. Batch normalisatio
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from vram_guard.apply.loss_weight import split_or_warn
 from vram_guard.apply.microbatch import MicroBatch, Splitter
+from vram_guard.apply.outputs import Merging, detached, tensors_of
+from vram_guard.apply.rerun import RandomState, autocast_now, no_autocast, statistics_kept
+from vram_guard.errors import UnsupportedTechniqueError
 
 #: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
 IGNORED = -100
@@ -96,13 +96,15 @@ class SlicedForward:
         if not self.model.training or not torch.is_grad_enabled():
             return self.as_written(*args, **kwargs)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        given = _tensors_with_gradient((args, kwargs))
+        # By name: a tuple of arguments must not be taken for a tuple of samples.
+        called = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+        given = _tensors_with_gradient(called)
         if not parameters and not given:
             return self.as_written(*args, **kwargs)
-        slices = split_or_warn(self.splitter, (args, kwargs))
+        slices = split_or_warn(self.splitter, called)
         if len(slices) == 1:
             return self.as_written(*args, **kwargs)
-        run = _Run(self, slices, parameters, (args, kwargs))
+        run = _Run(self, slices, parameters, called, len(args))
         outputs = _Slices.apply(run, *given, *parameters)  # type: ignore[no-untyped-call]
         return run.rebuilt(outputs)
 
@@ -119,8 +121,12 @@ class _Slices(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: the result would silently be taken for a constant
+            raise UnsupportedTechniqueError(
+                "gradients of gradients (create_graph=True, a gradient penalty) cannot be had of a model that works "
+                "in slices of its batch: leave 'accumulate' out of what is allowed"
+            )
         return (None, *ctx.run.backward(gradients))
 
 
@@ -128,18 +134,24 @@ class _Run:
     """One call of the model, from its forward to its backward."""
 
     def __init__(
-        self, owner: SlicedForward, slices: list[MicroBatch], parameters: list[nn.Parameter], given: Any
+        self,
+        owner: SlicedForward,
+        slices: list[MicroBatch],
+        parameters: list[nn.Parameter],
+        called: dict[str, Any],
+        positional: int,
     ) -> None:
         self._owner = owner
         self._slices = slices[: owner.at_most]
-        self._weights = _weights(owner.model, slices, given[1])
+        self._weights = _weights(owner.model, slices, called)
+        self._positional = [str(at) for at in range(positional)]
         self._parameters = parameters
-        leaves, self._structure = pytree.tree_flatten(given)
+        leaves, self._structure = pytree.tree_flatten(called)
         self._traced = [at for at, leaf in enumerate(leaves) if _needs_gradient(leaf)]
         self._given = [leaves[at] for at in self._traced]
-        self._random: list[_RandomState] = []
-        self._autocast = _autocast_now()
-        self._merging = _Merging(sum(part.samples for part in slices))
+        self._random: list[RandomState] = []
+        self._autocast = autocast_now()
+        self._merging = Merging(sum(part.samples for part in slices))
         self._ready: list[torch.Tensor | None] | None = None
         """Gradients of the scalar output, where each slice's backward ran at once."""
         self._scalar: int | None = None
@@ -151,7 +163,7 @@ class _Run:
         """The outputs of the whole batch, flat."""
         first = 0
         for number, part in enumerate(self._slices):
-            self._random.append(_RandomState())
+            self._random.append(RandomState())
             if number == 0 or self._scalar is not None:
                 self._forward_and_backward(part, first)
             else:
@@ -166,10 +178,10 @@ class _Run:
         weight = self._weights[len(self._random) - 1]
         with torch.enable_grad():
             out = self._call(leaves)
-        self._merging.add(_detached(out), first, part.samples, weight)
+        self._merging.add(detached(out), first, part.samples, weight)
         scalars = [
             (at, leaf)
-            for at, leaf in enumerate(_tensors(out))
+            for at, leaf in enumerate(tensors_of(out))
             if leaf.dim() == 0 and leaf.requires_grad and leaf.is_floating_point()
         ]
         if len(scalars) != 1:
@@ -183,7 +195,8 @@ class _Run:
         self._add(self._gradients([loss], [None], leaves), first, part.samples)
 
     def _call(self, leaves: list[Any]) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        kwargs = pytree.tree_unflatten(leaves, self._structure)
+        args = [kwargs.pop(name) for name in self._positional]
         self._owner.on_slice()
         return self._owner.as_written(*args, **kwargs)
 
@@ -226,9 +239,9 @@ class _Run:
                 torch.enable_grad(),
                 self._random[number].again(),
                 self._autocast(),
-                _statistics_kept(self._owner.model),
+                statistics_kept(self._owner.model),
             ):
-                made = _tensors(self._call(leaves))
+                made = tensors_of(self._call(leaves))
             wanted = [
                 (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))
                 for at, (out, gradient) in enumerate(zip(made, gradients, strict=True))
@@ -244,7 +257,7 @@ class _Run:
 
     def _gradients(self, outputs: list[Any], shares: list[Any], leaves: list[Any]) -> list[torch.Tensor | None]:
         sources = [*(leaves[at] for at in self._traced), *self._parameters]
-        with _no_autocast():
+        with no_autocast():
             return list(torch.autograd.grad(outputs, sources, shares, allow_unused=True))
 
     def _add(self, gradients: list[torch.Tensor | None], first: int, samples: int) -> None:
@@ -266,103 +279,6 @@ class _Run:
                 self._ready[at].add_(gradient)  # type: ignore[union-attr]
 
 
-class _Merging:
-    """Outputs of the slices, put together as they come."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._whole: list[torch.Tensor] = []
-        self._rows: list[bool] = []
-        self._like: Any = None
-
-    def add(self, out: Any, first: int, samples: int, weight: Any) -> None:
-        """One slice's output: rows to their place, scalars by their weight, of other things the latest."""
-        tensors = _tensors(out)
-        if not self._whole:
-            self._rows = [bool(t.dim()) and len(t) == samples for t in tensors]
-            self._whole = [
-                torch.empty((self._samples, *t.shape[1:]), dtype=t.dtype, device=t.device) if rows else _empty_sum(t)
-                for t, rows in zip(tensors, self._rows, strict=True)
-            ]
-        self._like = _without_tensors(out)
-        for whole, tensor, rows in zip(self._whole, tensors, self._rows, strict=True):
-            if rows:
-                whole[first : first + samples] = tensor
-            elif tensor.is_floating_point() and tensor.dim() == 0:
-                whole.add_(tensor * weight)
-            else:
-                whole.copy_(tensor)
-
-    def share(self, at: int, gradient: torch.Tensor, first: int, samples: int, weight: Any) -> torch.Tensor:
-        """What of the whole output's gradient belongs to one slice."""
-        if self._rows[at]:
-            return gradient[first : first + samples]
-        return gradient * weight if gradient.dim() == 0 else gradient
-
-    def outputs(self) -> tuple[torch.Tensor, ...]:
-        whole, self._whole = tuple(self._whole), []
-        return whole
-
-    def rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        return _with_tensors(self._like, iter(tensors))
-
-
-def _empty_sum(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor)
-
-
-# --- structures of outputs ----------------------------------------------------------------------------------
-
-_TENSOR = object()
-
-
-def _tensors(out: Any) -> list[torch.Tensor]:
-    """The tensors of an output, in order."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    return [tensor for part in _parts(out) for tensor in _tensors(part)]
-
-
-def _parts(out: Any) -> list[Any]:
-    if isinstance(out, Mapping):
-        return list(out.values())
-    if isinstance(out, (list, tuple)):
-        return list(out)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        return [getattr(out, field.name) for field in dataclasses.fields(out)]
-    return []
-
-
-def _mapped(out: Any, function: Callable[[Any], Any]) -> Any:
-    """The same kind of thing, with ``function`` applied to its parts."""
-    if isinstance(out, Mapping):
-        items = {key: function(value) for key, value in out.items()}
-        if type(out) is dict:
-            return items
-        by_keywords = hasattr(out, "__dataclass_fields__")  # ModelOutput and its kin
-        kind: Any = type(out)
-        return kind(**items) if by_keywords else kind(items)
-    if isinstance(out, tuple) and hasattr(out, "_fields"):
-        return type(out)(*(function(part) for part in out))
-    if isinstance(out, (list, tuple)):
-        return type(out)(function(part) for part in out)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        return dataclasses.replace(out, **{f.name: function(getattr(out, f.name)) for f in dataclasses.fields(out)})
-    return out
-
-
-def _without_tensors(out: Any) -> Any:
-    return _TENSOR if isinstance(out, torch.Tensor) else _mapped(out, _without_tensors)
-
-
-def _with_tensors(like: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    return next(tensors) if like is _TENSOR else _mapped(like, lambda part: _with_tensors(part, tensors))
-
-
-def _detached(out: Any) -> Any:
-    return out.detach() if isinstance(out, torch.Tensor) else _mapped(out, _detached)
-
-
 def _needs_gradient(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
@@ -374,12 +290,12 @@ def _tensors_with_gradient(given: Any) -> list[torch.Tensor]:
 # --- weights of slices --------------------------------------------------------------------------------------
 
 
-def _weights(model: nn.Module, slices: list[MicroBatch], kwargs: Mapping[str, Any]) -> list[Any]:
+def _weights(model: nn.Module, slices: list[MicroBatch], called: Mapping[str, Any]) -> list[Any]:
     """What a slice's scalar counts in the batch's: its share of samples, or of the labels that are not ignored."""
-    if kwargs.get(ITEMS_IN_BATCH) is not None:
+    if called.get(ITEMS_IN_BATCH) is not None:
         return [1.0] * len(slices)
     by_samples = [part.weight for part in slices]
-    labels = kwargs.get("labels")
+    labels = called.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
         return by_samples
     shifted = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
@@ -389,74 +305,3 @@ def _weights(model: nn.Module, slices: list[MicroBatch], kwargs: Mapping[str, An
     until = running[torch.tensor(ends, device=labels.device) - 1]
     counts = until.diff(prepend=torch.zeros_like(until[:1]))
     return list((counts / until[-1].clamp(min=1)).unbind())
-
-
-# --- the surroundings of a forward, made again ----------------------------------------------------------------
-
-
-class _RandomState:
-    """The random number generators when a slice's forward began."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """The same random numbers once more inside the block; afterwards the generators go on where they were."""
-        now = _RandomState()
-        self._set()
-        try:
-            yield
-        finally:
-            now._set()
-
-    def _set(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._device is not None:
-            torch.cuda.set_rng_state(self._device)
-
-
-def _autocast_now() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A way back into the autocast regions of this moment."""
-    regions = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cuda", "cpu")]
-    cache = torch.is_autocast_cache_enabled()
-
-    def enter() -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for kind, dtype, enabled in regions:
-            if enabled:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-        return stack
-
-    return enter
-
-
-@contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """A backward pass runs outside autocast, as it does where a script calls it."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def _statistics_kept(model: nn.Module) -> Iterator[None]:
-    """A forward that runs again leaves the running statistics of batch normalisation alone."""
-    kept = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001
-    ]
-    before = [(module, module.momentum, module.num_batches_tracked) for module in kept]
-    try:
-        for module, _, counted in before:
-            module.momentum = 0.0
-            module.num_batches_tracked = None if counted is None else counted.clone()
-        yield
-    finally:
-        for module, momentum, counted in before:
-            module.momentum = momentum
-            module.num_batches_tracked = counted

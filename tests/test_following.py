@@ -1,0 +1,77 @@
+"""A loop that somebody else runs: its tensors become symbolic, and what it allocates is written down."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+from vram_guard.simulate.following import Following
+
+
+def test_tensors_become_symbolic_where_they_are() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    held, buffer = model.weight, torch.arange(6).view(2, 3).t()
+    following = Following((8, 0), lambda optimizer: None)
+    following.adopt([model.weight, model.bias, buffer])
+    assert model.weight is held is optimizer.param_groups[0]["params"][0]
+    for tensor in (held, buffer):
+        assert tensor.is_meta
+    assert isinstance(held, nn.Parameter)
+    assert held.requires_grad
+    assert (held.shape, held.stride(), buffer.stride()) == ((3, 4), (4, 1), (1, 3))
+    assert sum(block.size.base for block in following.recorder.blocks()) == 4 * 12 + 4 * 3 + 8 * 6
+
+
+LOOP = """
+import torch
+from torch import nn
+from vram_guard import TrainingStep
+from vram_guard.simulate import estimate
+from vram_guard.simulate.following import Following
+
+def model():
+    return nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 10))
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def batch(size):
+    return torch.zeros(size, 300), torch.zeros(size, dtype=torch.long)
+
+expected = estimate(TrainingStep(model(), batch, loss, torch.optim.AdamW), 32)
+net = model()
+optimizer = torch.optim.AdamW(net.parameters())
+steps = []
+following = Following((8, 0), steps.append)
+following.begin()
+following.adopt_model(net)
+following.train(net)
+for number in range(2):
+    with following.loading():
+        data = [part.to("cuda") for part in batch(32)]
+    assert net[0].weight.device.type == "cuda"
+    value = loss(net, data)
+    assert value.item() == 1.0
+    value.backward()
+    optimizer.step()
+    following.steps += 1
+    optimizer.zero_grad()
+found = following.timeline(32, "32-true").at(32)
+assert len(steps) == 2
+assert found.peak_allocated == expected.peak_allocated, (found, expected)
+assert dict(found.breakdown) == dict(expected.breakdown), (found.breakdown, expected.breakdown)
+with following.paused():
+    assert not torch.cuda.is_available()
+print("followed")
+"""
+
+
+def test_a_loop_that_is_followed_takes_what_the_same_step_takes() -> None:
+    """In a process of its own: following is for good."""
+    done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "followed\n"

@@ -1,0 +1,247 @@
+"""A forward in slices: outputs and gradients of the whole batch, whatever the script does with them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH, slice_forward
+from vram_guard.errors import UnsupportedTechniqueError
+
+
+class Output(NamedTuple):
+    rows: torch.Tensor
+    name: str
+
+
+class Net(nn.Module):
+    """Counts the samples of each call, and answers in the form that it is asked for."""
+
+    def __init__(self, form: str = "tensor", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.dropout = nn.Dropout(dropout)
+        self.form = form
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+        self.calls.append(len(x))
+        out = self.last(self.dropout(torch.relu(self.first(x))))
+        if self.form == "tensor":
+            return out
+        if self.form == "named":
+            return Output(out, "kept")
+        if self.form == "nested":
+            return [out, {"mean": out.mean(), "size": len(x)}, (out.argmax(-1),)]
+        reduction = "sum" if num_items_in_batch is not None else "mean"
+        loss = nn.functional.cross_entropy(out.flatten(0, -2), labels.flatten(), reduction=reduction)
+        loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+        return {"loss": loss, "logits": out}
+
+
+def twins(form: str = "tensor", micro: int = 4, **more: Any) -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    whole = Net(form, **more).double()
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 10, micro)
+    return whole, sliced
+
+
+def same_gradients(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert a.grad is not None
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(10, 6, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+
+
+Y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
+
+
+def test_a_loss_outside_the_model_runs_each_forward_twice(x: torch.Tensor) -> None:
+    whole, sliced = twins()
+    for model in (whole, sliced):
+        # A loss that is no mean over samples: the outputs as a whole decide.
+        (model(x).logsumexp(0).sum() / 3).backward()
+    same_gradients(whole, sliced)
+    assert whole.calls == [10]
+    assert sliced.calls == [4, 3, 3] * 2
+
+
+def test_a_loss_inside_the_model_runs_nothing_twice(x: torch.Tensor) -> None:
+    whole, sliced = twins("loss")
+    losses = []
+    for model in (whole, sliced):
+        out = model(x, labels=Y)
+        (out["loss"] / 7).backward()
+        losses.append(out["loss"].item())
+    assert losses[0] == pytest.approx(losses[1])
+    same_gradients(whole, sliced)
+    assert sliced.calls == [4, 3, 3]
+
+
+def test_loss_and_outputs_may_both_carry_gradient(x: torch.Tensor) -> None:
+    whole, sliced = twins("loss")
+    for model in (whole, sliced):
+        out = model(x, labels=Y)
+        (out["loss"] + out["logits"].square().mean()).backward()
+    same_gradients(whole, sliced)
+
+
+def test_the_gradient_of_the_input_is_whole(x: torch.Tensor) -> None:
+    whole, sliced = twins()
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for model, given in zip((whole, sliced), inputs, strict=True):
+        model(given * 2).square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+@pytest.mark.parametrize("form", ["tensor", "named", "nested"])
+def test_outputs_keep_their_form(x: torch.Tensor, form: str) -> None:
+    whole, sliced = twins(form)
+    one, other = whole(x), sliced(x)
+    assert type(one) is type(other)
+    if form == "named":
+        torch.testing.assert_close(one.rows, other.rows)
+        assert other.name == "kept"
+    if form == "nested":
+        torch.testing.assert_close(one[0], other[0])
+        torch.testing.assert_close(one[1]["mean"], other[1]["mean"])
+        assert torch.equal(one[2][0], other[2][0])
+        (other[0].sum() + other[1]["mean"]).backward()
+        (one[0].sum() + one[1]["mean"]).backward()
+        same_gradients(whole, sliced)
+
+
+def test_a_short_batch_is_sliced_too(x: torch.Tensor) -> None:
+    whole, sliced = twins()
+    for model in (whole, sliced):
+        model(x).sum().backward()
+        model(x[:5]).square().sum().backward()
+    same_gradients(whole, sliced)
+    assert sliced.calls[6:] == [3, 2, 3, 2]
+
+
+def test_evaluation_and_frozen_models_stay_whole(x: torch.Tensor) -> None:
+    _, sliced = twins()
+    with torch.no_grad():
+        sliced(x)
+    sliced.eval()(x)
+    sliced.train().requires_grad_(requires_grad=False)(x)
+    assert sliced.calls == [10, 10, 10]
+
+
+def test_a_forward_that_runs_again_has_the_same_random_numbers(x: torch.Tensor) -> None:
+    _, sliced = twins(dropout=0.5)
+    sliced.last.weight.data.fill_(1.0)
+    sliced.last.bias.data.fill_(0.0)
+    torch.manual_seed(3)
+    out = sliced(x)
+    after = torch.get_rng_state()
+    out[:, 0].sum().backward()
+    assert torch.equal(torch.get_rng_state(), after)
+    # With weights of one, an output is the sum of what dropout left: so is the gradient of its weights.
+    torch.testing.assert_close(sliced.last.weight.grad[0].sum(), out[:, 0].sum())
+
+
+def test_labels_that_are_ignored_do_not_count(x: torch.Tensor) -> None:
+    labels = Y[:, None].repeat(1, 4)
+    labels[0], labels[5, 1:] = -100, -100
+    whole, sliced = twins("loss")
+    x = x[:, None].repeat(1, 4, 1)
+    for model in (whole, sliced):
+        model(x, labels=labels)["loss"].backward()
+    same_gradients(whole, sliced)
+
+
+def test_a_loss_that_is_divided_by_a_given_number_is_a_sum(x: torch.Tensor) -> None:
+    whole, sliced = twins("loss")
+    for model in (whole, sliced):
+        model(x, labels=Y, **{ITEMS_IN_BATCH: 40})["loss"].backward()
+    same_gradients(whole, sliced)
+
+
+def test_running_statistics_are_those_of_one_pass() -> None:
+    x = torch.randn(8, 4)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    by_hand = copy.deepcopy(model)
+    slice_forward(model, 8, 4)
+    model(x).sum().backward()
+    for part in (x[:4], x[4:]):
+        by_hand(part)
+    torch.testing.assert_close(model[0].running_mean, by_hand[0].running_mean)
+    assert model[0].num_batches_tracked == 2
+    assert model[0].momentum == 0.1
+
+
+@pytest.mark.parametrize("form", ["tensor", "loss"])
+def test_autocast_around_the_forward_holds_for_the_second_one(x: torch.Tensor, form: str) -> None:
+    whole, sliced = twins(form)
+    whole, sliced, x = whole.float(), sliced.float(), x.float()
+    for model in (whole, sliced):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x, labels=Y)
+            loss = out["loss"] if form == "loss" else nn.functional.cross_entropy(out, Y)
+        loss.backward()
+    for a, b in zip(whole.parameters(), sliced.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0.05, atol=0.005)
+
+
+def test_float16_gradients_are_made_under_the_scale(x: torch.Tensor) -> None:
+    whole, sliced = twins("loss")
+    tiny = 1e-30
+    slice_forward(sliced, 10, 5, scale=lambda: 1 / tiny)
+    for model in (whole, sliced):
+        (model(x, labels=Y)["loss"] * 4).backward()
+    same_gradients(whole, sliced)
+
+
+def test_gradients_add_up_over_calls(x: torch.Tensor) -> None:
+    whole, sliced = twins("loss")
+    for model in (whole, sliced):
+        for _ in range(2):
+            (model(x, labels=Y)["loss"] / 2).backward()
+    same_gradients(whole, sliced)
+
+
+def test_twice_differentiated_is_refused(x: torch.Tensor) -> None:
+    _, sliced = twins()
+    given = x.requires_grad_()
+    with pytest.raises(UnsupportedTechniqueError, match="gradient penalty"):
+        torch.autograd.grad(sliced(given).sum(), given, create_graph=True)
+
+
+def test_a_copy_and_an_undone_one_are_their_own(x: torch.Tensor) -> None:
+    whole, sliced = twins()
+    other = copy.deepcopy(sliced)
+    other(x).sum().backward()
+    assert sliced.calls == []
+    assert sliced.first.weight.grad is None
+    undo = slice_forward(whole, 10, 2)
+    undo()
+    whole(x)
+    assert whole.calls == [10]
+    assert "forward" not in vars(whole)
+
+
+def test_a_batch_that_cannot_be_sliced_runs_whole(x: torch.Tensor) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return self.weight * one.sum() * other.sum()
+
+    model = Pair()
+    slice_forward(model, 10, 4)
+    with pytest.warns(UserWarning, match="trained on whole"):
+        model(torch.ones(7), torch.ones(9)).backward()
+    assert model.weight.grad == 63
