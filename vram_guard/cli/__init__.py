@@ -125,7 +125,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vram-guard {__version__}")
     parser.add_argument("--lang", metavar="LANGUAGE", help="en or zh; otherwise what the environment says (LANG=zh_CN)")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
     for add in _COMMANDS.values():
         add(commands)
     # Looking through the installed distributions takes longer than some of our own commands do.
