@@ -40,6 +40,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
         cases.request(asked / name, TRAINING, name, "--out", *never)
     cases.request(asked / "writes", TRAINING, "writes", "--out", writes)
     cases.request(asked / "slices", TRAINING, "plain", budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "sliced_inside", TRAINING, "clipping", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "ranks", TRAINING, "plain", ranks=2)
     cases.request(asked / "blocks", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="112MiB",
                   allow=("checkpoint",))  # fmt: skip
@@ -111,6 +112,13 @@ def test_a_batch_that_is_too_large_passes_in_slices(answers: Any) -> None:
     assert plan["micro_batch_size"] == {"before": 16, "after": orders["micro_batch_size"]}
     assert orders["micro_batch_size"] in (4, 8)
     assert plan["estimate"]["peak_reserved"] <= 40 * 2**20 < plan["before"]["peak_reserved"]
+
+
+def test_a_loss_outside_the_model_costs_a_second_forward(answers: Any) -> None:
+    outside, inside = answers["slices"], answers["sliced_inside"]
+    assert any("forward twice" in note for note in outside["notes"])
+    assert not any("forward twice" in note for note in inside["notes"])
+    assert outside["plan"]["slowdown"] > inside["plan"]["slowdown"]
 
 
 def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:

@@ -77,6 +77,7 @@ class TrainingStep:
             symbolically, ``(step, micro-batch size, compute capability) -> Timeline``, with the precision, slices and
             recipe of the step it is handed. ``batch``, ``loss`` and ``optimizer`` are not called then.
         slices: for a runner: micro-batches in which each loaded batch passes through the model.
+        forward_again: for a runner: whether slices run their forward once more in the backward pass.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -94,6 +95,7 @@ class TrainingStep:
     recipe: Recipe = AS_WRITTEN
     runner: Callable[[TrainingStep, int, tuple[int, int]], Timeline] | None = None
     slices: int = 1
+    forward_again: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

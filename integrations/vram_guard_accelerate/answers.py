@@ -36,6 +36,8 @@ class Facts:
     clips: bool
     foreign: bool
     """Whether an optimizer updates parameters of none of the prepared models."""
+    inside: bool
+    """Whether the models return their loss, so that slices need not run forward twice."""
     seconds: float
 
 

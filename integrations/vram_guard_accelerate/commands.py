@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from vram_guard.language import _
+
 
 def add(commands: Any) -> None:
     """The subcommand. Everything after it is sorted by :mod:`vram_guard_accelerate.arguments`."""
     launch = commands.add_parser(
         "launch",
-        help="accelerate launch, for a script nobody changes: predicted, planned, then run under the plan",
+        help=_("accelerate launch, for a script nobody changes: predicted, planned, then run under the plan"),
         add_help=False,
         # No argument looks like an option to this parser: accelerate's own parser knows which are.
         prefix_chars="\0",

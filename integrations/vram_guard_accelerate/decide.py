@@ -40,7 +40,7 @@ def decide(run: DryRun, settings: Settings, budget: Budget) -> Decision:
     assert run.sample is not None
     written = _as_written(run)
     facts = run.first_look(written)
-    step = written.with_(accumulate=facts.batches_per_step)
+    step = written.with_(accumulate=facts.batches_per_step, forward_again=not facts.inside)
     refused = _refused(run, facts)
     made = plan(
         step,
@@ -56,7 +56,7 @@ def decide(run: DryRun, settings: Settings, budget: Budget) -> Decision:
     notes = [*run.sample.notes, *run.notes, *settings.refused]
     notes += [f"{_WORDS[name]} not possible here: {why}" for name, why in refused.items() if _asked(name, settings)]
     if made.splits > 1:
-        notes += _about_slices(run)
+        notes += _about_slices(run, facts)
     return Decision(made, Orders.of(made, run), tuple(notes))
 
 
@@ -148,13 +148,15 @@ def exposed_batch_size(run: DryRun) -> str:
     return ""
 
 
-def _about_slices(run: DryRun) -> list[str]:
+def _about_slices(run: DryRun, facts: Facts) -> list[str]:
     import torch
 
     notes = []
     models = [module for model in run.models for module in model.modules()]
     if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training for module in models):  # noqa: SLF001
         notes.append("batch normalisation takes its statistics over the samples of a slice")
+    if not facts.inside:
+        notes.append("the script computes its loss outside the model: slices run their forward twice")
     if any("Dropout" in type(module).__name__ and getattr(module, "p", 0) for module in models):
         notes.append("dropout draws other random numbers for slices; the result is as random as before")
     return notes

@@ -85,6 +85,7 @@ class DryRun:
         self._batches = 0
         self._batches_at: list[int] = []
         self._clips = False
+        self._inside = True
         self._began = time.monotonic()
         self._as_written: dict[int, Timeline] = {}
         self._traced: dict[Any, Answer | forks.Copy] = {}
@@ -139,6 +140,7 @@ class DryRun:
         if not any(known is model for known in self.models):
             self.models.append(model)
             following.adopt_model(model)
+            model.register_forward_hook(self._returned)
 
     @property
     def root(self) -> nn.Module:
@@ -234,6 +236,14 @@ class DryRun:
         if self.home is not None and (number > 2 or (number == 2 and not waiting)):
             self.home.send(self._answer())
 
+    def _returned(self, _model: nn.Module, _given: Any, out: Any) -> None:
+        """After a model's forward: does it return one scalar to differentiate, its loss?"""
+        from vram_guard.apply.outputs import tensors_of
+
+        scalars = [tensor for tensor in tensors_of(out) if tensor.dim() == 0 and tensor.requires_grad]
+        if self.home is not None and any(tensor.requires_grad for tensor in tensors_of(out)):
+            self._inside = self._inside and len(scalars) == 1
+
     def clipped(self) -> None:
         """The script clips its gradients."""
         self._clips = True
@@ -251,7 +261,9 @@ class DryRun:
             for parameter in group["params"]
         )
         seconds = time.monotonic() - self._began
-        return Answer(timeline, Facts(self.following.steps, max(1, between), self._clips, foreign, seconds))
+        return Answer(
+            timeline, Facts(self.following.steps, max(1, between), self._clips, foreign, self._inside, seconds)
+        )
 
     def ended_early(self) -> Answer | Failure:
         """In a copy: the script came to its end before its second step."""

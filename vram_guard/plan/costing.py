@@ -69,6 +69,9 @@ class Costing:
         if recipe.checkpoint:
             work = timeline.exact(size).work
             time += recompute_seconds(work, recipe.checkpoint, size, self._gpu, micro_batches=rounds)
+        if option.splits > 1 and self._traces.step.forward_again:
+            forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
+            time += sum(forward.values(), StepTime()).times(rounds)
         if recipe.offload_activations:
             saved = sum(self._saved_by(option.precision, size, recipe.offload_activations).values())
             time += offload_seconds(saved, self._gpu).times(rounds)

@@ -1,0 +1,44 @@
+"""Every private name of Accelerate that the integration leans on is there, or the table says which is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import vram_guard_accelerate
+from vram_guard_accelerate import private_api
+
+
+@pytest.mark.parametrize("name", private_api.TABLE, ids=lambda name: name.path)
+def test_this_release_has_it(name: private_api.PrivateName) -> None:
+    assert private_api.missing((name,)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "path"),
+    [
+        ("accelerate.gone", "Anything"),
+        ("accelerate.state", "Gone"),
+        ("accelerate.accelerator", "Accelerator._made_up"),
+    ],
+)
+def test_what_a_release_dropped_is_named(module: str, path: str) -> None:
+    (fault,) = private_api.missing((private_api.PrivateName(module, path, "a purpose"),))
+    assert fault == f"{module}.{path} (used for: a purpose)"
+
+
+def test_private_names_in_the_sources_are_in_the_table() -> None:
+    """Attributes with a leading underscore of anything but self, in every module of the package."""
+    listed = {part for name in private_api.TABLE for part in name.path.split(".")}
+    others = {"_getframe", "_exit", "_original_forward", "_cdata", "_BatchNorm", "_actions", "_dynamo", "_fields"}
+    # What Accelerate's optimizer keeps about skipped steps is written as patch_optimizer_step expects it.
+    others |= {"_accelerate_step_called", "_optimizer_original_step_method", "_optimizer_patched_step_method"}
+    for path in Path(vram_guard_accelerate.__file__).parent.glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        used = set(re.findall(r"(?<!self)(?<!cls)\.(_[a-z]\w+)", source))
+        own = {name for name in used if f"def {name}" in source or f"self.{name}" in source}
+        assert used - own <= listed | others, path.name
