@@ -24,6 +24,9 @@ from mmengine.runner import Runner
 from vram_guard.errors import UnsupportedStepError
 from vram_guard_mmengine import optim
 
+# MMEngine loads checkpoints so; torch 2.4 and 2.5 warn of it, later ones load weights only.
+pytestmark = pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:FutureWarning")
+
 RUNNER = "vram_guard_mmengine.GuardRunner"
 #: Two micro-batches, whatever the budget: what is tested here is not the search.
 SPLIT = {"budget": "1GiB", "margin": 0, "allow": ["accumulate"], "pin": {"micro_batch_size": 4}}

@@ -27,6 +27,7 @@ def __getattr__(name: str) -> object:
         with warnings.catch_warnings():
             # What torch and setuptools say of MMEngine's own imports is not the user's to mend.
             warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`TorchScript` support for functional optimizers", DeprecationWarning)
             warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
             import_module("mmengine.runner")
     except ModuleNotFoundError as error:

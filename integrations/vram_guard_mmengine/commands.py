@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 #: Only keys that no other base file has: MMEngine refuses two sibling bases with a key in common.
 BASE = """# The guard, for any config that has this file in its _base_ list (or imports it inside read_base()).
@@ -25,13 +26,15 @@ vram_guard = dict(
 
 def add(commands: Any) -> None:
     """The subcommands."""
-    mmengine = commands.add_parser("mmengine", help="the guard in OpenMMLab's configs")
-    own = mmengine.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    mmengine = commands.add_parser("mmengine", help=_("the guard in OpenMMLab's configs"))
+    own = mmengine.add_subparsers(title=_("commands"), metavar="COMMAND", required=True)
     init = own.add_parser(
-        "init", help="write _base_/vram_guard.py", description="Write the guard's base file into a tree of configs."
+        "init",
+        help=_("write _base_/vram_guard.py"),
+        description=_("Write the guard's base file into a tree of configs."),
     )
-    init.add_argument("--configs", default="configs", metavar="DIR", help="the tree of configs (default: configs)")
-    init.add_argument("--force", action="store_true", help="replace a file that is there already")
+    init.add_argument("--configs", default="configs", metavar="DIR", help=_("the tree of configs (default: configs)"))
+    init.add_argument("--force", action="store_true", help=_("replace a file that is there already"))
     init.set_defaults(run=_init)
     _add_compare(own)
 
@@ -39,21 +42,25 @@ def add(commands: Any) -> None:
 def _add_compare(own: Any) -> None:
     parser = own.add_parser(
         "compare",
-        help="batch sizes and precisions of a config, side by side",
-        description="Predict a config's training step at several batch sizes and precisions, on a card by name: "
-        "memory, modelled speed, and the learning rate that goes with the batch. Nothing is trained. Run it where "
-        "tools/train.py runs, so that the config's modules are found.",
+        help=_("batch sizes and precisions of a config, side by side"),
+        description=_(
+            "Predict a config's training step at several batch sizes and precisions, on a card by name: memory, "
+            "modelled speed, and the learning rate that goes with the batch. Nothing is trained. Run it where "
+            "tools/train.py runs, so that the config's modules are found."
+        ),
     )
-    parser.add_argument("config", help="a config file")
-    parser.add_argument("--gpu", metavar="NAME", help="a card by name; without it the GPU at hand")
-    parser.add_argument("--budget", metavar="AMOUNT", help='what PyTorch may reserve: "24GiB"')
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[], metavar="N", help="default: as written, twice")
-    parser.add_argument("--precision", nargs="+", default=[], metavar="P", help="32-true, 16-mixed, bf16-mixed")
-    parser.add_argument("--lr-rule", default="linear", help="linear (default), sqrt or none")
-    parser.add_argument("--margin", type=float, help="the share of the card to leave free")
-    parser.add_argument("--allow", default="", metavar="A,B", help="what a plan may change where it does not fit")
-    parser.add_argument("--json", action="store_true", help="answer as JSON")
-    parser.add_argument("--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the config")
+    parser.add_argument("config", help=_("a config file"))
+    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
+    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
+    parser.add_argument(
+        "--batch-size", type=int, nargs="+", default=[], metavar="N", help=_("default: as written, twice")
+    )
+    parser.add_argument("--precision", nargs="+", default=[], metavar="P", help=_("32-true, 16-mixed, bf16-mixed"))
+    parser.add_argument("--lr-rule", default="linear", help=_("linear (default), sqrt or none"))
+    parser.add_argument("--margin", type=float, help=_("the share of the card to leave free"))
+    parser.add_argument("--allow", default="", metavar="A,B", help=_("what a plan may change where it does not fit"))
+    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    parser.add_argument("--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help=_("settings of the config"))
     parser.set_defaults(run=_compare)
 
 
