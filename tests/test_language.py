@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import inspect
+import os
+import re
 import string
 from io import BytesIO
 from pathlib import Path
@@ -12,6 +16,7 @@ from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
 
 from vram_guard import cli, language
+from vram_guard.cli.parsing import wrapped
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import CHINESE, ENGLISH, LOCALE, display_width, ljust, rjust, speaking
 
@@ -64,10 +69,59 @@ def test_every_message_is_translated_with_the_same_placeholders(catalogue):
         assert not message.fuzzy, message.id
 
 
-def test_the_compiled_catalogue_is_the_one_that_people_edit(catalogue):
+@pytest.mark.parametrize("name", ["vram_guard", "argparse"])
+def test_the_compiled_catalogues_are_those_that_people_edit(name):
+    path = CATALOGUE.with_name(f"{name}.po")
+    with path.open("rb") as file:
+        catalogue = read_po(file, locale=CHINESE)
     compiled = BytesIO()
     write_mo(compiled, catalogue)
-    assert CATALOGUE.with_suffix(".mo").read_bytes() == compiled.getvalue(), ADVICE
+    assert path.with_suffix(".mo").read_bytes() == compiled.getvalue(), ADVICE
+
+
+def test_argparses_messages_are_argparses():
+    """Each of them stands in its source, with the same placeholders in the translation."""
+    source = inspect.getsource(argparse)
+    with CATALOGUE.with_name("argparse.po").open("rb") as file:
+        messages = [message for message in read_po(file, locale=CHINESE) if message.id]
+    assert len(messages) > 10
+    for message in messages:
+        assert message.id.encode("unicode_escape").decode() in source.replace('"\n' + " " * 15 + "'", "")
+        assert re.findall(r"%(?:\(\w+\))?\w", message.id) == re.findall(r"%(?:\(\w+\))?\w", message.string)
+
+
+def test_help_and_errors_of_the_command_line_in_chinese(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LANGUAGE", "en")
+    with pytest.raises(SystemExit):
+        cli.main(["--lang", "zh", "estimate", "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith("用法：vram-guard estimate")
+    assert "显示此帮助并退出" in out
+    assert max(map(display_width, out.splitlines())) <= 80
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--lang", "zh", "estimate", "--no-such-option"])
+    assert ended.value.code == 2
+    assert "无法识别的参数：--no-such-option" in capsys.readouterr().err
+    assert os.environ["LANGUAGE"] == "en"
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "--help"])
+    assert capsys.readouterr().out.startswith("usage: vram-guard estimate")
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("one two three", 8, ["one two", "three"]),
+        ("显存显存显存", 8, ["显存显存", "显存"]),
+        ("显存，显存。", 7, ["显存，", "显存。"]),
+        ("GPU 显存 of a card", 9, ["GPU 显存", "of a card"]),
+        ("unbreakable", 3, ["unbreakable"]),
+        ("", 8, [""]),
+    ],
+)
+def test_lines_are_broken_where_a_terminal_would(text, width, lines):
+    assert wrapped(text, width) == lines
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from babel.messages.pofile import read_po, write_po
 ROOT = Path(__file__).parents[1]
 SOURCES = (ROOT / "vram_guard", ROOT / "integrations")
 CATALOGUE = ROOT / "vram_guard" / "locale" / "zh_CN" / "LC_MESSAGES" / "vram_guard.po"
+#: argparse's own messages: written by hand, for they stand in its code and not in ours.
+ARGPARSE = CATALOGUE.with_name("argparse.po")
 FUNCTIONS = ("_", "marked")
 
 
@@ -53,10 +55,11 @@ def main() -> int:
     catalogue = updated()
     with CATALOGUE.open("wb") as file:
         write_po(file, catalogue, width=120, sort_output=True, omit_header=False)
-    with CATALOGUE.open("rb") as file:
-        catalogue = read_po(file, locale="zh_CN")
-    with CATALOGUE.with_suffix(".mo").open("wb") as file:
-        write_mo(file, catalogue)
+    for path in (ARGPARSE, CATALOGUE):
+        with path.open("rb") as file:
+            catalogue = read_po(file, locale="zh_CN")
+        with path.with_suffix(".mo").open("wb") as file:
+            write_mo(file, catalogue)
     waiting = [message.id for message in catalogue if message.id and not message.string]
     for message in waiting:
         print(f"not translated: {message!r}")

@@ -20,9 +20,10 @@ from vram_guard import __version__
 from vram_guard.cli import compare, doctor, estimate, gpus, monitor, optimize, plan
 from vram_guard.cli.arguments import fill_from_settings, with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
+from vram_guard.cli.parsing import Parser, own_words
 from vram_guard.cli.printing import JSON_SCHEMA
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
-from vram_guard.language import checked_language, language, speaking
+from vram_guard.language import _, checked_language, language, speaking
 from vram_guard.settings import Setting, settings
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
 
 
 def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputError | None) -> int:
-    options = _parser(given).parse_args(given)
+    with own_words():
+        options = _parser(given).parse_args(given)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         if problem is not None and given[0] != "doctor":  # which says what is wrong with them
@@ -118,14 +120,20 @@ def _exit_code(error: VramGuardError) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vram-guard",
-        description="Know how much GPU memory a PyTorch training step takes before it runs, and make it fit.",
-        epilog="Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 the environment cannot be read.",
+        description=_("Know how much GPU memory a PyTorch training step takes before it runs, and make it fit."),
+        epilog=_("Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 the environment cannot be read."),
     )
-    parser.add_argument("--version", action="version", version=f"vram-guard {__version__}")
-    parser.add_argument("--lang", metavar="LANGUAGE", help="en or zh; otherwise what the environment says (LANG=zh_CN)")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
+    parser.add_argument(
+        "--version", action="version", version=f"vram-guard {__version__}", help=_("show the version and exit")
+    )
+    parser.add_argument(
+        "--lang", metavar="LANGUAGE", help=_("en or zh; otherwise what the environment says (LANG=zh_CN)")
+    )
+    commands = parser.add_subparsers(
+        title=_("commands"), metavar="COMMAND", required=True, dest="command", parser_class=Parser
+    )
     for add in _COMMANDS.values():
         add(commands)
     # Looking through the installed distributions takes longer than some of our own commands do.
