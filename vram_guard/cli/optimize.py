@@ -170,16 +170,17 @@ def _batch(
 def _measured(
     options: argparse.Namespace, step: TrainingStep, batch_size: int, largest: int
 ) -> tuple[list[Measured], str]:
-    """Throughput from a quarter of the batch upwards, as far as the prediction says that it fits."""
+    """Throughput from a quarter of the batch up to its largest growth, as far as the prediction says that it fits."""
     import torch
 
+    from vram_guard.optimize.batch import MOST_GROWTH
     from vram_guard.watch.throughput import measure
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else _("this machine's CPU")
     if device == "cpu":
         print(_("vram-guard: no GPU here: the measurement and its choice are the CPU's"), file=sys.stderr)
-    sizes = {batch_size, *(max(1, batch_size * 2**power // 4) for power in range(9))}
+    sizes = {batch_size, *(max(1, batch_size * 2**power // 4) for power in range((4 * MOST_GROWTH).bit_length()))}
     fitting = {size for size in sizes if size <= max(largest, 1)} or {1}
 
     def tell(one: Measured) -> None:
