@@ -39,6 +39,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
     parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
     parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
+    parser.add_argument("--processes", default=1, type=int, metavar="N", help=_("training processes here, one per GPU"))
     parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep"))
     parser.add_argument("--target", type=float, default=0.8, help=_("share of the memory that a batch may fill (0.8)"))
     parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
@@ -61,6 +62,7 @@ def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.optimize.host import usable_cores
     from vram_guard.optimize.names import SETTINGS, check, find
     from vram_guard.optimize.rules import Situation, advise
+    from vram_guard.step import checked_count
 
     keep = frozenset(name.strip() for name in options.keep.split(",") if name.strip())
     for name in keep - set(SETTINGS):
@@ -69,6 +71,7 @@ def _optimize(options: argparse.Namespace) -> int:
         raise InvalidInputError(_("--target must be above 0 and at most 1 (0.8 for 80%)"))
     if not 0 < options.benchmark_seconds <= 3600:
         raise InvalidInputError(_("--benchmark-seconds must be above 0 and at most 3600"))
+    checked_count("--processes", options.processes)
     document = Document(options.config)
     output = _output(options)
     found = find(document.entries(), _chosen(options.key or ()))
@@ -86,7 +89,8 @@ def _optimize(options: argparse.Namespace) -> int:
     elif options.benchmark:
         raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
     capability = budget.compute_capability
-    situation = Situation(usable_cores(), capability, precision, batch, options.lr_rule, options.existing_only, keep)
+    cores = max(1, usable_cores() // options.processes)
+    situation = Situation(cores, capability, precision, batch, options.lr_rule, options.existing_only, keep)
     advice = advise(found, situation)
     text = document.rewritten(advice.replaced(), advice.added())
     if not options.dry_run:

@@ -16,9 +16,10 @@ from vram_guard.language import _, language, marked
 from vram_guard.plan.model import Plan
 from vram_guard.report.as_json import fits
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
+from vram_guard.report.categories import PHASES, category_name
 from vram_guard.report.files import write_atomically
 from vram_guard.report.plot import DRAWN_MICRO_BATCHES, LAYERS
-from vram_guard.report.svg import batch_chart, category_name, scale_top, timeline_chart
+from vram_guard.report.svg import batch_chart, scale_top, timeline_chart
 from vram_guard.timeline import CATEGORIES
 from vram_guard.units import format_bytes
 
@@ -188,7 +189,7 @@ def _numbers(estimate: Estimate, plan: Plan | None) -> str:
 def _where(estimate: Estimate) -> str:
     phase = estimate.peak_phase
     step = _("step {count}", count=phase.step) if phase.step else ""
-    places = (phase.name, step, estimate.peak_module, estimate.peak_source, estimate.peak_operator)
+    places = (_(PHASES[phase.name]), step, estimate.peak_module, estimate.peak_source, estimate.peak_operator)
     place = ", ".join(f"<code>{escape(part)}</code>" for part in places if part)
     tier = _(_TIERS[estimate.tier])
     return f"<p>{escape(_('The peak is in'))} {place}.</p><p class='soft'>{escape(tier)}</p>"

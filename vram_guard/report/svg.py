@@ -10,8 +10,9 @@ from html import escape
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vram_guard.language import _, marked
+from vram_guard.language import _
 from vram_guard.report.batch_curve import close_together
+from vram_guard.report.categories import PHASES, category_name
 from vram_guard.report.plot import LAYERS, stack
 from vram_guard.units import format_bytes
 
@@ -33,24 +34,6 @@ COLUMNS = 900
 LEAST_LABELLED = 0.05
 
 HEADROOM = 1.12
-
-_NAMES = {
-    "parameters": marked("parameters"),
-    "buffers": marked("buffers"),
-    "optimizer_states": marked("optimizer states"),
-    "gradients": marked("gradients"),
-    "batch": marked("batch"),
-    "activations": marked("activations"),
-    "temporaries": marked("temporaries"),
-    "workspace": marked("workspace"),
-}
-_PHASES = {
-    "setup": marked("set-up"),
-    "batch": marked("batch"),
-    "forward": marked("forward"),
-    "backward": marked("backward"),
-    "optimizer": marked("optimizer"),
-}
 
 
 class Scale(NamedTuple):
@@ -162,11 +145,6 @@ def _data(drawn: Stack, last: int, peak_event: int) -> dict[str, Any]:
     }
 
 
-def category_name(category: str) -> str:
-    """A category as people call it."""
-    return _(_NAMES[category])
-
-
 def _areas(drawn: Stack, scale: Scale) -> list[str]:
     """One path for each category, on the sum of those below it."""
     floor = [0] * len(drawn.events)
@@ -215,7 +193,7 @@ def _phases(phases: Sequence[Phase], count: int, scale: Scale) -> list[str]:
         if index % 2 and right > left:
             parts.append(_rectangle("band", left, TOP, right - left, HEIGHT - TOP - BOTTOM))
         if end - phase.start >= LEAST_LABELLED * count:
-            name = escape(_(_PHASES[phase.name if phase.step else "setup"]))
+            name = escape(_(PHASES[phase.name if phase.step else "setup"]))
             parts.append(f'<text x="{(left + right) / 2:.1f}" y="{TOP - 6:.0f}" text-anchor="middle">{name}</text>')
         if phase.step > seen:
             seen = phase.step
