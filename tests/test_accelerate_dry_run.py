@@ -34,7 +34,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     writes.mkdir()
     (writes / "kept.txt").write_text("kept")
     never = ("never.pt",)
-    for name in ("plain", "clipping", "accumulate", "modulo", "adversarial"):
+    for name in ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion"):
         cases.request(asked / name, TRAINING, name, "--out", *never)
     for name in ("asks", "never", "stepless", "fails", "spawns", "drifting", "frozen", "unprepared"):
         cases.request(asked / name, TRAINING, name, "--out", *never)
@@ -56,7 +56,9 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     return cases.dry_runs(asked)
 
 
-@pytest.mark.parametrize("name", ["plain", "clipping", "accumulate", "modulo", "adversarial", "trainer", "frozen"])
+@pytest.mark.parametrize(
+    "name", ["plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion", "trainer", "frozen"]
+)
 def test_loops_of_every_kind_are_followed_to_their_second_step(answers: Any, name: str) -> None:
     answer = answers[name]
     assert "error" not in answer, answer

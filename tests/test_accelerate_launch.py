@@ -24,7 +24,7 @@ from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, la
 from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
 
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
-LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial")
+LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion")
 SLICED = Orders(batch_size=16, grown_batch_size=16, micro_batch_size=5)
 
 

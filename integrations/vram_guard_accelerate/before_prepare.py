@@ -46,6 +46,7 @@ class BeforePrepare(TorchFunctionMode):
             return
         self._begun = True
         self._stack.enter_context(replaced(torch.cuda, self._answers))
+        torch.Generator = _Generator  # type: ignore[misc] # for good: scripts seed on their device
         self._stack.enter_context(imported_as_always(self))
         self.active = True
         self._stack.enter_context(self)
@@ -82,6 +83,23 @@ class BeforePrepare(TorchFunctionMode):
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
             # The storage is kept alive, or its address could be given to another one.
             self._moved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+
+_RealGenerator = torch.Generator
+
+
+class _AsReal(type):
+    """Whose instances are the real generators."""
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return isinstance(thing, _RealGenerator)
+
+
+class _Generator(metaclass=_AsReal):
+    """``torch.Generator``, which lies on the CPU whatever the device: nobody looks at its numbers."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _RealGenerator(device="cpu" if _is_gpu(device) else device)
 
 
 def _is_gpu(value: Any) -> bool:

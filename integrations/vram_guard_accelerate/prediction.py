@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,7 +72,8 @@ class Question:
     def key(self) -> str:
         """A stable name of everything that the answer depends on, as far as it can be known beforehand."""
         digest = hashlib.sha256()
-        kept = {name: value for name, value in self.environment.items() if name.startswith("ACCELERATE_")}
+        all_of_it = {**os.environ, **self.environment}
+        kept = {name: value for name, value in all_of_it.items() if name.startswith("ACCELERATE_")}
         facts = (self.command, self.module, self.settings.as_dict(), self.ranks, sorted(kept.items()), str(Path.cwd()))
         digest.update(repr((facts, self.budget.usable, self.budget.compute_capability, sys.version)).encode())
         for name in LIBRARIES:
@@ -187,7 +189,8 @@ def _run(question: Question, log: Path) -> dict[str, Any]:
                 start_new_session=True,  # Ctrl-C reaches it through us
             )
             try:
-                code = process.wait()
+                with _ending_with_us():
+                    code = process.wait()
             except BaseException:
                 _end(process)
                 raise
@@ -197,6 +200,24 @@ def _run(question: Question, log: Path) -> dict[str, Any]:
             return found
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return {"error": "UnsupportedStepError", "message": f"the dry run of the script {how}", "traceback": ""}
+
+
+@contextlib.contextmanager
+def _ending_with_us() -> Iterator[None]:
+    """Whoever ends us ends the dry run too: SIGTERM and SIGHUP become exceptions, as SIGINT is one."""
+
+    def leave(number: int, _frame: Any) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

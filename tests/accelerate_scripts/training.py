@@ -1,6 +1,7 @@
 """The training loops that people write with Accelerate, one function each; run with the name of one."""
 
 import argparse
+import copy
 import os
 from pathlib import Path
 
@@ -207,6 +208,39 @@ def frozen(options):
     write(accelerator, options.out, **loop(options, accelerator, loss_of=loss_of))
 
 
+def diffusion(options):
+    """A frozen encoder in the precision of the run, an average of weights, noise from a generator on the device."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    set_seed(0)
+    encoder = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    model = Network(classes=4)
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    encoder.to(accelerator.device, dtype=dtype)
+    average.to(accelerator.device)
+    generator = torch.Generator(device=accelerator.device).manual_seed(0)
+    losses = []
+    for x, _ in loader:
+        with accelerator.accumulate(model):
+            latent = encoder(x.to(dtype))
+            noise = torch.randn(latent.shape, generator=generator, device=latent.device)
+            loss = nn.functional.mse_loss(model(latent + noise).float(), noise.mean(1), reduction="mean")
+            losses.append(accelerator.gather(loss.repeat(options.batch_size)).mean().item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            with torch.no_grad():
+                for kept, new in zip(average.parameters(), accelerator.unwrap_model(model).parameters(), strict=True):
+                    kept.lerp_(new, 0.1)
+    write(accelerator, options.out, weights=weights(accelerator, model, average), rates=[], losses=losses)
+
+
 def unprepared(options):
     """Training without ``prepare``: Accelerate never sees it."""
     model = Network()
@@ -273,7 +307,7 @@ def waits(options):
 def several(options):
     """One loop after the other in one process, whose start takes longer than all of them."""
     folder = Path(options.out)
-    for one in (plain, clipping, accumulate, modulo, adversarial):
+    for one in (plain, clipping, accumulate, modulo, adversarial, diffusion):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         options.out = folder / f"{one.__name__}.pt"
