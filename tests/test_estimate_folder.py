@@ -22,6 +22,7 @@ from folders import (
 
 from vram_guard import cli
 from vram_guard.closed_form.folder import read_folder
+from vram_guard.closed_form.inputs import InputSizes, sample_of
 from vram_guard.closed_form.weights import header, read_weights
 from vram_guard.errors import InvalidInputError
 
@@ -163,6 +164,40 @@ def test_a_network_without_a_rule_is_never_promised_to_fit(tmp_path, capsys):
     assert "NoSuchUNet" in found["notes"][0]
     assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "A100 80GB", "--quick"]) == 1
     assert "not known to fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"sample_size": "big"},
+        {"sample_size": [1, 2, 3, 4]},
+        {"in_channels": -5},
+        {"in_channels": 2**63},
+        {"patch_size": [2, 0]},
+        {"sample_frames": 1.5},
+        {"max_text_seq_length": True},
+    ],
+)
+def test_nonsense_numbers_in_a_models_config(tmp_path, entry, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "X", "text_embed_dim": 8, **entry}))
+    write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (10, 10))})
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--quick", "--gpu", "T4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert next(iter(entry)) in captured.err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "nul", '{"model_type": 3, "architectures": 7}', "\x00"])
+def test_damaged_configs_end_in_a_message(tmp_path, text, capsys):
+    (tmp_path / "config.json").write_text(text)
+    write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (10, 10))})
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "T4"]) in (1, 2)
+    assert "vram-guard: " in capsys.readouterr().err
+
+
+def test_patches_of_videos(tmp_path):
+    config = {"_class_name": "X", "patch_size": [1, 2, 2], "in_channels": 16, "sample_size": [30, 52]}
+    assert sample_of(config, InputSizes(num_frames=21)) == (21 * 30 * 52 * 16, 0, 21 * 15 * 26)
 
 
 class Bomb:

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from vram_guard.closed_form.inputs import (
+    LATENT_CHANNELS,
     InputSizes,
+    image_size,
+    latent_patch,
     latent_size,
     prompt_tokens,
     sequence_length,
     text_width,
+    whole,
 )
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
 from vram_guard.language import _
@@ -206,9 +210,14 @@ def _transformers_config(config: Mapping[str, Any]) -> Any:
             )
         ) from error
     kind = config["model_type"]
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise InvalidInputError(_("{library} has no model called {name}", library="transformers", name=str(kind)[:60]))
-    return CONFIG_MAPPING[kind].from_dict(dict(config))
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # whatever transformers makes of a damaged config
+        raise InvalidInputError(
+            _("{name}: {problem}", name="config.json", problem=f"{type(error).__name__}: {error}")
+        ) from error
 
 
 def _built(model: Any) -> nn.Module:
@@ -240,7 +249,7 @@ def _diffusers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callable[
 def _diffusers_shapes(name: str, config: Mapping[str, Any], sizes: InputSizes) -> dict[str, Callable[[int], Any]]:
     """Argument of forward -> batch size -> its value, for the arguments that are known."""
     frames, height, width = latent_size(config, sizes)
-    channels = int(config.get("in_channels") or 4)
+    channels = whole(config, "in_channels", LATENT_CHANNELS)
     if "CogVideoX" in name:
         shape: tuple[int, ...] = (frames, channels, height, width)
     elif any(word in name for word in ("3D", "Video", "Wan")):
@@ -261,13 +270,13 @@ def _diffusers_shapes(name: str, config: Mapping[str, Any], sizes: InputSizes) -
     if config.get("num_class_embeds") or name.startswith("DiT"):
         known["class_labels"] = lambda size: torch.zeros(size, dtype=torch.long)
     if config.get("use_rotary_positional_embeddings"):
-        patch = int(config.get("patch_size") or 1)
-        points = frames * (height // patch) * (width // patch)
-        turns = torch.zeros(points, int(config["attention_head_dim"]))
+        _across, down, along = latent_patch(config)
+        points = frames * (height // down) * (width // along)
+        turns = torch.zeros(points, whole(config, "attention_head_dim"))
         known["image_rotary_emb"] = lambda _size: (turns, turns)
     if config.get("addition_embed_type") == "text_time":
-        of_time = int(config["addition_time_embed_dim"])
-        of_text = int(config["projection_class_embeddings_input_dim"]) - 6 * of_time
+        of_time = whole(config, "addition_time_embed_dim")
+        of_text = whole(config, "projection_class_embeddings_input_dim") - 6 * of_time
         known["added_cond_kwargs"] = lambda size: {
             "text_embeds": torch.zeros(size, of_text),
             "time_ids": torch.zeros(size, 6),
@@ -282,9 +291,7 @@ def _transformers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callab
     length = sequence_length(config, sizes)
     whole_text = any(part in name for part in ("ForCausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "Token"))
     if main == "pixel_values":
-        side = config.get("image_size") or 224
-        own_height, own_width = side if isinstance(side, (list, tuple)) else (side, side)
-        pixels = (int(config.get("num_channels") or 3), sizes.height or own_height, sizes.width or own_width)
+        pixels = image_size(config, sizes)
 
         def images(size: int) -> dict[str, Any]:
             data = {"pixel_values": torch.zeros(size, *pixels)}

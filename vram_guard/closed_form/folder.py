@@ -28,8 +28,9 @@ class Component:
     @property
     def class_name(self) -> str:
         """The class that its config names; "" where it names none."""
-        own = self.config.get("_class_name") or (self.config.get("architectures") or [""])[0]
-        return own if isinstance(own, str) else ""
+        classes = self.config.get("architectures")
+        named = [self.config.get("_class_name"), *(classes if isinstance(classes, list) else ())]
+        return next((name for name in named if isinstance(name, str)), "")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.step import checked_count
+
 #: Tokens of a prompt where the config does not say: CLIP's context (Radford et al. 2021, section 2.4).
 PROMPT_TOKENS: Final = 77
 #: Tokens of a text where nobody says how many: longer contexts are possible, and rarely trained with.
 USUAL_LENGTH: Final = 512
+#: Sizes where nobody says: ImageNet's images; Stable Diffusion's latents of a 256 x 256 image.
+USUAL_IMAGE: Final = 224
+USUAL_LATENT: Final = 32
+LATENT_CHANNELS: Final = 4
 #: Under which names configs say how wide the text's encoding is.
 TEXT_WIDTHS: Final = ("text_embed_dim", "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim")
 
@@ -24,54 +32,92 @@ class InputSizes:
     seq_length: int | None = None
 
 
+def whole(config: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """A number of a config; the default where it is missing or null.
+
+    Raises:
+        InvalidInputError: it is something else than a whole number of at least 1.
+    """
+    value = config.get(name)
+    return default if value is None else checked_count(name, value)
+
+
+def whole_sides(config: Mapping[str, Any], name: str, default: int = 1) -> tuple[int, int]:
+    """(height, width) of an entry that is one number, or a list that ends with both (as patches of videos do).
+
+    Raises:
+        InvalidInputError: it is something else.
+    """
+    value = config.get(name)
+    if not isinstance(value, (list, tuple)):
+        side = whole(config, name, default)
+        return side, side
+    if len(value) not in (2, 3):
+        raise InvalidInputError(_("{name} must be one number or [height, width], not {value}", name=name, value=value))
+    return checked_count(name, value[-2]), checked_count(name, value[-1])
+
+
 def text_width(config: Mapping[str, Any]) -> int | None:
     """How wide the encoding of a prompt is that a diffusion model takes; None where it takes none."""
-    return next((config[name] for name in TEXT_WIDTHS if isinstance(config.get(name), int)), None)
+    found = (name for name in TEXT_WIDTHS if isinstance(config.get(name), int))
+    return next((whole(config, name) for name in found), None)
 
 
 def prompt_tokens(config: Mapping[str, Any]) -> int:
     """Tokens of a prompt, as a diffusion model takes it."""
-    return int(config.get("max_text_seq_length") or PROMPT_TOKENS)
+    return whole(config, "max_text_seq_length", PROMPT_TOKENS)
 
 
 def sequence_length(config: Mapping[str, Any], sizes: InputSizes) -> int:
     """Tokens of one text."""
-    own = int(config.get("max_position_embeddings") or config.get("n_positions") or USUAL_LENGTH)
+    own = whole(config, "max_position_embeddings", whole(config, "n_positions", USUAL_LENGTH))
     return sizes.seq_length or min(own, USUAL_LENGTH)
+
+
+def image_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
+    """(channels, height, width) of what a vision model is given."""
+    height, width = whole_sides(config, "image_size", USUAL_IMAGE)
+    return whole(config, "num_channels", 3), sizes.height or height, sizes.width or width
 
 
 def latent_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
     """(frames, height, width) of what a diffusion model is given."""
-    own: Any = config.get("sample_size")
-    high, wide = own if isinstance(own, (list, tuple)) and len(own) == 2 else (own, own)
-    height: Any = sizes.height or config.get("sample_height") or high or 32
-    width: Any = sizes.width or config.get("sample_width") or wide or 32
-    frames = sizes.num_frames
-    if frames is None:
-        # Configs count frames of the video; its latents have one for the first and one for every four more.
-        every = int(config.get("temporal_compression_ratio") or 1)
-        frames = (int(config.get("sample_frames") or 1) - 1) // every + 1
-    return int(frames), int(height), int(width)
+    height, width = whole_sides(config, "sample_size", USUAL_LATENT)
+    height = sizes.height or whole(config, "sample_height", height)
+    width = sizes.width or whole(config, "sample_width", width)
+    # Configs count frames of the video; its latents have one for the first and one for every four more.
+    every = whole(config, "temporal_compression_ratio")
+    frames = sizes.num_frames or (whole(config, "sample_frames") - 1) // every + 1
+    return frames, height, width
+
+
+def latent_patch(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(frames, height, width) of one patch, which a diffusion transformer makes a token of."""
+    height, width = whole_sides(config, "patch_size")
+    listed = config.get("patch_size")
+    across = listed[0] if isinstance(listed, (list, tuple)) and len(listed) == 3 else config.get("patch_size_t")
+    return checked_count("patch_size", 1 if across is None else across), height, width
 
 
 def sample_of(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
     """Of one sample: (numbers of the model's input, numbers of its encoded prompt, tokens inside the model).
 
-    A diffusion model cuts latents into patches of ``patch_size`` x ``patch_size`` and puts the prompt beside them; a
-    language model is given whole numbers, one a token, which hardly count; a vision model cuts images into patches.
+    A diffusion model cuts latents into patches and puts the prompt beside them; a language model is given whole
+    numbers, one a token, which hardly count; a vision model cuts images into patches and puts one token beside them.
+
+    Raises:
+        InvalidInputError: a number of the config is none.
     """
     if isinstance(config.get("_class_name"), str):
         frames, height, width = latent_size(config, sizes)
-        numbers = frames * height * width * int(config.get("in_channels") or 4)
-        patch, across = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
+        numbers = frames * height * width * whole(config, "in_channels", LATENT_CHANNELS)
+        across, down, along = latent_patch(config)
         text = text_width(config)
         prompt = 0 if text is None else prompt_tokens(config)
-        tokens = -(-frames // across) * (height // patch) * (width // patch)
+        tokens = -(-frames // across) * max(height // down, 1) * max(width // along, 1)
         return numbers, prompt * (text or 0), tokens + prompt
     if "image_size" in config:
-        side: Any = config["image_size"]
-        own_height, own_width = side if isinstance(side, (list, tuple)) else (side, side)
-        height, width = sizes.height or int(own_height), sizes.width or int(own_width)
-        patch = int(config.get("patch_size") or 1)
-        return height * width * int(config.get("num_channels") or 3), 0, (height // patch) * (width // patch) + 1
+        channels, height, width = image_size(config, sizes)
+        down, along = whole_sides(config, "patch_size")
+        return channels * height * width, 0, max(height // down, 1) * max(width // along, 1) + 1
     return 0, 0, sequence_length(config, sizes)

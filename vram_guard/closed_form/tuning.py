@@ -167,4 +167,6 @@ def transformer_shape(config: Mapping[str, Any], tokens: int) -> Shape | None:
 def _count(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of these that is a sensible number."""
     found = (config.get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and 0 < value < 2**31), None)
+    return next(
+        (value for value in found if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31), None
+    )
