@@ -115,6 +115,21 @@ def test_an_estimate_with_and_without_charts_and_budget(timeline: Timeline) -> N
     assert "Not known to fit" in Page(html_report(lower_bound, budget=Budget.of("4GiB"))).words
 
 
+def test_a_page_traces_nothing_anew_unless_it_is_asked_to(timeline: Timeline) -> None:
+    traced = []
+
+    def retrace(size: int) -> Timeline:
+        traced.append(size)
+        return timeline
+
+    branching = replace(timeline, retrace=retrace)
+    size = timeline.traced[0]
+    assert "RTX 4090" not in html_report(branching.at(size), timeline=branching)
+    assert traced == []
+    assert "RTX 3070" in html_report(branching.at(size), timeline=branching, gpus=["RTX 3070"])
+    assert traced
+
+
 def test_nothing_in_the_page_points_outside(made: Plan) -> None:
     page = Page(html_report(made))
     assert not {"link", "img", "iframe", "a", "base", "object"} & set(page.tags)

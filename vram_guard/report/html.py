@@ -55,8 +55,8 @@ def html_report(
         answer: a plan, or an estimate.
         timeline: what an estimate was read from, for its charts; a plan brings its own.
         budget: what an estimate is held against; a plan brings its own.
-        gpus: whose largest batches are shown; None: the budget and common cards (only the budget where each batch size
-            has to be traced anew).
+        gpus: whose largest batches are shown, beside the budget; None: common cards, and none at all where each batch
+            size would have to be traced anew.
         settings: the allocator's settings; None: PyTorch's defaults.
         title: what was predicted ("GPT-2 on our data").
     """
@@ -270,9 +270,9 @@ def _batch_sizes(
 ) -> str:
     if plan is not None and plan.timeline_before is not None:
         timeline, estimate = plan.timeline_before, plan.before
-    if timeline is None:
+    if timeline is None or (gpus is None and timeline.retrace is not None):
         return ""
-    cards = [*_cards(timeline, gpus)]
+    cards = [*(COMMON_CARDS if gpus is None else gpus)]
     if budget is not None:
         # The budget itself unless it is one of the cards.
         names = {card if isinstance(card, str) else getattr(card, "name", "") for card in cards}
@@ -288,12 +288,6 @@ def _batch_sizes(
     parts.append(f'<figure><div class="scroll">{batch_chart(curve, at=estimate.batch_size)}</div></figure>')
     parts.append(_limits(curve))
     return _tag("section", parts)
-
-
-def _cards(timeline: Timeline, gpus: Iterable[Budget | GPU | str | int] | None) -> Sequence[Budget | GPU | str | int]:
-    if gpus is not None:
-        return tuple(gpus)
-    return COMMON_CARDS if timeline.retrace is None else ()
 
 
 def _limits(curve: BatchCurve) -> str:
