@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -10,7 +11,7 @@ from vram_guard import cli, settings
 from vram_guard.errors import InvalidInputError
 from vram_guard.settings import disabled, filled, filled_from_settings
 
-CALCULATOR = ["estimate", "--batch", "8", "--height", "128", "--width", "128", "--hidden_dim", "256", "--num_layers", "10"]
+CALCULATOR = shlex.split("estimate --batch 8 --height 128 --width 128 --hidden_dim 256 --num_layers 10")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,9 @@ def test_a_table_that_is_none(project):
         settings.settings({})
 
 
-@pytest.mark.parametrize(("word", "off"), [("1", True), ("true", True), ("0", False), ("no", False), ("", False), ("x", True)])
+@pytest.mark.parametrize(
+    ("word", "off"), [("1", True), ("true", True), ("0", False), ("no", False), ("", False), ("x", True)]
+)
 def test_one_variable_turns_all_of_it_off(monkeypatch, word, off):
     monkeypatch.setenv("VRAM_GUARD_DISABLE", word)
     assert disabled() is off
@@ -213,3 +216,14 @@ def test_a_card_by_name_is_no_number_of_a_gpu_to_watch(monkeypatch, capsys):
     monkeypatch.setenv("VRAM_GUARD_GPU", "RTX 4090")
     cli.main(["monitor", "--quiet", "--interval", "0.1", "0.1"])
     assert "RTX 4090" not in capsys.readouterr().err
+
+
+def test_accelerates_adapter_takes_what_is_not_given_from_the_settings(project, monkeypatch):
+    pytest.importorskip("accelerate")
+    from vram_guard_accelerate.settings import Settings
+
+    (project / "vram_guard.toml").write_text('margin = 0.2\ngrow = true\ngpu = "T4"\n')
+    monkeypatch.setenv("VRAM_GUARD_LR_RULE", "sqrt")
+    options = {"budget": "8GiB", "gpu": None, "margin": 0, "grow": False, "json": True}
+    found = Settings.of(options)
+    assert (found.budget, found.gpu, found.margin, found.grow, found.lr_rule) == ("8GiB", None, 0, True, "sqrt")
