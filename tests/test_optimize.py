@@ -156,10 +156,11 @@ def test_a_card_too_old_for_half_precision_and_triton(folder):
     assert "compile_model" not in values
 
 
-def test_keep_and_existing_only(folder):
+def test_keep_and_existing_only(folder, capsys):
     after = optimized(folder, "--keep", "batch_size,workers", "--existing-only")
     _removed, new = changed_lines(GUIDE, after)
     assert [line.split(":")[0].strip() for line in new] == ["use_mixed_precision"]
+    assert "batch_size: you asked to keep it" in capsys.readouterr().out
 
 
 def test_without_a_model_the_batch_stays_and_it_is_said(folder, capsys):

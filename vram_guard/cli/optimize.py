@@ -84,9 +84,9 @@ def _optimize(options: argparse.Namespace) -> int:
     budget = Budget.resolve(options.budget, options.gpu)
     step, precision = _step(options, document)
     batch, measured = None, list[Any]()
-    if step is not None:
+    if step is not None and ("batch_size" not in keep or options.benchmark):
         batch, measured = _batch(options, step, precision, found, budget, keep)
-    elif options.benchmark:
+    elif options.benchmark:  # without a step
         raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
     capability = budget.compute_capability
     cores = max(1, usable_cores() // options.processes)

@@ -109,6 +109,9 @@ class _Adviser:
 
     def _batch(self) -> None:
         batch, entry = self._at.batch, self._one("batch_size")
+        if "batch_size" in self._at.keep:
+            self._keep("batch_size", _("you asked to keep it"))
+            return
         if batch is None:
             self._keep("batch_size", _("the config names no model that can be built: give --step module:function"))
             return
