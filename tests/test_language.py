@@ -198,3 +198,50 @@ def test_where_the_language_is_an_option_of_ours(arguments, language, rest):
 def test_an_unknown_language_is_bad_usage(capsys):
     assert cli.main(["--lang", "klingon", "gpus"]) == 2
     assert "give en or zh" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def made_plan():
+    """A plan that changes something, made and shown in Chinese."""
+    import torch
+    from torch import nn
+
+    from vram_guard import TrainingStep, plan
+    from vram_guard.report.text import render
+
+    step = TrainingStep(
+        model=lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)),
+        batch=lambda size: torch.zeros(size, 64),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.AdamW,
+    )
+    with speaking("zh"):
+        found = plan(step, 8192, budget="46MiB", margin=0, allow=("accumulate",))
+        return found, render(found, unicode=True, width=80), found.explain()
+
+
+def test_a_plan_in_chinese(made_plan):
+    found, text, explained = made_plan
+    assert found.fits
+    assert found.changed
+    assert text.startswith("放得下  需要")
+    assert explained.startswith("放得下：需要")
+    for part in ("优化器状态", "显存预算：", "方案", "微批次大小", "原因"):
+        assert part in text
+
+
+def test_columns_of_a_chinese_report_line_up(made_plan):
+    """Bars begin in one column, and every amount of the table ends where its column ends."""
+    lines = made_plan[1].splitlines()
+    bars = [line for line in lines if "[█" in line]
+    assert len(bars) == 2
+    assert len({display_width(line.partition("[")[0]) for line in bars}) == 1
+    start, end = (
+        next(at for at, line in enumerate(lines) if line.startswith(word)) for word in (" 峰值时", " 预留峰值")
+    )
+    rows = [line for line in lines[start : end + 1] if line.count("iB") == 2]
+    assert len(rows) >= 5
+    for column in (1, 2):
+        ends = {display_width("iB".join(line.split("iB")[:column])) for line in rows}
+        assert len(ends) == 1, rows
+    assert max(map(display_width, lines)) <= 80

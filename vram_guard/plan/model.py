@@ -132,10 +132,11 @@ class Plan:
         kept_out: dict[str, list[str]] = {}
         for option in self.rejected:
             kept_out.setdefault(option.why, []).append(option.option)
-        return [
-            f"  - {first}{f' (and {len(more)} more)' if more else ''}: {why}"
-            for why, (first, *more) in kept_out.items()
-        ]
+        lines = []
+        for why, (first, *more) in kept_out.items():
+            which = _("{option} (and {count} more)", option=first, count=len(more)) if more else first
+            lines.append(f"  - {which}: {why}")
+        return lines
 
     def _verdict(self) -> str:
         peak, usable = format_bytes(self.peak), format_bytes(self.budget.usable)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _
+
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.timeline import Unit, Work
@@ -150,6 +152,6 @@ def link_rate(gpu: GPU, *, pinned: bool) -> tuple[float, tuple[str, ...]]:
     """Bytes a second that copies between host and card reach, and what was assumed."""
     share = PINNED_SHARE if pinned else PAGEABLE_SHARE
     if gpu.host_bandwidth is None:
-        why = f"the link between {gpu.name} and its host is not known: PCIe 4.0 x16 is assumed"
+        why = _("the link between {name} and its host is not known: PCIe 4.0 x16 is assumed", name=gpu.name)
         return ASSUMED_HOST_BANDWIDTH * share, (why,)
     return gpu.host_bandwidth * share, ()
