@@ -37,7 +37,7 @@ def launch(
     """`vram-guard launch arguments`, or `accelerate launch arguments`."""
     command = [sys.executable, "-m", "vram_guard.cli", "launch"]
     if not guarded:
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
     return subprocess.run(
         [*command, *map(str, arguments)],
         env=environment(VRAM_GUARD_CACHE=str(cache), **more),

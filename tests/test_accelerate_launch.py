@@ -33,22 +33,36 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def run_several(out: Path, cache: Path, processes: tuple[str, ...], orders: Orders | None) -> dict[str, Any]:
-    """All loops in one launch: as written, or under orders as `vram-guard launch` gives them."""
+def run_several(out: Path, cache: Path, processes: tuple[str, ...], *own: object, **more: str) -> dict[str, Any]:
+    """All loops in one launch; what they came to, and what was said."""
     out.mkdir()
-    more = {"ACCELERATE_USE_CPU": "true"} | ({} if orders is None else {VARIABLE: orders.text()})
-    module = () if orders is None else ("-m", "vram_guard_accelerate")
-    done = launch(*processes, *module, TRAINING, "several", "--out", out, cache=cache, guarded=False, **more)
+    more["ACCELERATE_USE_CPU"] = "true"
+    done = launch(*processes, *own, TRAINING, "several", "--out", out, cache=cache, guarded=False, **more)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {name: torch.load(out / f"{name}.pt") for name in LOOPS}
+    return {"said": done.stderr, **{name: torch.load(out / f"{name}.pt") for name in LOOPS}}
 
 
-@pytest.fixture(scope="module", params=[ONE, TWO], ids=["one process", "two processes"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
-    """The same loops as written and in slices: 16 samples as 5, 5 and 6, or a last batch of 8 as 4 and 4."""
-    folder = tmp_path_factory.mktemp("both")
-    as_written = run_several(folder / "written", cache, request.param, None)
-    return as_written, run_several(folder / "sliced", cache, request.param, SLICED), 1 + (request.param is TWO)
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
+    """As written, and in slices under orders: 16 samples as 6, 5 and 5, or a last batch of 8 as 4 and 4."""
+    folder = tmp_path_factory.mktemp("one")
+    guarded = ("-m", "vram_guard_accelerate")
+    as_written = run_several(folder / "written", cache, ONE)
+    return as_written, run_several(folder / "sliced", cache, ONE, *guarded, **{VARIABLE: SLICED.text()}), 1
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
+    """As written, and under a plan that nobody made beforehand: the first process plans, both hold it."""
+    folder = tmp_path_factory.mktemp("two")
+    guarded = ("-m", "vram_guard_accelerate", "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
+    as_written = run_several(folder / "written", cache, TWO)
+    return as_written, run_several(folder / "sliced", cache, TWO, *guarded), 2
+
+
+@pytest.fixture(params=["one_process", "two_processes"])
+def both(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -95,11 +109,15 @@ def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypa
     assert answer["micro_batch_size"]["after"] == 8
 
 
-def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path) -> None:
+def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path, monkeypatch: Any, capsys: Any) -> None:
+    from vram_guard.cli import main
+
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
     out = tmp_path / "out.pt"
-    done = launch(*ONE, "--budget", "1MiB", TRAINING, "plain", "--out", out, cache=cache)
-    assert done.returncode == 1
-    assert "Nearest" in done.stderr
+    assert main(["launch", *ONE, "--budget", "1MiB", str(TRAINING), "plain", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "Nearest" in said
+    assert "is not started" in said
     assert not out.exists()
 
 
@@ -119,13 +137,10 @@ def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> No
     assert as_written["steps"] == sliced["steps"] == 3
 
 
-def test_two_processes_agree_on_a_plan_where_nobody_planned_before(tmp_path: Path, cache: Path) -> None:
-    out = tmp_path / "out.pt"
-    own = ("-m", "vram_guard_accelerate", "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
-    done = launch(*TWO, *own, TRAINING, "plain", "--out", out, cache=cache, guarded=False, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("micro-batch size ") == 1
-    assert torch.load(out)["processes"] == 2
+def test_two_processes_agree_on_a_plan_where_nobody_planned_before(two_processes: Any) -> None:
+    said = two_processes[1]["said"]
+    assert said.count("micro-batch size ") == 1  # planned and shown once
+    assert "16 → 8" in said or "16 -> 8" in said or "16 ? 8" in said
 
 
 def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
