@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DoesNotFitError
+from vram_guard.language import _
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
 from vram_guard_lightning import growth, namespaces, recovery
@@ -252,7 +253,8 @@ class VramGuard(CallbackBase):
             self._splitter = decision.splitter
             decision = decision.with_notes(*applied.notes, *_about_learning_rates(trainer, decision))
         if acts and self.settings.recover and no_recovery:
-            decision = decision.with_notes(f"a real out-of-memory error would not be recovered from: {no_recovery}")
+            note = _("a real out-of-memory error would not be recovered from: {why}", why=no_recovery)
+            decision = decision.with_notes(note)
         _print_report(trainer, decision, applied=acts and decision.plan.fits)
         self._verdict(trainer, decision)
         return not no_recovery
@@ -289,9 +291,9 @@ class VramGuard(CallbackBase):
         plan = decision.plan
         as_written_fits = plan.fits and not _shrinks(plan)
         if self.settings.mode == "strict" and not as_written_fits:
-            raise DoesNotFitError(f"the training does not fit as written.\n{plan.explain()}")
+            raise DoesNotFitError(_("the training does not fit as written.") + f"\n{plan.explain()}")
         if self.settings.mode == "fit" and not plan.fits:
-            _warn(trainer, "this training is not known to fit. " + " ".join(plan.reasons))
+            _warn(trainer, " ".join([_("this training is not known to fit."), *plan.reasons]))
 
     def _no_decision(self, trainer: Trainer, outcome: Outcome[Decision]) -> None:
         """No prediction: raise in strict mode, or where the user's own code failed; else warn."""
@@ -299,14 +301,15 @@ class VramGuard(CallbackBase):
         if self.settings.mode == "strict" or (self.settings.mode == "fit" and not failure.unsupported):
             outcome.unwrap()
         trace = "" if failure.unsupported or outcome.error is None else _traceback(outcome.error)
-        _warn(trainer, f"no prediction for this training, which is left unchanged: {failure.message}{trace}")
+        said = _("no prediction for this training, which is left unchanged: {why}", why=failure.message)
+        _warn(trainer, said + trace)
 
     def _scale_learning_rates(self, trainer: Trainer) -> None:
         """From what restored rates contain to what this run's are to be; a second call does nothing."""
         factor = self._factor(trainer)
         if factor != self._restored_factor:
             for left_out in growth.scale_learning_rates(trainer, factor / self._restored_factor):
-                _warn(trainer, f"learning rate not scaled: {left_out}")
+                _warn(trainer, _("learning rate not scaled: {why}", why=left_out))
         self._restored_factor = factor
 
     def _factor(self, trainer: Trainer) -> float:
@@ -395,9 +398,11 @@ def _print_report(trainer: Trainer, decision: Decision, *, applied: bool) -> Non
         return
     lines = [f"  - {note}" for note in decision.notes]
     if decision.plan.changed:
-        lines.insert(0, f"vram_guard: this plan is {'applied' if applied else 'not applied'}.")
+        lines.insert(
+            0, _("vram_guard: this plan is applied.") if applied else _("vram_guard: this plan is not applied.")
+        )
     elif lines:
-        lines.insert(0, "vram_guard: notes")
+        lines.insert(0, _("vram_guard: notes"))
     if lines:
         _write("\n".join(lines) + "\n")
 

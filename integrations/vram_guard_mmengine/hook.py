@@ -14,6 +14,7 @@ from mmengine.runner import FlexibleRunner, Runner
 
 from vram_guard.capture import ranks
 from vram_guard.errors import DoesNotFitError
+from vram_guard.language import _
 from vram_guard.settings import disabled, filled
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS
@@ -153,9 +154,10 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         """Raise or warn, where the training does not fit."""
         as_written_fits = plan.fits and (not plan.changed or plan.batch_size > plan.batch_size_before)
         if self.settings.mode == "strict" and not as_written_fits:
-            raise DoesNotFitError(f"the training does not fit as written.\n{plan.explain()}")
+            raise DoesNotFitError(_("the training does not fit as written.") + f"\n{plan.explain()}")
         if self.settings.mode == "fit" and not plan.fits:
-            runner.logger.warning("vram_guard: this training is not known to fit. " + " ".join(plan.reasons))
+            words = " ".join([_("this training is not known to fit."), *plan.reasons])
+            runner.logger.warning(f"vram_guard: {words}")
 
     def _no_decision(self, runner: Any, outcome: Outcome[Decision]) -> None:
         """No prediction: raise in strict mode, or where settings or the user's own code are wrong; else warn."""
@@ -167,9 +169,8 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             if failure.unsupported or outcome.error is None
             else "\n" + "".join(traceback.format_exception(outcome.error))
         )
-        runner.logger.warning(
-            f"vram_guard: no prediction for this training, which is left unchanged: {failure.message}{trace}"
-        )
+        said = _("no prediction for this training, which is left unchanged: {why}", why=failure.message)
+        runner.logger.warning(f"vram_guard: {said}{trace}")
 
     # --- MMEngine's hooks -----------------------------------------------------------------------------------
 
@@ -239,7 +240,8 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         wanted = self._wanted_factor(runner)
         if wanted != self._contained:
             for left_out in rates.scale(runner, wanted / self._contained):
-                runner.logger.warning(f"vram_guard: learning rate not scaled: {left_out}")
+                said = _("learning rate not scaled: {why}", why=left_out)
+                runner.logger.warning(f"vram_guard: {said}")
             self._contained = wanted
 
     def _wanted_factor(self, runner: Any) -> float:
@@ -281,6 +283,6 @@ def _report(runner: Any, decision: Decision, *, applied: bool) -> None:
 
     lines = [render(decision.plan, unicode=False).rstrip()]
     if decision.plan.changed:
-        lines.append(f"vram_guard: this plan is {'applied' if applied else 'not applied'}.")
+        lines.append(_("vram_guard: this plan is applied.") if applied else _("vram_guard: this plan is not applied."))
     lines += [f"  - {note}" for note in decision.notes]
     runner.logger.info("vram_guard\n" + "\n".join(lines))
