@@ -46,6 +46,8 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
                   allow=("checkpoint",))  # fmt: skip
     cases.request(asked / "mixed", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="100MiB",
                   allow=("precision",))  # fmt: skip
+    cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="100MiB",
+                  gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="100MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
@@ -133,6 +135,12 @@ def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:
 def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:
     assert answers["mixed"]["orders"]["precision"] == "bf16"
     assert answers["mixed"]["fits"]
+
+
+def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:
+    assert "error" not in answers["half"], answers["half"]
+    assert answers["half"]["orders"]["precision"] == "fp16"
+    assert answers["half"]["fits"]
 
 
 def test_a_scripts_own_precision_wins_and_that_is_said(answers: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -107,6 +108,25 @@ def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypa
     answer = json.loads(capsys.readouterr().out)
     assert answer["remembered"]
     assert answer["micro_batch_size"]["after"] == 8
+
+
+@pytest.mark.parametrize(("typed", "started"), [("n\n", False), ("", False), ("\n", True)])
+def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, typed: str, started: bool) -> None:
+    """With the plan that is remembered; what would be started is looked at, not run."""
+    from vram_guard.cli import main
+    from vram_guard_accelerate import processes
+
+    _, out, options = launched
+    starts: list[list[str]] = []
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
+    monkeypatch.setattr(processes, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    code = main(["launch", *options, "--ask", str(TRAINING), "plain", "--out", str(out)])
+    assert code == (7 if started else 0)
+    if started:
+        assert starts == [[*ONE, "-m", "vram_guard_accelerate", str(TRAINING), "plain", "--out", str(out)]]
+        assert Orders.read(os.environ.pop(VARIABLE)).micro_batch_size == 8
 
 
 def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -87,8 +87,9 @@ def show(prediction: Prediction, *, as_json: bool) -> None:
 
 
 def _agreed() -> bool:
+    say("Launch with this plan? [Y/n]")
     try:
-        answer = input("Launch with this plan? [Y/n] ")
+        answer = input()
     except EOFError:
         return False
     return answer.strip().lower() in ("", "y", "yes")
