@@ -48,6 +48,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
                   allow=("precision",))  # fmt: skip
     cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="100MiB",
                   gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
+    cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="100MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
@@ -135,6 +136,13 @@ def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:
 def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:
     assert answers["mixed"]["orders"]["precision"] == "bf16"
     assert answers["mixed"]["fits"]
+
+
+def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
+    answer = answers["compiled"]
+    assert "error" not in answer, answer
+    assert not answer["fits"]
+    assert any("torch.compile" in note for note in answer["notes"])
 
 
 def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:

@@ -34,7 +34,17 @@ def test_what_a_release_dropped_is_named(module: str, path: str) -> None:
 def test_private_names_in_the_sources_are_in_the_table() -> None:
     """Attributes with a leading underscore of anything but self, in every module of the package."""
     listed = {part for name in private_api.TABLE for part in name.path.split(".")}
-    others = {"_getframe", "_exit", "_original_forward", "_cdata", "_BatchNorm", "_actions", "_dynamo", "_fields"}
+    others = {
+        "_getframe",
+        "_exit",
+        "_original_forward",
+        "_cdata",
+        "_BatchNorm",
+        "_actions",
+        "_dynamo",
+        "_fields",
+        "_orig_mod",
+    }
     # What Accelerate's optimizer keeps about skipped steps is written as patch_optimizer_step expects it.
     others |= {"_accelerate_step_called", "_optimizer_original_step_method", "_optimizer_patched_step_method"}
     for path in Path(vram_guard_accelerate.__file__).parent.glob("*.py"):

@@ -103,12 +103,20 @@ def _refused(run: DryRun, facts: Facts) -> dict[str, str]:
 def _why_not_sliced(run: DryRun, facts: Facts) -> str:
     if facts.foreign:
         return "an optimizer updates parameters of a model that was not handed to Accelerator.prepare"
+    if _compiled(run):
+        return "a model that torch.compile compiles as a whole is not cut open"
     assert run.sample is not None
     try:
         telling_example(run.sample.make)
     except (CannotSplitError, UnsupportedStepError) as error:
         return str(error)
     return ""
+
+
+def _compiled(run: DryRun) -> bool:
+    backend = getattr(run.accelerator.state.dynamo_plugin, "backend", "NO")
+    parts = (module for model in run.models for module in model.modules())
+    return str(getattr(backend, "value", backend)).upper() != "NO" or any(hasattr(part, "_orig_mod") for part in parts)
 
 
 def _why_not_mixed(run: DryRun) -> str:

@@ -241,6 +241,12 @@ def diffusion(options):
     write(accelerator, options.out, weights=weights(accelerator, model, average), rates=[], losses=losses)
 
 
+def compiled(options):
+    """Compiled by Accelerate."""
+    accelerator = Accelerator(dynamo_backend="eager")
+    write(accelerator, options.out, **loop(options, accelerator))
+
+
 def unprepared(options):
     """Training without ``prepare``: Accelerate never sees it."""
     model = Network()
