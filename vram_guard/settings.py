@@ -180,7 +180,7 @@ def _toml(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
     try:
         return tomllib.loads(read_text(path, LARGEST_CONFIG))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
