@@ -45,8 +45,8 @@ class Unlearning(nn.Module):
         out: Tensor = model(noisy, text, steps, image_rotary_emb=(self.cos, self.sin), return_dict=False)[0]
         return out
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Equation 7 for one batch."""
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Equation 7 for one batch. The forward of the whole, as FSDP2 needs it: its root gathers its weights there."""
         latents, steps = batch["latents"], batch["steps"]
         noise = torch.randn_like(latents)
         kept = self.kept[steps].to(latents.dtype)[:, None, None, None, None]
@@ -72,7 +72,7 @@ def batch(size: int) -> dict[str, Tensor]:
 
 def loss(model: Any, data: dict[str, Tensor]) -> Tensor:
     """The loss, as a step calls it."""
-    value: Tensor = model.loss(data)
+    value: Tensor = model(data)
     return value
 
 
