@@ -180,11 +180,12 @@ def _toml(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+        import tomli as tomllib
     try:
-        return tomllib.loads(read_text(path, LARGEST_CONFIG))
+        table: dict[str, Any] = tomllib.loads(read_text(path, LARGEST_CONFIG))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidInputError(_("{path} is no TOML: {problem}", path=path, problem=error)) from None
+    return table
 
 
 def _checked_table(path: Path, table: object) -> dict[str, Setting]:

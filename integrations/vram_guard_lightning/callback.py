@@ -13,11 +13,11 @@ from vram_guard.errors import DoesNotFitError
 from vram_guard.language import _
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
-from vram_guard_lightning import growth, namespaces, recovery
+from vram_guard_lightning import growth, namespaces, recovery, watching
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
 from vram_guard_lightning.settings import Mode, Settings
-from vram_guard_lightning.watching import Utilization, Watch
+from vram_guard_lightning.watching import Utilization
 
 # ruff: noqa: ARG002 - Lightning decides what its hooks are given
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.apply.microbatch import Splitter
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
+    from vram_guard.watch.first_steps import FirstSteps
     from vram_guard_lightning.ranks import Failure, Outcome
     from vram_guard_lightning.recovery import Session
 else:
@@ -139,7 +140,7 @@ class VramGuard(CallbackBase):
         self._session: Session | None = None
         """Recovery, while it is armed."""
         self._splitter: Splitter | None = None
-        self._watch: Watch | None = None
+        self._watch: FirstSteps | None = None
         self._utilization: Utilization | None = None
         self._armed = False
         """Between setup and teardown: a callback that stands twice in a Trainer is called twice."""
@@ -190,7 +191,7 @@ class VramGuard(CallbackBase):
         """Say once, after the first steps, what was measured beside what was predicted."""
         if self._utilization is not None:
             self._utilization.log(trainer)
-        found = None if self._watch is None else self._watch.after_batch(trainer)
+        found = None if self._watch is None else watching.after_batch(self._watch, trainer)
         if found is None:
             return
         if trainer.is_global_zero:
@@ -241,7 +242,7 @@ class VramGuard(CallbackBase):
         self.plan = decision.plan
         no_recovery = no_recovery or _offloaded(decision.plan)
         if not hands_off:  # BatchSizeFinder trains at other sizes than the predicted one
-            self._watch = Watch.begin(
+            self._watch = watching.begin(
                 trainer, module, _as_trained(decision.plan, acts=acts), remember=self.settings.remember
             )
         if hands_off:
@@ -282,7 +283,7 @@ class VramGuard(CallbackBase):
             most=self.settings.max_recoveries,
             tell=lambda line: _warn(trainer, line),
             outlook=lambda: "" if self.plan is None else f"What was predicted:\n{self.plan.explain()}",
-            on_failure=lambda _failure: self._watch.ran_out() if self._watch is not None else None,
+            on_failure=lambda _failure: self._watch.out_of_memory() if self._watch is not None else None,
         )
         self._applied.on_undo(self._session.undo)
 
