@@ -315,7 +315,8 @@ def _changed(trial: _Trial, before: Candidate, option: Option, after: Candidate)
 
 
 def _misses(trial: _Trial) -> tuple[Rejected, ...]:
-    return (*trial.misses.values(), *trial.too_much_for_the_host.values())
+    # Two orders of the same blocks end in the same option.
+    return tuple(dict.fromkeys((*trial.misses.values(), *trial.too_much_for_the_host.values())))
 
 
 def _dearer(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
