@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +38,7 @@ class Net(nn.Module):
             return Output(out, "kept")
         if self.form == "nested":
             return [out, {"mean": out.mean(), "size": len(x)}, (out.argmax(-1),)]
+        num_items_in_batch = None if self.form == "mean" else num_items_in_batch
         reduction = "sum" if num_items_in_batch is not None else "mean"
         loss = nn.functional.cross_entropy(out.flatten(0, -2), labels.flatten(), reduction=reduction)
         loss = loss if num_items_in_batch is None else loss / num_items_in_batch
@@ -161,10 +163,27 @@ def test_labels_that_are_ignored_do_not_count(x: torch.Tensor) -> None:
     same_gradients(whole, sliced)
 
 
-def test_a_loss_that_is_divided_by_a_given_number_is_a_sum(x: torch.Tensor) -> None:
+def test_a_slice_without_any_label_leaves_the_loss_a_number(x: torch.Tensor) -> None:
+    labels = Y[:, None].repeat(1, 4)
+    labels[:4] = -100  # all of the first slice
     whole, sliced = twins("loss")
-    for model in (whole, sliced):
-        model(x, labels=Y, **{ITEMS_IN_BATCH: 40})["loss"].backward()
+    losses = [model(x[:, None].repeat(1, 4, 1), labels=labels)["loss"] for model in (whole, sliced)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    same_gradients(whole, sliced)
+
+
+@pytest.mark.parametrize("form", ["loss", "mean"])
+@pytest.mark.parametrize("items", [40, torch.tensor(40)])
+def test_a_number_of_items_counts_where_the_model_divides_by_it(x: torch.Tensor, form: str, items: Any) -> None:
+    """Many of Transformers' models take the number, and return a mean all the same (BertForMaskedLM)."""
+    whole, sliced = twins(form)
+    for _ in range(2):
+        losses = [model(x, labels=Y, **{ITEMS_IN_BATCH: items})["loss"] for model in (whole, sliced)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
     same_gradients(whole, sliced)
 
 
@@ -245,3 +264,85 @@ def test_a_batch_that_cannot_be_sliced_runs_whole(x: torch.Tensor) -> None:
     with pytest.warns(UserWarning, match="trained on whole"):
         model(torch.ones(7), torch.ones(9)).backward()
     assert model.weight.grad == 63
+
+
+class Odd(nn.Module):
+    """Parameters whose gradients autograd hands out in one piece of memory, or in memory that cannot be written to."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.alone, self.scale = nn.Parameter(torch.randn(6)), nn.Parameter(torch.ones(1))
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = torch.tanh(x + (self.one + self.other)).sum(1, keepdim=True)
+        if self.form == "scalar":
+            return rows.mean() + self.alone.sum()
+        return rows.flatten() if self.form == "flat" else (rows * self.alone, self.scale.exp())
+
+
+def odd_twins(form: str) -> tuple[Odd, Odd]:
+    torch.manual_seed(0)
+    whole = Odd(form).double()
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 10, 4)
+    return whole, sliced
+
+
+def test_gradients_that_share_their_memory_are_added_apart(x: torch.Tensor) -> None:
+    whole, sliced = odd_twins("scalar")
+    for model in (whole, sliced):
+        (0.5 * model(x)).backward()
+        del model.scale  # not used in this form
+    same_gradients(whole, sliced)
+
+
+def test_an_output_that_is_the_same_for_all_samples_counts_once(x: torch.Tensor) -> None:
+    whole, sliced = odd_twins("rows")
+    for model in (whole, sliced):
+        rows, scale = model(x)
+        (rows * scale).pow(2).mean().backward()
+    same_gradients(whole, sliced)
+
+
+def test_rows_that_are_not_samples_are_refused() -> None:
+    model = Net()
+    model.last = nn.Flatten(0)  # type: ignore[assignment]
+    slice_forward(model, 10, 4)
+    with pytest.raises(UnsupportedTechniqueError, match="rows are not the samples"):
+        model(torch.randn(10, 6))
+
+
+def test_a_number_that_carries_gradient_is_an_input_too(x: torch.Tensor) -> None:
+    class Heated(Net):
+        def forward(self, x: torch.Tensor, heat: torch.Tensor) -> Any:
+            return super().forward(x) * heat
+
+    model = Heated().double()
+    heats = [torch.tensor(2.0, dtype=torch.double, requires_grad=True) for _ in range(2)]
+    model(x, heats[0]).pow(2).mean().backward()
+    slice_forward(model, 10, 4)
+    model(x, heats[1]).pow(2).mean().backward()
+    torch.testing.assert_close(heats[0].grad, heats[1].grad)
+
+
+def test_a_second_backward_through_one_loss_is_refused(x: torch.Tensor) -> None:
+    _, sliced = twins("loss")
+    loss = sliced(x, labels=Y)["loss"]
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedTechniqueError, match="second backward"):
+        loss.backward()
+
+
+def test_a_whole_model_is_saved_without_the_guard(x: torch.Tensor) -> None:
+    whole = Net().double()
+    sliced = copy.deepcopy(whole)
+    file = io.BytesIO()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    slice_forward(sliced, 10, 4, scale=lambda: scaler.get_scale())
+    torch.save(sliced, file)
+    assert b"vram_guard" not in file.getvalue()
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    torch.testing.assert_close(loaded(x), whole(x))
+    assert loaded.calls == [10]

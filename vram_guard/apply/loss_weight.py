@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 #: told by a function that counts it in a batch (labels that are not ignored, say).
 LossWeight = Literal["mean", "sum"] | Callable[[Any], Any]
 
+#: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
+IGNORED = -100
+
 
 def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> list[Any]:
     """What each micro-batch's loss is multiplied with, so that they add up to the loss of the batch."""
@@ -25,6 +29,31 @@ def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> li
     counts = [loss_weight(micro_batch.data) for micro_batch in micro_batches]
     total = sum(counts)
     return [count / total for count in counts]
+
+
+def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any]) -> list[Any]:
+    """What a slice's mean counts in the batch's: its share of samples, or of the labels that are not ignored.
+
+    Args:
+        model: the one that was called; its name tells whether it predicts the next token.
+        slices: of the batch.
+        called: what the model was called with, by name.
+    """
+    import torch
+
+    by_samples = [part.weight for part in slices]
+    labels = called.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        return by_samples
+    shifted = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    counted = labels[..., 1:] if shifted else labels  # a causal language model predicts every token but the first
+    running = (counted != IGNORED).flatten(1).sum(1).cumsum(0)
+    ends = list(itertools.accumulate(part.samples for part in slices))
+    until = running[torch.tensor(ends, device=labels.device) - 1]
+    counts = until.diff(prepend=torch.zeros_like(until[:1]))
+    shares = counts / until[-1].clamp(min=1)
+    # Where every label is ignored, the batch's loss is as undefined as it was, and what is added to it is a mean.
+    return list(torch.where(until[-1] == 0, torch.tensor(by_samples, device=labels.device), shares).unbind())
 
 
 def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from vram_guard.errors import UnsupportedTechniqueError
+
 
 class Merging:
     """Outputs of the slices, put together as they come."""
@@ -32,7 +34,7 @@ class Merging:
             if rows:
                 whole[first : first + samples] = tensor
             elif tensor.is_floating_point() and tensor.dim() == 0:
-                whole.add_(tensor * weight)
+                whole.add_(_share_of(tensor, weight))
             else:
                 whole.copy_(tensor)
 
@@ -40,7 +42,8 @@ class Merging:
         """What of the whole output's gradient belongs to one slice."""
         if self._rows[at]:
             return gradient[first : first + samples]
-        return gradient * weight if gradient.dim() == 0 else gradient
+        part: torch.Tensor = gradient * weight  # it is the same in every slice, and gradients are summed over them
+        return part
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """The tensors of the whole batch's output, once."""
@@ -50,6 +53,30 @@ class Merging:
     def rebuilt(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """An output of the model's own kind that holds these tensors."""
         return _with_tensors(self._like, iter(tensors))
+
+
+def check_rows(out: Any, samples: int) -> None:
+    """Outputs that carry gradient can be put together again.
+
+    Args:
+        out: what a model returned for so many samples.
+        samples: of the batch that it was given.
+
+    Raises:
+        UnsupportedTechniqueError: a tensor's rows are not the samples.
+    """
+    for tensor in tensors_of(out):
+        if tensor.requires_grad and tensor.dim() and len(tensor) not in (samples, 1):
+            raise UnsupportedTechniqueError(
+                f"of {samples} samples the model makes a tensor of shape {tuple(tensor.shape)}, whose rows are not the "
+                "samples: it cannot work in slices of its batch"
+            )
+
+
+def _share_of(value: torch.Tensor, weight: Any) -> torch.Tensor:
+    """A slice's part of a weighted mean; a slice of no weight has none, even where its own mean is undefined."""
+    part: torch.Tensor = value * weight
+    return torch.where(weight == 0, torch.zeros_like(part), part) if isinstance(weight, torch.Tensor) else part
 
 
 def _empty_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,22 +16,20 @@ Both are exact, where the model treats samples independently. Batch normalisatio
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from vram_guard.apply.loss_weight import split_or_warn
+from vram_guard.apply.loss_weight import mean_shares, split_or_warn
 from vram_guard.apply.microbatch import MicroBatch, Splitter
-from vram_guard.apply.outputs import Merging, detached, tensors_of
+from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
 from vram_guard.apply.rerun import RandomState, autocast_now, no_autocast, statistics_kept
 from vram_guard.errors import UnsupportedTechniqueError
-
-#: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
-IGNORED = -100
 
 #: A keyword of Transformers' models: their loss is then a sum over tokens, divided by this number.
 ITEMS_IN_BATCH = "num_items_in_batch"
@@ -90,6 +88,21 @@ class SlicedForward:
         self.scale = scale
         self.at_most = at_most
         self.on_slice = on_slice
+        self.divides: bool | None = None
+        """Whether the model divides its loss by the number that it is given for that; None: not seen yet."""
+
+    def __reduce__(self) -> Any:
+        """A model is saved without the guard: ``torch.save(model)`` works as it did."""
+        if isinstance(self.as_written, MethodType):
+            return self.as_written.__reduce__()
+        return _itself, (self.as_written,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedForward:
+        """A copied model (an average of weights) goes on in slices of its own."""
+        twin = object.__new__(SlicedForward)
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for the whole batch."""
@@ -107,6 +120,10 @@ class SlicedForward:
         run = _Run(self, slices, parameters, called, len(args))
         outputs = _Slices.apply(run, *given, *parameters)  # type: ignore[no-untyped-call]
         return run.rebuilt(outputs)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 class _Slices(torch.autograd.Function):
@@ -143,7 +160,9 @@ class _Run:
     ) -> None:
         self._owner = owner
         self._slices = slices[: owner.at_most]
-        self._weights = _weights(owner.model, slices, called)
+        self._items = called.get(ITEMS_IN_BATCH)
+        self._shares = mean_shares(owner.model, slices, called)
+        self._weights = self._shares if self._items is None or owner.divides is False else [1.0] * len(slices)
         self._positional = [str(at) for at in range(positional)]
         self._parameters = parameters
         leaves, self._structure = pytree.tree_flatten(called)
@@ -156,6 +175,7 @@ class _Run:
         """Gradients of the scalar output, where each slice's backward ran at once."""
         self._scalar: int | None = None
         self._scale: float = 1.0
+        self._differentiated = False
 
     # --- forward ----------------------------------------------------------------------------------------------
 
@@ -175,15 +195,19 @@ class _Run:
     def _forward_and_backward(self, part: MicroBatch, first: int) -> None:
         """A slice with its graph: if there is one scalar to differentiate, that is done at once."""
         leaves = self._leaves_of(part)
-        weight = self._weights[len(self._random) - 1]
+        items = self._watched_items()
         with torch.enable_grad():
-            out = self._call(leaves)
-        self._merging.add(detached(out), first, part.samples, weight)
+            out = self._call(leaves, items)
+        check_rows(out, part.samples)
         scalars = [
             (at, leaf)
             for at, leaf in enumerate(tensors_of(out))
             if leaf.dim() == 0 and leaf.requires_grad and leaf.is_floating_point()
         ]
+        if items is not None and len(scalars) == 1:
+            self._look_whether_divided(scalars[0][1], items)
+        weight = self._weights[len(self._random) - 1]
+        self._merging.add(detached(out), first, part.samples, weight)
         if len(scalars) != 1:
             return  # the graph dies with this frame: the backward pass makes it again
         self._scalar, loss = scalars[0]
@@ -194,8 +218,23 @@ class _Run:
             loss = loss * (weight * self._scale)
         self._add(self._gradients([loss], [None], leaves), first, part.samples)
 
-    def _call(self, leaves: list[Any]) -> Any:
+    def _watched_items(self) -> torch.Tensor | None:
+        """The number that losses are divided by, in a form that tells whether it was used; None where that is known."""
+        if self._items is None or self._owner.divides is not None:
+            return None
+        return torch.as_tensor(self._items, dtype=torch.float32).detach().clone().requires_grad_()
+
+    def _look_whether_divided(self, loss: torch.Tensor, items: torch.Tensor) -> None:
+        """Many of Transformers' models take ``num_items_in_batch`` and return a mean all the same."""
+        found: Sequence[Any] = torch.autograd.grad(loss, [items], retain_graph=True, allow_unused=True)
+        self._owner.divides = found[0] is not None
+        if found[0] is None:
+            self._weights = self._shares
+
+    def _call(self, leaves: list[Any], items: torch.Tensor | None = None) -> Any:
         kwargs = pytree.tree_unflatten(leaves, self._structure)
+        if items is not None:
+            kwargs[ITEMS_IN_BATCH] = items
         args = [kwargs.pop(name) for name in self._positional]
         self._owner.on_slice()
         return self._owner.as_written(*args, **kwargs)
@@ -220,6 +259,12 @@ class _Run:
         if self._scalar is not None:
             factor, rest[self._scalar] = rest[self._scalar], None
             ready, self._ready = self._ready, None
+            if factor is not None and self._differentiated:
+                raise UnsupportedTechniqueError(
+                    "a second backward pass through the same loss (retain_graph=True) cannot be had of a model that "
+                    "works in slices of its batch: leave 'accumulate' out of what is allowed"
+                )
+            self._differentiated = self._differentiated or factor is not None
             if factor is not None and ready is not None:
                 factor = factor / self._scale
                 total = [gradient if gradient is None else gradient.mul_(factor) for gradient in ready]
@@ -250,7 +295,8 @@ class _Run:
             del made
             if wanted:
                 outputs, shares = zip(*wanted, strict=True)
-                self._add(self._gradients(list(outputs), list(shares), leaves), first, part.samples)
+                own = {_memory(share) for share in shares}
+                self._add(self._gradients(list(outputs), list(shares), leaves), first, part.samples, own)
                 del outputs, shares
             del wanted
             first += part.samples
@@ -260,23 +306,41 @@ class _Run:
         with no_autocast():
             return list(torch.autograd.grad(outputs, sources, shares, allow_unused=True))
 
-    def _add(self, gradients: list[torch.Tensor | None], first: int, samples: int) -> None:
-        """Add a slice's gradients: those of inputs to their rows, those of parameters to their sum."""
+    def _add(
+        self, gradients: list[torch.Tensor | None], first: int, samples: int, others: set[int] | None = None
+    ) -> None:
+        """Add a slice's gradients: those of inputs to their rows, those of parameters to their sum.
+
+        Args:
+            gradients: of inputs and parameters; emptied.
+            first: the slice's first sample.
+            samples: of the slice.
+            others: memory that is somebody else's, see :func:`_memory`.
+        """
+        others = set() if others is None else others
         if self._ready is None:
             self._ready = [None] * len(gradients)
         for at in range(len(gradients)):
             gradient, gradients[at] = gradients[at], None  # each dies as soon as it is added
             if gradient is None:
                 continue
-            if at < len(self._given) and len(gradient) == samples != len(self._given[at]):
+            if at < len(self._given) and gradient.dim() and len(gradient) == samples != len(self._given[at]):
                 whole = self._ready[at]
                 if whole is None:
                     whole = self._ready[at] = torch.zeros_like(self._given[at])
                 whole[first : first + samples] += gradient
             elif self._ready[at] is None:
-                self._ready[at] = gradient
+                # Where two parameters are added, autograd hands out one tensor as the gradient of both.
+                shared = _memory(gradient) in others or 0 in gradient.stride()
+                others.add(_memory(gradient))
+                self._ready[at] = gradient.clone(memory_format=torch.contiguous_format) if shared else gradient
             else:
                 self._ready[at].add_(gradient)  # type: ignore[union-attr]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Equal for tensors that lie in the same memory, as long as they live."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - a storage has one key, and it is private
 
 
 def _needs_gradient(leaf: Any) -> bool:
@@ -285,23 +349,3 @@ def _needs_gradient(leaf: Any) -> bool:
 
 def _tensors_with_gradient(given: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(given) if _needs_gradient(leaf)]
-
-
-# --- weights of slices --------------------------------------------------------------------------------------
-
-
-def _weights(model: nn.Module, slices: list[MicroBatch], called: Mapping[str, Any]) -> list[Any]:
-    """What a slice's scalar counts in the batch's: its share of samples, or of the labels that are not ignored."""
-    if called.get(ITEMS_IN_BATCH) is not None:
-        return [1.0] * len(slices)
-    by_samples = [part.weight for part in slices]
-    labels = called.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        return by_samples
-    shifted = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
-    counted = labels[..., 1:] if shifted else labels  # a causal language model predicts every token but the first
-    running = (counted != IGNORED).flatten(1).sum(1).cumsum(0)
-    ends = list(itertools.accumulate(part.samples for part in slices))
-    until = running[torch.tensor(ends, device=labels.device) - 1]
-    counts = until.diff(prepend=torch.zeros_like(until[:1]))
-    return list((counts / until[-1].clamp(min=1)).unbind())
