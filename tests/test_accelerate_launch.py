@@ -22,6 +22,7 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
 
+from vram_guard_accelerate.apply import Applied  # noqa: E402
 from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
 
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
@@ -180,13 +181,61 @@ def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path
     assert torch.load(second)["rates"] == pytest.approx(rates[2:])
 
 
+@pytest.fixture
+def doubled_rates(monkeypatch: Any) -> Any:
+    """Orders to double learning rates, in this process, for one test."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from torch.optim.lr_scheduler import LRScheduler
+
+    for name in ("prepare", "prepare_model", "save_state", "load_state"):
+        monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
+    monkeypatch.setattr(LRScheduler, "__init__", LRScheduler.__init__)
+    Applied(Orders(learning_rate_factor=2.0)).install()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("doubled_rates")
+def test_a_schedule_that_is_not_prepared_is_scaled_too() -> None:
+    """Transformers' Trainer hands its optimizer to ``prepare``, and keeps its schedule."""
+    from accelerate import Accelerator
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, prepared = Accelerator(cpu=True).prepare(model, optimizer)
+    rates = []
+    for _ in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        model(torch.ones(1, 2)).sum().backward()
+        prepared.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.2, 0.1, 0.2 / 3])
+
+
+@pytest.mark.usefixtures("doubled_rates")
+def test_the_newest_checkpoint_is_scaled_once(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    accelerator.prepare(optimizer)
+    accelerator.save_state()
+    accelerator.load_state()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+
+
 def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cache: Path) -> None:
     results = []
-    for budget in ("1GiB", "40MiB"):
+    for budget, more in (("1GiB", {}), ("40MiB", {}), ("40MiB", {"VRAM_GUARD_DISABLE": "1"})):
         out = tmp_path / f"{budget}.pt"
         done = subprocess.run(
             [sys.executable, str(EDITED), "--out", str(out), "--budget", budget],
-            env=cases.environment(VRAM_GUARD_CACHE=str(cache)),
+            env=cases.environment(VRAM_GUARD_CACHE=str(cache), **more),
             capture_output=True,
             text=True,
             timeout=240,
@@ -194,8 +243,11 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
         )
         assert done.returncode == 0, done.stderr
         results.append(torch.load(out))
+        assert results[-1]["restored"]
     assert "micro-batch size" in results[1]["text"]
-    assert 0 < difference(*results) < 1e-6
+    assert 0 < difference(*results[:2]) < 1e-6
+    assert results[2]["text"] == ""  # switched off
+    assert difference(results[0], results[2]) == 0
 
 
 # --- how it ends ----------------------------------------------------------------------------------------------

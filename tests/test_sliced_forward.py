@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH, slice_forward
-from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError
 
 
 class Output(NamedTuple):
@@ -264,6 +264,10 @@ def test_a_batch_that_cannot_be_sliced_runs_whole(x: torch.Tensor) -> None:
     with pytest.warns(UserWarning, match="trained on whole"):
         model(torch.ones(7), torch.ones(9)).backward()
     assert model.weight.grad == 63
+    traced = Pair()
+    slice_forward(traced, 10, 4, at_most=2)
+    with pytest.raises(UnsupportedStepError, match="cannot split"):
+        traced(torch.ones(7), torch.ones(9))
 
 
 class Odd(nn.Module):

@@ -11,6 +11,7 @@ import sys
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.settings import disabled
 from vram_guard_accelerate import script
 from vram_guard_accelerate.arguments import own_arguments
 from vram_guard_accelerate.orders import VARIABLE, Orders
@@ -22,7 +23,9 @@ def main() -> None:
     try:
         settings, module, command = own_arguments(sys.argv[1:])
         text = os.environ.get(VARIABLE)
-        if text is None:
+        if text is None and disabled():
+            orders = None
+        elif text is None:
             from vram_guard_accelerate.ranks import agreed_orders
 
             orders = agreed_orders(settings, command, module=module)

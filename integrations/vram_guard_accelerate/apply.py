@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +30,8 @@ class Applied:
         self.orders = orders
         self._models: list[nn.Module] = []
         self._scaled: set[int] = set()
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every scheduler of torch: a script need not hand its own to ``prepare``."""
         self._loaders = 0
 
     def install(self) -> None:
@@ -42,6 +45,9 @@ class Applied:
 
             _wrap(DataLoader, "__init__", self._larger_batches)
         if self.orders.learning_rate_factor != 1:
+            from torch.optim.lr_scheduler import LRScheduler
+
+            _wrap(LRScheduler, "__init__", self._remember_scheduler)
             _wrap(Accelerator, "save_state", self._say_in_checkpoint)
             _wrap(Accelerator, "load_state", self._after_checkpoint)
 
@@ -115,6 +121,8 @@ class Applied:
             return
         optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]  # noqa: SLF001
         schedulers = [getattr(one, "scheduler", one) for one in accelerator._schedulers]  # noqa: SLF001
+        if factor is None:  # a checkpoint holds those of the Accelerator only
+            schedulers += [one for one in self._schedulers if not any(one is known for known in schedulers)]
         for optimizer in optimizers:
             own = [one for one in schedulers if getattr(one, "optimizer", None) is optimizer]
             fresh = factor is not None or id(optimizer) not in self._scaled
@@ -124,6 +132,13 @@ class Applied:
                 scale_learning_rates(optimizer, late, wanted)
             elif late and not _made_after(optimizer, late, wanted):
                 scale_learning_rates(cast("Any", _NoGroups()), late, wanted)
+
+    def _remember_scheduler(self, original: Any) -> Any:
+        def made(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scheduler, *args, **kwargs)
+            self._schedulers.add(scheduler)
+
+        return made
 
     def _say_in_checkpoint(self, original: Any) -> Any:
         def save_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,11 +153,16 @@ class Applied:
     def _after_checkpoint(self, original: Any) -> Any:
         """A checkpoint brings its own rates back: from what they contain to what this run's are to be."""
 
-        def load_state(accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-            loaded = original(accelerator, input_dir, *args, **kwargs)
+        def load_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            folders: list[Path] = []  # without a name, Accelerate itself knows which is the newest
+            handle = accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(Path(folder)))
+            try:
+                loaded = original(accelerator, *args, **kwargs)
+            finally:
+                handle.remove()
             contained = 1.0
-            if input_dir is not None and (Path(input_dir) / STATE).is_file():
-                contained = float(json.loads((Path(input_dir) / STATE).read_text())["learning_rates_contain"])
+            if folders and (folders[-1] / STATE).is_file():
+                contained = float(json.loads((folders[-1] / STATE).read_text())["learning_rates_contain"])
             self._scale(accelerator, self.orders.learning_rate_factor / contained)
             return loaded
 

@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.settings import disabled
 from vram_guard_accelerate import forks, technique
 from vram_guard_accelerate.answers import Failure
 from vram_guard_accelerate.apply import Applied
@@ -42,7 +43,8 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
     The whole script is followed from there on, up to its second optimizer step, in a copy of the process that writes
-    nothing. What comes after the block needs no change. Under ``vram-guard launch`` it does nothing: that has planned.
+    nothing. What comes after the block needs no change. Under ``vram-guard launch``, which has planned already, and
+    under ``VRAM_GUARD_DISABLE=1`` it does nothing.
 
     Args:
         **settings: see :class:`vram_guard_accelerate.settings.Settings`: budget, gpu, margin, allow, host_budget.
@@ -71,6 +73,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         self.text = ""
         self.fits: bool | None = None
         self._original: Any = None
+        self._original_of_one: Any = None
         self._planned = False
 
     def __enter__(self) -> Self:
@@ -78,8 +81,8 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
 
         from vram_guard_accelerate.orders import VARIABLE
 
-        self._original = Accelerator.prepare
-        if VARIABLE not in os.environ:
+        self._original, self._original_of_one = Accelerator.prepare, Accelerator.prepare_model
+        if VARIABLE not in os.environ and not disabled():
 
             def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
                 return self._prepare(accelerator, args, kwargs)
@@ -91,7 +94,9 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         from accelerate import Accelerator
 
         if self._original is not None:
-            Accelerator.prepare, self._original = self._original, None
+            # What is prepared later, by another training of this process, is not this plan's.
+            Accelerator.prepare, Accelerator.prepare_model = self._original, self._original_of_one
+            self._original = self._original_of_one = None
 
     def _prepare(self, accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from accelerate import Accelerator

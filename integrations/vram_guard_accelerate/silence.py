@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import pathlib
 import shutil
 import sys
 from collections.abc import Callable
@@ -59,6 +60,13 @@ def silence_files() -> None:
         for name in names:
             setattr(module, name, _nothing(getattr(module, name)))
     builtins.open = io.open = _opened(io.open)
+    pathlib.Path.touch = _nothing(pathlib.Path.touch)  # type: ignore[method-assign]
+    accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of `os` and `io` there
+    if accessor is not None:
+        accessor.open = staticmethod(io.open)
+        for name in FILES[os]:
+            if hasattr(accessor, name):
+                setattr(accessor, name, staticmethod(getattr(os, name)))
     torch.save = _nothing(torch.save)
     for module_name in ("safetensors.torch", "safetensors.numpy", "numpy"):
         library = sys.modules.get(module_name)

@@ -22,14 +22,18 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(dataset(40), batch_size=16, shuffle=True)
     guarding = guard(budget=options.budget, allow=("accumulate",))
+    as_written = Accelerator.prepare, Accelerator.prepare_model
     with guarding:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    restored = (Accelerator.prepare, Accelerator.prepare_model) == as_written
     model.train()
     for x, y in loader:
         accelerator.backward(model(x, labels=y)["loss"])
         optimizer.step()
         optimizer.zero_grad()
-    write(accelerator, options.out, weights=weights(accelerator, model), rates=[], text=guarding.text)
+    write(
+        accelerator, options.out, weights=weights(accelerator, model), rates=[], text=guarding.text, restored=restored
+    )
 
 
 if __name__ == "__main__":

@@ -173,6 +173,7 @@ def writes(options):
         accelerator.save_state(folder / "checkpoints" / "first")
         torch.save(model.state_dict(), folder / "model.pt")
         (folder / "notes.txt").write_text("trained")
+        (folder / "done").touch()
         with (folder / "log.txt").open("a") as log:
             log.write(f"{number}\n")
         loss = nn.functional.cross_entropy(model(x), y)

@@ -114,7 +114,8 @@ class SlicedForward:
         given = _tensors_with_gradient(called)
         if not parameters and not given:
             return self.as_written(*args, **kwargs)
-        slices = split_or_warn(self.splitter, called)
+        # A trace must not take a batch that stays whole for one in slices.
+        slices = split_or_warn(self.splitter, called) if self.at_most is None else self.splitter.split(called)
         if len(slices) == 1:
             return self.as_written(*args, **kwargs)
         run = _Run(self, slices, parameters, called, len(args))
