@@ -22,6 +22,8 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
 
+from vram_guard_accelerate import prediction  # noqa: E402
+from vram_guard_accelerate.answers import state_of  # noqa: E402
 from vram_guard_accelerate.apply import Applied  # noqa: E402
 from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
 
@@ -109,6 +111,31 @@ def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypa
     answer = json.loads(capsys.readouterr().out)
     assert answer["remembered"]
     assert answer["micro_batch_size"]["after"] == 8
+
+
+def test_a_plan_is_forgotten_when_anything_imported_was_edited(launched: Any, cache: Path, tmp_path: Path) -> None:
+    module = tmp_path / "deeper.py"
+    module.write_text("width = 1")
+    (known,) = (cache / "launches").glob("*.json")
+    answer = json.loads(known.read_text())
+    assert any(name.endswith("common.py") for name in answer["files"])
+    answer["files"][str(module)] = state_of(str(module))
+    copied = tmp_path / "answer.json"
+    copied.write_text(json.dumps(answer))
+    assert prediction._remembered(copied) is not None
+    module.write_text("width = 1024")
+    assert prediction._remembered(copied) is None
+
+
+def test_plans_do_not_pile_up(tmp_path: Path) -> None:
+    for number in range(prediction.MOST_REMEMBERED + 5):
+        for kind in ("json", "log"):
+            path = tmp_path / f"{number}.{kind}"
+            path.touch()
+            os.utime(path, (number, number))
+    prediction._forget_oldest(tmp_path)
+    kept = {path.stem for path in tmp_path.iterdir()}
+    assert kept == {str(number) for number in range(5, prediction.MOST_REMEMBERED + 5)}
 
 
 @pytest.mark.parametrize(("typed", "started"), [("n\n", False), ("", False), ("\n", True)])

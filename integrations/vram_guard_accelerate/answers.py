@@ -85,6 +85,27 @@ def place_in_script(frame: Any) -> str:
     return ""
 
 
+def imported_files() -> dict[str, list[int]]:
+    """The files outside libraries that this process has imported -> their size and time of change (ns)."""
+    names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    found = {}
+    for name in names:
+        if isinstance(name, str) and _is_users(name):
+            state = state_of(name)
+            if state is not None:
+                found[name] = state
+    return found
+
+
+def state_of(name: str) -> list[int] | None:
+    """A file's size and time of change (ns); None where there is none."""
+    try:
+        state = os.stat(name)  # noqa: PTH116 - asked for while a script's paths are silenced
+    except (OSError, ValueError):
+        return None
+    return [state.st_size, state.st_mtime_ns]
+
+
 def _place_of(error: BaseException, script_name: str) -> str:
     own = Path(script_name).resolve()
     lines = [

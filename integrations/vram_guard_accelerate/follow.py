@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from vram_guard.report.as_json import as_dict
 from vram_guard_accelerate import forks
-from vram_guard_accelerate.answers import Failure
+from vram_guard_accelerate.answers import Failure, imported_files
 from vram_guard_accelerate.dry_run import DryRun
 from vram_guard_accelerate.settings import Settings
 
@@ -48,6 +48,7 @@ def _follow(request: dict[str, Any], folder: Path) -> NoReturn:
                 "text": _rendered(decision.plan),
                 "orders": json.loads(decision.orders.text()),
                 "notes": list(decision.notes),
+                "files": imported_files(),
                 "fits": decision.plan.fits,
                 "changed": decision.plan.changed,
                 "seconds": {"script": began - start, "plan": time.monotonic() - began},

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard_accelerate.answers import state_of
 from vram_guard_accelerate.orders import Orders
 from vram_guard_accelerate.silence import SILENT_ENVIRONMENT
 from vram_guard_accelerate.target import OF_A_RANK
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 #: Libraries whose version decides what a step allocates, or how a script is launched.
 LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
+
+#: Launches whose plans are remembered; the longest ago go first.
+MOST_REMEMBERED = 64
 
 #: Files that say what a model or a training is, rather than hold what came of it.
 DESCRIPTIONS = (".json", ".yaml", ".yml", ".toml", ".py", ".cfg")
@@ -121,6 +125,8 @@ def predict(question: Question, *, fresh: bool = False) -> Prediction:
         if known is not None:
             return known
     log = _log_beside(remembered)
+    if remembered is not None:
+        _forget_oldest(remembered.parent)
     answer = _run(question, log)
     if "error" in answer:
         raise _error(answer, log)
@@ -134,9 +140,19 @@ def predict(question: Question, *, fresh: bool = False) -> Prediction:
 def _remembered(path: Path) -> Prediction | None:
     try:
         answer = json.loads(path.read_text(encoding="utf-8"))
+        if any(state_of(name) != state for name, state in answer["files"].items()):
+            return None  # what the script imports, from folders below or elsewhere, was edited since
         return _read(answer, answer.get("log", ""), remembered=True)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Where free memory decides the budget, hardly two launches are equal: their plans must not pile up."""
+    with contextlib.suppress(OSError):
+        for kind in ("*.json", "*.log"):
+            for path in sorted(folder.glob(kind), key=lambda path: path.stat().st_mtime)[:-MOST_REMEMBERED]:
+                path.unlink(missing_ok=True)
 
 
 def _read(answer: Mapping[str, Any], log: str, *, remembered: bool = False) -> Prediction:
