@@ -60,7 +60,11 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fno_ocean.yaml").write_text(FNO)
     (tmp_path / "steps.py").write_text(STEP)
-    return tmp_path
+    # Another test's module of this name, from another folder, is not meant; nor is this one afterwards.
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "steps", raising=False)
+    yield tmp_path
+    sys.modules.pop("steps", None)
 
 
 def answer(capsys, *arguments):
