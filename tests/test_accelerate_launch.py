@@ -22,6 +22,7 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
 
+from vram_guard.errors import InvalidInputError  # noqa: E402
 from vram_guard_accelerate import prediction  # noqa: E402
 from vram_guard_accelerate.answers import state_of  # noqa: E402
 from vram_guard_accelerate.apply import Applied  # noqa: E402
@@ -351,6 +352,26 @@ def test_sharded_launches_are_refused_by_name(capsys: Any) -> None:
 
 
 QUIET_FSDP = ("--num_processes", "2", *cases.QUIET)
+
+
+def test_several_machines_are_sent_to_the_guard_that_agrees(capsys: Any, monkeypatch: Any) -> None:
+    from vram_guard.cli import main
+    from vram_guard_accelerate import launch as module
+
+    several = ("--multi_gpu", "--num_machines", "2", "--num_processes", "16", "--machine_rank", "0")
+    where = ("--main_process_ip", "127.0.0.1", "--main_process_port", "29511", "--mixed_precision", "no")
+    own = ["launch", *several, *where, "--dynamo_backend", "no"]
+    assert main([*own, "--budget", "1GiB", str(TRAINING), "plain"]) == 3
+    assert "-m vram_guard_accelerate" in " ".join(capsys.readouterr().err.split())
+    asked: list[int] = []
+
+    def budget_for(_settings: Any, processes: int, _gpu_ids: str) -> None:
+        asked.append(processes)
+        raise InvalidInputError("enough was seen")
+
+    monkeypatch.setattr(module, "budget_for", budget_for)
+    assert main([*own, "--dry-run", str(TRAINING), "plain"]) == 2
+    assert asked == [8]  # the GPUs of this machine
 
 
 def test_arguments_are_sorted_by_accelerates_own_parser() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.settings import disabled
 from vram_guard_accelerate import processes, saying
 from vram_guard_accelerate.arguments import Launch, parsed
@@ -38,7 +39,13 @@ def launch(arguments: Sequence[str]) -> int:
     if disabled():
         say("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed")
         return EXIT_DONE if given.options.dry_run else _launch(given, target, None)
-    budget = budget_for(given.settings, target.ranks, target.gpu_ids)
+    if target.machines > 1 and not given.options.dry_run:
+        raise UnsupportedStepError(
+            "on several machines every launcher would plan for itself, and the plans might differ; let the first "
+            "process plan for all of them: accelerate launch [accelerate's options] -m vram_guard_accelerate [the "
+            "guard's options] script.py ..."
+        )
+    budget = budget_for(given.settings, max(1, target.ranks // target.machines), target.gpu_ids)
     question = Question(
         (given.script, *given.arguments), given.module, given.settings, budget, target.ranks, target.environment
     )

@@ -40,6 +40,8 @@ class Target:
 
     ranks: int
     """Processes that train together."""
+    machines: int
+    """On which they are spread evenly."""
     environment: Mapping[str, str]
     """What accelerate adds to the environment of a script."""
     gpu_ids: str
@@ -68,6 +70,7 @@ def target_of(launch: Launch) -> Target:
     distributed = (arguments.multi_gpu and not arguments.cpu) or arguments.mpirun_hostfile is not None
     return Target(
         ranks=max(1, arguments.num_processes or 1) if distributed else 1,
+        machines=max(1, arguments.num_machines or 1) if distributed else 1,
         environment={name: value for name, value in environment.items() if os.environ.get(name) != value},
         gpu_ids=str(arguments.gpu_ids or "all"),
         simple=not (arguments.multi_gpu and not arguments.cpu),
