@@ -49,6 +49,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="100MiB",
                   gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
     cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="100MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
@@ -143,6 +144,13 @@ def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
     assert "error" not in answer, answer
     assert not answer["fits"]
     assert any("torch.compile" in note for note in answer["notes"])
+
+
+def test_a_model_that_compares_its_samples_is_not_sliced(answers: Any) -> None:
+    answer = answers["contrastive"]
+    assert "error" not in answer, answer
+    assert answer["orders"]["micro_batch_size"] == 16
+    assert any("micro-batches are not possible" in note and "compares the samples" in note for note in answer["notes"])
 
 
 def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:

@@ -163,6 +163,25 @@ def test_labels_that_are_ignored_do_not_count(x: torch.Tensor) -> None:
     same_gradients(whole, sliced)
 
 
+def test_semantic_segmentation_ignores_a_label_of_its_own(x: torch.Tensor) -> None:
+    pytest.importorskip("transformers")
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    sizes = {"hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4, "depths": [1] * 4, "decoder_hidden_size": 8}
+    none = dict.fromkeys(("drop_path_rate", "hidden_dropout_prob", "classifier_dropout_prob"), 0.0)
+    torch.manual_seed(0)
+    whole = SegformerForSemanticSegmentation(SegformerConfig(num_labels=3, **sizes, **none)).train()
+    for part in whole.modules():
+        part.train(not isinstance(part, nn.BatchNorm2d))
+    whole.training = True
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 4, 2)
+    pixels, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 3, (4, 32, 32))
+    labels[:2, 1:] = 255
+    losses = [model(pixel_values=pixels, labels=labels).loss for model in (whole, sliced)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+
+
 def test_a_slice_without_any_label_leaves_the_loss_a_number(x: torch.Tensor) -> None:
     labels = Y[:, None].repeat(1, 4)
     labels[:4] = -100  # all of the first slice

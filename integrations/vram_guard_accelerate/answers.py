@@ -38,6 +38,8 @@ class Facts:
     """Whether an optimizer updates parameters of none of the prepared models."""
     inside: bool
     """Whether the models return their loss, so that slices need not run forward twice."""
+    compares: bool
+    """Whether an output is as wide as the batch: samples may be compared with each other."""
     seconds: float
 
 

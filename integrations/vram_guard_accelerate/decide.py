@@ -55,6 +55,8 @@ def decide(run: DryRun, settings: Settings, budget: Budget) -> Decision:
     )
     notes = [*run.sample.notes, *run.notes, *settings.refused]
     notes += [f"{_WORDS[name]} not possible here: {why}" for name, why in refused.items() if _asked(name, settings)]
+    if run.why_not_sliced and made.splits == 1:
+        notes.append(f"{_WORDS['accumulate']} not possible here: {run.why_not_sliced}")
     if made.splits > 1:
         notes += _about_slices(run, facts)
     return Decision(made, Orders.of(made, run), tuple(notes))

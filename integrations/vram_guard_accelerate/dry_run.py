@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard_accelerate import forks, script
 from vram_guard_accelerate.answers import Answer, Facts, Failure, stopped
@@ -86,6 +86,9 @@ class DryRun:
         self._batches_at: list[int] = []
         self._clips = False
         self._inside = True
+        self._compares = False
+        self.why_not_sliced = ""
+        """Why a copy that worked in slices came to no answer; "" where none failed."""
         self._began = time.monotonic()
         self._as_written: dict[int, Timeline] = {}
         self._traced: dict[Any, Answer | forks.Copy] = {}
@@ -241,8 +244,21 @@ class DryRun:
         from vram_guard.apply.outputs import tensors_of
 
         scalars = [tensor for tensor in tensors_of(out) if tensor.dim() == 0 and tensor.requires_grad]
-        if self.home is not None and any(tensor.requires_grad for tensor in tensors_of(out)):
+        made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
+        if self.home is not None and made:
             self._inside = self._inside and len(scalars) == 1
+            self._look_for_comparisons(made)
+
+    def _look_for_comparisons(self, made: list[torch.Tensor]) -> None:
+        """A model whose outputs are as wide as its batch, or its slice, compares samples (CLIP): no slices for it."""
+        assert self._task is not None
+        assert self.sample is not None
+        size = self._task.batch_size
+        wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
+        if self._task.step.slices == 1:
+            self._compares = self._compares or wide
+        elif wide and self._compares and size != self.sample.batch_size:
+            stopped("the model compares the samples of a batch with each other, which slices would keep apart")
 
     def clipped(self) -> None:
         """The script clips its gradients."""
@@ -262,7 +278,8 @@ class DryRun:
         )
         seconds = time.monotonic() - self._began
         return Answer(
-            timeline, Facts(self.following.steps, max(1, between), self._clips, foreign, self._inside, seconds)
+            timeline,
+            Facts(self.following.steps, max(1, between), self._clips, foreign, self._inside, self._compares, seconds),
         )
 
     def ended_early(self) -> Answer | Failure:
@@ -289,6 +306,7 @@ class DryRun:
         assert self.sample is not None
         answer = self._answer_of(forks.Copy(Task(step, self.sample.batch_size)))
         self._as_written[self.sample.batch_size] = answer.timeline
+        self._compares = answer.facts.compares
         return answer.facts
 
     def trace(self, step: TrainingStep, batch_size: int, _capability: tuple[int, int]) -> Timeline:
@@ -303,7 +321,11 @@ class DryRun:
             self._traced.update({key: forks.Copy(Task(step, key[-1])) for key in wanted})
         waiting = self._traced[keys[0]]
         if not isinstance(waiting, Answer):
-            waiting = self._traced[keys[0]] = self._answer_of(waiting)
+            try:
+                waiting = self._traced[keys[0]] = self._answer_of(waiting)
+            except VramGuardError as error:
+                self.why_not_sliced = str(error) if step.slices > 1 else self.why_not_sliced
+                raise
         return waiting.timeline
 
     def _answer_of(self, copy: forks.Copy) -> Answer:

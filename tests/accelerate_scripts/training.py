@@ -248,6 +248,21 @@ def compiled(options):
     write(accelerator, options.out, **loop(options, accelerator))
 
 
+def contrastive(options):
+    """Each sample is told apart from all others of its batch, inside the model."""
+
+    class Contrastive(Network):
+        def forward(self, x):
+            found = nn.functional.normalize(super().forward(x), dim=-1)
+            likeness = found @ found.t()
+            truth = torch.arange(len(x), device=x.device)
+            return {"loss": nn.functional.cross_entropy(likeness, truth), "likeness": likeness}
+
+    accelerator = Accelerator()
+    loss_of = lambda model, x, _: model(x)["loss"]  # noqa: E731
+    write(accelerator, options.out, **loop(options, accelerator, model=Contrastive, loss_of=loss_of))
+
+
 def unprepared(options):
     """Training without ``prepare``: Accelerate never sees it."""
     model = Network()

@@ -47,7 +47,10 @@ def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any])
         return by_samples
     shifted = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
     counted = labels[..., 1:] if shifted else labels  # a causal language model predicts every token but the first
-    running = (counted != IGNORED).flatten(1).sum(1).cumsum(0)
+    ignored = IGNORED
+    if labels.dim() > 2:  # Transformers' models for semantic segmentation have a label of their own
+        ignored = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", IGNORED)
+    running = (counted != ignored).flatten(1).sum(1).cumsum(0)
     ends = list(itertools.accumulate(part.samples for part in slices))
     until = running[torch.tensor(ends, device=labels.device) - 1]
     counts = until.diff(prepend=torch.zeros_like(until[:1]))
