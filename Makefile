@@ -13,7 +13,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test lint format bench bench-peers bench-published gpu-measure gpu-compare test-matrix messages clean
+.PHONY: help install demo demo-variants demo-mmengine test lint docs format bench bench-peers bench-published gpu-measure gpu-compare test-matrix messages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -46,6 +46,9 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(STAMP) ## build the documentation as a site into build/site; a warning is an error
+	$(BIN)/mkdocs build --strict
 
 format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .

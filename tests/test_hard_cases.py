@@ -428,3 +428,34 @@ def test_logsumexp_holds_a_copy_of_its_input() -> None:
     timeline = run_step(step_of(linear, lambda m, b: m(b).logsumexp(-1).sum()), 64, AMPERE)
     held = [b for b in timeline.blocks if "logsumexp" in b.operator and b.size.base == 64 * 16 * 4]
     assert held
+
+
+def test_nested_tensors_are_refused_before_they_reach_torch():
+    def batch(size):
+        return torch.nested.nested_tensor([torch.zeros(length + 1, 4) for length in range(size)], layout=torch.jagged)
+
+    step = TrainingStep(
+        model=lambda: nn.Linear(4, 4), batch=batch, loss=lambda model, x: model(x).values().sum(), optimizer=adamw
+    )
+    with pytest.raises(UnsupportedStepError, match="nested tensor"):
+        trace(step)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_refused_with_the_reason():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+
+    class Flexible(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            return flex(q, k, v)
+
+    step = TrainingStep(
+        model=Flexible, batch=lambda b: torch.zeros(b, 16, 16), loss=lambda model, x: model(x).sum(), optimizer=adamw
+    )
+    with pytest.raises(UnsupportedStepError, match="flex_attention"):
+        trace(step)

@@ -300,3 +300,32 @@ def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> Non
         floors.append(floor.size)
     assert floors[0] == max(floors)
     assert floors[0] > floors[1] > floors[2], "less waits on the GPU for the backward pass"
+
+
+def test_a_step_that_cannot_be_followed_is_a_plan_that_promises_nothing() -> None:
+    library = torch.library.Library("vram_guard_plan_test", "DEF")
+    library.define("opaque(Tensor x) -> Tensor")
+    try:
+        step = TrainingStep(
+            model=lambda: torch.nn.Linear(8, 8),
+            batch=lambda size: torch.zeros(size, 8),
+            loss=lambda model, x: torch.ops.vram_guard_plan_test.opaque(model(x)).sum(),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        )
+        made = plan(step, 64, gpu="RTX 4090")
+    finally:
+        library._destroy()
+    assert not made.fits
+    assert not made.changed
+    assert made.estimate.tier == "formula"
+
+
+def test_the_environment_s_allocator_settings_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vram_guard import AllocatorSettings
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    made = plan(DEEP, 16, "4GiB", margin=0)
+    settings = AllocatorSettings.from_conf("expandable_segments:True")
+    assert made.estimate.peak_reserved == trace(DEEP).at(16, settings=settings).peak_reserved
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert plan(DEEP, 16, "4GiB", margin=0).estimate.peak_reserved == trace(DEEP).at(16).peak_reserved

@@ -66,7 +66,8 @@ def plan(
         target_utilization: the share of the memory that growth may fill, in (0, 1]; never beyond the budget.
         lr_rule: "linear", "sqrt" or "none".
         dataset_size: samples of one epoch over all processes; growth leaves at least one optimizer step.
-        settings: the allocator's settings; None: PyTorch's defaults.
+        settings: the allocator's settings; None: those of this process's environment (PYTORCH_CUDA_ALLOC_CONF), or
+            PyTorch's defaults where it has none, or some that cannot be replayed.
         correction: what predicted peaks are multiplied by, at least 1, where earlier runs took more than predicted.
         progress: called with a line of text before each slow part.
 
@@ -122,11 +123,21 @@ def plan(
         target_utilization=target_utilization,
         lr_rule=lr_rule,
         dataset_size=dataset_size,
-        settings=settings,
+        settings=_environment_settings() if settings is None else settings,
         host_usable=host_usable,
         correction=correction,
     )
     return search(request, traces, costing, report)
+
+
+def _environment_settings() -> AllocatorSettings | None:
+    """What the training that is planned for will run under, as far as it can be replayed."""
+    from vram_guard.allocator import AllocatorSettings
+
+    try:
+        return AllocatorSettings.from_environment()
+    except InvalidInputError:
+        return None
 
 
 def _incompatible(step: TrainingStep) -> Callable[[Option], str]:

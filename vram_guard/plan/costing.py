@@ -114,7 +114,8 @@ class Costing:
         names = tuple(names)
         timeline = self._traces(Option(self._precision, 1)).exact(self._batch_size)
         saved = self._saved_by(self._precision, self._batch_size, names)
-        forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu)
+        # A step that could not be followed says nothing of its work, and is not planned for.
+        forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu) if timeline.work else {}
         recompute = dict.fromkeys(names, 0.0)
         for path, time in forward.items():
             for name in _around(path, recompute):

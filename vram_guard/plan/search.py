@@ -246,6 +246,8 @@ def search(
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
     if refusal is not None:
         trial.misses[as_written.precision, as_written.recipe, None] = refusal
+    if before.estimate.tier == "formula":
+        return _nothing_fits(trial, before)  # the step could not be followed: neither could any change of it
     best = _cheapest(trial)
     if best is None:
         return _nothing_fits(trial, before)

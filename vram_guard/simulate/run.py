@@ -88,6 +88,20 @@ def _alone() -> Iterator[Interrupts]:
 
 
 @contextlib.contextmanager
+def _fake_tensors_refused() -> Iterator[None]:
+    """Higher-order operators (flex_attention) make fake tensors of their operands, which symbolic ones cannot be."""
+    try:
+        yield
+    except AssertionError as error:
+        if "must be 'meta'" not in str(error):
+            raise
+        raise UnsupportedStepError(
+            "the step uses an operator that runs torch's own FakeTensorMode (flex_attention and other higher-order "
+            "operators): it cannot be followed symbolically"
+        ) from error
+
+
+@contextlib.contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
     # When a cycle dies depends on the collector's counters: two traces must not differ by that.
     enabled = gc.isenabled()
@@ -128,6 +142,7 @@ class _Run:
                 module_paths(model, self.recorder),
                 _eager(model, self.recorder),
                 self.mode,
+                _fake_tensors_refused(),
             ):
                 self._train(model, moved)
         return Timeline(
@@ -358,6 +373,8 @@ class _Loop:
         self.batch = map_tensors(self._to_device, real)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_nested:
+            raise UnsupportedStepError("the batch holds a nested tensor: its rows have no common size to follow")
         dtype = _TRUE.get(self.step.precision) if tensor.is_floating_point() else None
         if is_symbolic(tensor):
             moved = torch.empty_like(tensor, dtype=dtype)
