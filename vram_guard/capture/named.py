@@ -135,7 +135,7 @@ def _module(module_name: str) -> Any:
 def _module_from(path: Path) -> Any:
     """A module from a file that need not be on the path; the same object when it is asked for again."""
     if not path.is_file():
-        raise InvalidInputError(f"there is no file {path}: {ADVICE}")
+        raise InvalidInputError(f"there is no file {path}, seen from {Path.cwd()}: {ADVICE}")
     own_name = f"vram_guard_named_{path.stem}_{abs(hash(path.resolve()))}"
     if own_name in sys.modules:
         return sys.modules[own_name]
