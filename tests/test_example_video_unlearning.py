@@ -17,8 +17,13 @@ pytest.importorskip("transformers")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "accelerate_video_unlearning"
 
 
+OWN = ("components", "models", "unlearning")
+
+
 @pytest.fixture(scope="module")
 def components():
+    """The script as a module; other examples have modules of the same names, which are given back."""
+    others = {name: sys.modules.pop(name) for name in OWN if name in sys.modules}
     sys.path.insert(0, str(EXAMPLE))
     try:
         import components
@@ -26,8 +31,9 @@ def components():
         yield components
     finally:
         sys.path.remove(str(EXAMPLE))
-        for name in ("components", "models", "unlearning"):
+        for name in OWN:
             sys.modules.pop(name, None)
+        sys.modules.update(others)
 
 
 def test_the_real_configuration_has_the_published_sizes(components):
