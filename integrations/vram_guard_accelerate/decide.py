@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.microbatch import CannotSplitError, telling_example
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan.words import not_possible
 from vram_guard.step import TrainingStep
 from vram_guard_accelerate.orders import Orders
 
@@ -54,20 +55,12 @@ def decide(run: DryRun, settings: Settings, budget: Budget) -> Decision:
         dataset_size=run.sample.dataset_size,
     )
     notes = [*run.sample.notes, *run.notes, *settings.refused]
-    notes += [f"{_WORDS[name]} not possible here: {why}" for name, why in refused.items() if _asked(name, settings)]
+    notes += [not_possible(name, why) for name, why in refused.items() if _asked(name, settings)]
     if run.why_not_sliced and made.splits == 1:
-        notes.append(f"{_WORDS['accumulate']} not possible here: {run.why_not_sliced}")
+        notes.append(not_possible("accumulate", run.why_not_sliced))
     if made.splits > 1:
         notes += _about_slices(run, facts)
     return Decision(made, Orders.of(made, run), tuple(notes))
-
-
-_WORDS = {
-    "accumulate": "smaller micro-batches are",
-    "precision": "mixed precision is",
-    "grow": "a larger batch is",
-    "fused": "a fused optimizer is",
-}
 
 
 def _asked(name: str, settings: Settings) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from vram_guard.errors import InvalidInputError
+from vram_guard.plan.checks import check_amounts, check_growth, check_switches
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.settings import filled
 
@@ -47,28 +47,15 @@ class Settings:
     host_budget: str | int | None = None
 
     def __post_init__(self) -> None:
-        from vram_guard.budget import Budget
-        from vram_guard.budget.budget import checked_margin
-        from vram_guard.plan.learning_rate import learning_rate_factor
-        from vram_guard.units import parse_bytes
 
         allow: object = self.allow  # text where it comes from a command line
         names = allow.split(",") if isinstance(allow, str) else list(self.allow)
         given = tuple(name.strip() for name in names if name.strip())
         checked_techniques(given)
         object.__setattr__(self, "allow", given)
-        if self.margin is not None:
-            checked_margin(self.margin)
-        if self.budget is not None or self.gpu is not None:
-            Budget.resolve(self.budget, self.gpu, self.margin)
-        if self.host_budget is not None:
-            parse_bytes(self.host_budget)
-        learning_rate_factor(self.lr_rule, 1, 1)
-        target: object = self.target_utilization
-        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
-            raise InvalidInputError(f"target_utilization must be above 0 and at most 1, such as 0.8, not {target!r}")
-        if not isinstance(self.grow, bool):
-            raise InvalidInputError(f"grow must be True or False, not {self.grow!r}")
+        check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
+        check_growth(self.target_utilization, self.lr_rule)
+        check_switches(grow=self.grow)
 
     @property
     def techniques(self) -> frozenset[str]:

@@ -14,8 +14,8 @@ from vram_guard_lightning import closure, growth, namespaces
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.techniques import Recipe
-    from vram_guard_lightning.closure import LossWeight
     from vram_guard_lightning.decide import Decision
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.language import _
+from vram_guard.plan.checks import Mode
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
 from vram_guard_lightning import growth, namespaces, recovery, watching
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
-from vram_guard_lightning.settings import Mode, Settings
+from vram_guard_lightning.settings import Settings
 from vram_guard_lightning.watching import Utilization
 
 # ruff: noqa: ARG002 - Lightning decides what its hooks are given

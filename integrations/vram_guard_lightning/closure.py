@@ -11,21 +11,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter
+from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
+from vram_guard.apply.microbatch import MicroBatch, Splitter
 from vram_guard_lightning.step_log import StepLog
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 # ruff: noqa: SLF001 - every private name of Lightning used here stands in private_api.py
-
-#: What the user's loss is, over the samples of a batch: their mean, their sum, or a mean over something else,
-#: told by a function that counts it in a batch (labels that are not ignored, say).
-LossWeight = Literal["mean", "sum"] | Callable[[Any], Any]
 
 
 def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
@@ -45,15 +42,6 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
         vars(loop).pop("_make_closure", None)
 
     return undo
-
-
-def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:
-    """The micro-batches; a batch unlike the others is trained on whole, which is right, if not small."""
-    try:
-        return splitter.split(batch)
-    except CannotSplitError as error:
-        warnings.warn(f"vram_guard: {error}; this batch is trained on whole and may not fit", stacklevel=2)
-        return [MicroBatch(batch, 1, 1)]
 
 
 class MicroBatchClosure:
@@ -128,17 +116,6 @@ class MicroBatchClosure:
         """Under DDP, gradients are averaged over the ranks once, in the last micro-batch's backward."""
         block = getattr(self._trainer.strategy, "block_backward_sync", None)
         return block() if stay and block is not None else contextlib.nullcontext()
-
-
-def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> list[Any]:
-    """What each micro-batch's loss is multiplied with, so that they add up to the loss of the batch."""
-    if loss_weight == "sum":
-        return [1.0] * len(micro_batches)
-    if loss_weight == "mean":
-        return [micro_batch.weight for micro_batch in micro_batches]
-    counts = [loss_weight(micro_batch.data) for micro_batch in micro_batches]
-    total = sum(counts)
-    return [count / total for count in counts]
 
 
 def _detached(value: Any) -> Any:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan.words import not_possible
 from vram_guard_lightning import growth, namespaces, private_api, ranks, watching
 from vram_guard_lightning.capture import Captured, capture
 
@@ -81,25 +83,13 @@ def _decide_here(trainer: Trainer, module: LightningModule, settings: Settings, 
         plan = _plan(captured, settings, budget, allow - {"precision"}, grow=False)
     asked = {name for name in refused if name in settings.named or (name == "grow" and settings.grow)}
     notes = list(captured.notes)
-    notes += [f"{_WORDS[name]} not possible here: {refused[name]}" for name in sorted(asked)]
+    notes += [not_possible(name, refused[name]) for name in sorted(asked)]
     splitter = None
     if plan.splits > 1:
         example = captured.sample.make(captured.sample.batch_size)
         splitter = Splitter(plan.batch_size, plan.micro_batch_size, example)
         notes += _about_splitting(module, example, settings)
     return Decision(plan, tuple(notes), splitter)
-
-
-#: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
-IGNORED = -100
-
-_WORDS = {
-    "accumulate": "smaller micro-batches are",
-    "precision": "mixed precision is",
-    "grow": "a larger batch is",
-    "offload_parameters": "parameters on the host are",
-    "offload_optimizer": "an optimizer on the host is",
-}
 
 
 def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:
@@ -154,7 +144,7 @@ def _check_pins(settings: Settings, refused: dict[str, str]) -> None:
     """Raises UnsupportedStepError where a pin asks for what cannot be done in this training."""
     for pin, technique in _PINNED.items():
         if getattr(settings.pin, pin) and technique in refused:
-            raise UnsupportedStepError(f"{pin} is pinned, but {_WORDS[technique]} not possible: {refused[technique]}")
+            raise UnsupportedStepError(f"{pin} is pinned, but {not_possible(technique, refused[technique], where='')}")
 
 
 def _why_not_split(trainer: Trainer, module: LightningModule, captured: Captured) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.apply.loss_weight import LossWeight, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
 from vram_guard.watch.agreement import Agreement, Alone, DataParallel
 from vram_guard.watch.memory import reader_for
@@ -22,7 +23,7 @@ from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.recovery import Attempt, Ladder, Recovery
 from vram_guard_lightning import namespaces, private_api
-from vram_guard_lightning.closure import LossWeight, MicroBatchClosure, merged, split_or_warn
+from vram_guard_lightning.closure import MicroBatchClosure, merged
 from vram_guard_lightning.step_log import StepLog
 
 if TYPE_CHECKING:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from vram_guard.errors import InvalidInputError
+from vram_guard.plan.checks import Mode, check_amounts, check_growth, check_loss_weight, check_mode, check_switches
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.plan.pins import Pins
-
-Mode = Literal["fit", "report", "strict"]
-MODES: tuple[str, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True)
@@ -42,39 +39,21 @@ class Settings:
     monitor: float | None = None
 
     def __post_init__(self) -> None:
-        from vram_guard.budget import Budget
-        from vram_guard.budget.budget import checked_margin
-        from vram_guard.plan.learning_rate import learning_rate_factor
         from vram_guard.plan.pins import Pins
         from vram_guard.plan.techniques import checked_techniques
         from vram_guard.step import checked_count
-        from vram_guard.units import parse_bytes
 
         object.__setattr__(self, "pin", Pins.of(self.pin))
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple(self.blocks))
-        if self.host_budget is not None:
-            parse_bytes(self.host_budget)
         given = self.allow.split(",") if isinstance(self.allow, str) else tuple(self.allow)
         object.__setattr__(self, "allow", checked_techniques(given))
         object.__setattr__(self, "named", frozenset(name.strip() for name in given))
-        if self.margin is not None:
-            checked_margin(self.margin)
-        if self.budget is not None or self.gpu is not None:
-            Budget.resolve(self.budget, self.gpu, self.margin)
-        learning_rate_factor(self.lr_rule, 1, 1)
-        target: object = self.target_utilization
-        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
-            raise InvalidInputError(f"target_utilization must be above 0 and at most 1, such as 0.8, not {target!r}")
-        if self.mode not in MODES:
-            raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if not callable(self.loss_weight) and self.loss_weight not in ("mean", "sum"):
-            raise InvalidInputError(
-                f"loss_weight must be 'mean', 'sum' or a function of the batch, not {self.loss_weight!r}"
-            )
-        for name in ("grow", "recover", "remember"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
+        check_growth(self.target_utilization, self.lr_rule)
+        check_mode(self.mode)
+        check_loss_weight(self.loss_weight)
+        check_switches(grow=self.grow, recover=self.recover, remember=self.remember)
         checked_count("max_recoveries", self.max_recoveries)
         if self.monitor is not None:
             from vram_guard.watch.monitor import checked_interval

@@ -12,6 +12,7 @@ from mmengine.optim import OptimWrapper
 from vram_guard.apply.microbatch import CannotSplitError, Splitter, telling_example
 from vram_guard.capture import ranks
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan.words import not_possible
 from vram_guard.watch.first_steps import correction
 from vram_guard.watch.memory import reader_for
 from vram_guard_mmengine import rates, recovering
@@ -92,7 +93,7 @@ def _decide_here(runner: Any, captured: Captured, settings: Settings, budget: Bu
     asked = [name for name in refused if name in _named(settings) or (name == "grow" and settings.grow)]
     notes = [
         *captured.notes,
-        *(f"{_WORDS.get(name, name + ' is')} not possible here: {refused[name]}" for name in asked),
+        *(not_possible(name, refused[name]) for name in asked),
     ]
     splitter = spare = None
     if plan.splits > 1:
@@ -111,13 +112,6 @@ def _decide_here(runner: Any, captured: Captured, settings: Settings, budget: Bu
 def _splitter(captured: Captured, plan: Plan) -> Splitter:
     example, size = telling_example(captured.sample.make)
     return Splitter(plan.batch_size, plan.micro_batch_size, example, size)
-
-
-_WORDS = {
-    "accumulate": "smaller micro-batches are",
-    "precision": "mixed precision is",
-    "grow": "a larger batch is",
-}
 
 
 def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
-from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
+from vram_guard.plan.checks import check_growth
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.options import Option, Request
 from vram_guard.plan.pins import Pins
@@ -85,7 +85,7 @@ def plan(
     pins = Pins.of(pin)
     if step.recipe:
         raise InvalidInputError("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
-    _check_growth(target_utilization, lr_rule)
+    check_growth(target_utilization, lr_rule)
     if dataset_size is not None:
         dataset_size = checked_count("dataset_size", dataset_size)
     correction = _checked_correction(correction)
@@ -190,15 +190,6 @@ def _checked_correction(correction: object) -> float:
     if isinstance(correction, bool) or not isinstance(correction, int | float) or not 1 <= correction < 100:
         raise InvalidInputError(f"correction must be a factor of at least 1, such as 1.04, not {correction!r}")
     return float(correction)
-
-
-def _check_growth(target_utilization: float, lr_rule: str) -> None:
-    # Annotations stop nobody; a comparison with NaN is false.
-    share: object = target_utilization
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise InvalidInputError(f"target_utilization must be above 0 and at most 1 (0.8 for 80%), not {share!r}")
-    if lr_rule not in LEARNING_RATE_RULES:
-        raise InvalidInputError(f"lr_rule must be one of {', '.join(LEARNING_RATE_RULES)}, not {lr_rule!r}")
 
 
 def _silent(_line: str) -> None:

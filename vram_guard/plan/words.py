@@ -16,6 +16,22 @@ _FORMS = {
 }
 
 
+#: Technique -> what it is called where it is refused.
+_REFUSED = {
+    "accumulate": "smaller micro-batches are",
+    "precision": "mixed precision is",
+    "grow": "a larger batch is",
+    "fused": "a fused optimizer is",
+    "offload_parameters": "parameters on the host are",
+    "offload_optimizer": "an optimizer on the host is",
+}
+
+
+def not_possible(technique: str, why: str, *, where: str = " here") -> str:
+    """One line for a technique that a training does not admit."""
+    return f"{_REFUSED.get(technique, f'{technique} is')} not possible{where}: {why}"
+
+
 def recipe_words(recipe: Recipe) -> list[str]:
     """The techniques that are on, each in a few words."""
     words = []

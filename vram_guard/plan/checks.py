@@ -1,0 +1,79 @@
+"""Checks of what a user asks for that plans and every framework's settings have in common; they do no work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
+from vram_guard.units import parse_bytes
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+
+Mode = Literal["fit", "report", "strict"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+def check_amounts(
+    budget: Budget | str | int | None, gpu: str | None, margin: float | None, host_budget: str | int | None
+) -> None:
+    """Whether these amounts of memory can be read; the device at hand is not asked.
+
+    Raises:
+        InvalidInputError: one of them makes no sense, or the GPU is not known.
+    """
+    from vram_guard.budget import Budget
+    from vram_guard.budget.budget import checked_margin
+
+    if margin is not None:
+        checked_margin(margin)
+    if budget is not None or gpu is not None:
+        Budget.resolve(budget, gpu, margin)
+    if host_budget is not None:
+        parse_bytes(host_budget, "host_budget")
+
+
+def check_growth(target_utilization: object, lr_rule: object) -> None:
+    """Whether a batch could be enlarged so.
+
+    Raises:
+        InvalidInputError: a share outside (0, 1], or an unknown rule.
+    """
+    # Annotations stop nobody; a comparison with NaN is false.
+    share = target_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InvalidInputError(f"target_utilization must be above 0 and at most 1 (0.8 for 80%), not {share!r}")
+    if lr_rule not in LEARNING_RATE_RULES:
+        raise InvalidInputError(f"lr_rule must be one of {', '.join(LEARNING_RATE_RULES)}, not {lr_rule!r}")
+
+
+def check_mode(mode: object) -> None:
+    """Whether a guard can be told to do so.
+
+    Raises:
+        InvalidInputError: it is none of :data:`MODES`.
+    """
+    if mode not in MODES:
+        raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+
+
+def check_loss_weight(loss_weight: object) -> None:
+    """Whether the losses of micro-batches can be weighed so, see :data:`vram_guard.apply.loss_weight.LossWeight`.
+
+    Raises:
+        InvalidInputError: it is neither a known word nor a function.
+    """
+    if not callable(loss_weight) and loss_weight not in ("mean", "sum"):
+        raise InvalidInputError(f"loss_weight must be 'mean', 'sum' or a function of the batch, not {loss_weight!r}")
+
+
+def check_switches(**switches: object) -> None:
+    """Whether each is on or off.
+
+    Raises:
+        InvalidInputError: one is something else; names it.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise InvalidInputError(f"{name} must be True or False, not {value!r}")
