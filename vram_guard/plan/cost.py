@@ -157,7 +157,7 @@ def _calls(work: Iterable[Work], chosen: frozenset[str]) -> list[list[Work]]:
     for item in _forward(work):
         path = item.module
         if path not in owner:
-            around = [name for name in _ancestors(path) if name in chosen]
+            around = [name for name in ancestors(path) if name in chosen]
             owner[path] = around[-1] if around else None  # the outermost
         if owner[path] is not None:
             if owner[path] != running:
@@ -205,7 +205,7 @@ def offload_seconds(
     return StepTime(transfers=(2 if both_ways else 1) * size / rate, assumptions=(*assumptions, *unknown))
 
 
-def _ancestors(path: str) -> Iterable[str]:
+def ancestors(path: str) -> Iterable[str]:
     """A module's path, and the paths of all modules around it: "a.b" gives "a.b", "a" and ""."""
     yield path
     while path:

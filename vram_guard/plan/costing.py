@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vram_guard.language import _
 from vram_guard.plan.activations import activation_bytes
 from vram_guard.plan.cost import (
+    ancestors,
     forward_seconds_by_module,
     offload_seconds,
     recompute_seconds,
@@ -48,6 +49,8 @@ class Costing:
         self._times: dict[Option, StepTime] = {}
         self._steps: dict[tuple[str, int], StepTime] = {}
         self._saved: dict[tuple[str, int], Mapping[str, int]] = {}
+        """Bytes that wait for the backward pass, by module, what lies inside it included."""
+        self._outside: dict[tuple[str, ...], tuple[int, int]] = {}
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -118,20 +121,21 @@ class Costing:
         forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu) if timeline.work else {}
         recompute = dict.fromkeys(names, 0.0)
         for path, time in forward.items():
-            for name in _around(path, recompute):
-                recompute[name] += time.device
+            for name in ancestors(path):
+                if name in recompute:
+                    recompute[name] += time.device
         offload = {name: offload_seconds(size, self._gpu).seconds for name, size in saved.items()}
         return saved, recompute, offload
 
     def _saved_by(self, precision: str, size: int, names: Iterable[str]) -> Mapping[str, int]:
         key = (precision, size)
         if key not in self._saved:
-            self._saved[key] = activation_bytes(self._traces(Option(precision, 1)), size)
-        saved = dict.fromkeys(names, 0)
-        for path, held in self._saved[key].items():
-            for name in _around(path, saved):
-                saved[name] += held
-        return saved
+            whole: dict[str, int] = {}
+            for path, held in activation_bytes(self._traces(Option(precision, 1)), size).items():
+                for module in ancestors(path):
+                    whole[module] = whole.get(module, 0) + held
+            self._saved[key] = whole
+        return {name: self._saved[key].get(name, 0) for name in names}
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
@@ -163,12 +167,14 @@ class Costing:
         units = option.recipe.parameters_on_host
         if not units or "" in units:
             return 0
-        shortened = option.precision.startswith("bf16")
-        return sum(
-            parameter.numel() * (2 if shortened else parameter.element_size())
-            for path, parameter in self._traces.model.named_parameters()
-            if not any(path.startswith(unit + ".") for unit in units)
-        )
+        if units not in self._outside:
+            inside = set(units)
+            named = self._traces.model.named_parameters()
+            outside = [parameter for path, parameter in named if inside.isdisjoint(ancestors(path))]
+            sizes = (sum(p.numel() * 2 for p in outside), sum(p.numel() * p.element_size() for p in outside))
+            self._outside[units] = sizes
+        halved, whole = self._outside[units]
+        return halved if option.precision.startswith("bf16") else whole
 
     def _state(self, option: Option, *, gradients: bool) -> int:
         recipe, static = option.recipe, self._static
@@ -203,16 +209,6 @@ class Costing:
     def _frozen_bytes(self, recipe: Recipe) -> int:
         modules = (self._traces.model.get_submodule(name) for name in recipe.frozen_on_host)
         return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-
-
-def _around(path: str, names: Mapping[str, object]) -> Iterable[str]:
-    """Those of the names that the module is, or lies in."""
-    while True:
-        if path in names:
-            yield path
-        if not path:
-            return
-        path = path.rpartition(".")[0]
 
 
 def _alive(timeline: Timeline, end: int) -> Iterable[int]:
