@@ -6,6 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import pages
+
 GIB = 2**30
 
 
@@ -109,22 +111,14 @@ ZH = Words(
 
 def write_pages(report: dict[str, Any], docs: Path) -> list[Path]:
     """Write both pages under ``docs``; the answer is their paths."""
-    written = []
-    for words in (EN, ZH):
-        path = docs / words.folder / "peers.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(report, words), encoding="utf-8")
-        written.append(path)
-    return written
+    return pages.write_pages(report, docs, "peers.md", (EN, ZH), page)
 
 
 def page(report: dict[str, Any], words: Words) -> str:
     """One page."""
-    machine = report["machine"]
-    described = f"torch {machine['torch']}, Python {machine['python']}, CPU x {machine['cores']}"
     parts = [
         words.title,
-        words.made_by.format(machine=described),
+        words.made_by.format(machine=pages.machine(report)),
         words.intro,
         words.chart,
         words.answers,
@@ -132,17 +126,12 @@ def page(report: dict[str, Any], words: Words) -> str:
         words.seconds,
         _seconds(report, words),
         words.cannot,
-        _table(words.cannot_columns, [(tool, words.limits[tool]) for tool in report["tools"]]),
+        pages.table(words.cannot_columns, [(tool, words.limits[tool]) for tool in report["tools"]]),
     ]
     reasons = _reasons(report)
     if reasons:
         parts += [words.reasons, "\n".join(f"- {line}" for line in reasons)]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _answers(report: dict[str, Any], words: Words) -> str:
@@ -151,7 +140,7 @@ def _answers(report: dict[str, Any], words: Words) -> str:
         measured = f"{row['measured'] / GIB:.2f} ({row['gpu']})" if row["measured"] else "-"
         rows.append((row["title"], measured, *(_answer(row, tool, words) for tool in report["tools"])))
     rows.append((words.error, "", *(_median_error(report, tool) for tool in report["tools"])))
-    return _table((*words.columns, *report["tools"]), rows)
+    return pages.table((*words.columns, *report["tools"]), rows)
 
 
 def _answer(row: dict[str, Any], tool: str, words: Words) -> str:
@@ -177,7 +166,7 @@ def _seconds(report: dict[str, Any], words: Words) -> str:
         seconds = [answer["seconds"] for answer in answers if answer["predicted"] is not None]
         times = (f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}") if seconds else ("-", "-")
         rows.append((tool, *times, f"{len(seconds)}/{len(answers)}"))
-    return _table(words.seconds_columns, rows)
+    return pages.table(words.seconds_columns, rows)
 
 
 def _reasons(report: dict[str, Any]) -> list[str]:

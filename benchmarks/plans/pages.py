@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import pages
+
 GIB = 2**30
 
 
@@ -84,36 +86,27 @@ ZH = Words(
 
 def write_pages(report: dict[str, Any], docs: Path) -> list[Path]:
     """Write both pages under ``docs``; the answer is their paths."""
-    written = []
-    for words in (EN, ZH):
-        path = docs / words.folder / "plans.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(report, words), encoding="utf-8")
-        written.append(path)
-    return written
+    return pages.write_pages(report, docs, "plans.md", (EN, ZH), page)
 
 
 def page(report: dict[str, Any], words: Words) -> str:
     """One page."""
     from benchmarks.plans.compare import HOST_BUDGET
 
-    machine = report["machine"]
-    described = f"torch {machine['torch']}, Python {machine['python']}, CPU x {machine['cores']}"
     parts = [
         words.title,
-        words.made_by.format(machine=described, gpu=report["gpu"]),
+        words.made_by.format(machine=pages.machine(report), gpu=report["gpu"]),
         words.intro.format(host=HOST_BUDGET.replace("GiB", " GiB")),
     ]
     for title in dict.fromkeys(row["title"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["title"] == title]
-        parts += [f"## {title}", words.as_written.format(peak=rows[0]["as_written"] / GIB), _table(rows, words)]
+        parts += [
+            f"## {title}",
+            words.as_written.format(peak=rows[0]["as_written"] / GIB),
+            pages.table(words.columns, (_line(row, words) for row in rows)),
+        ]
     parts += [words.failed.format(name=name, why=why) for name, why in report["failed"].items()]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(rows: list[dict[str, Any]], words: Words) -> str:
-    lines = [words.columns, tuple("---" for _ in words.columns), *(_line(row, words) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _line(row: dict[str, Any], words: Words) -> tuple[str, ...]:
