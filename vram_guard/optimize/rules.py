@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -283,9 +283,3 @@ def precision_value(entry: Entry, target: str) -> Any:
     if name == "precision" and text in ("32", "32-true", "fp32", "float32"):
         return target
     return None
-
-
-def kept_lines(advice: Advice) -> Iterator[str]:
-    """What stays and why, a line each."""
-    for setting, why in advice.kept:
-        yield f"{setting}: {why}"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.simulate.pretend import is_dense, is_symbolic
+from vram_guard.simulate.pretend import is_dense
 
 _CONTAINERS = (list, dict, set, deque, tuple)
 
@@ -258,8 +258,3 @@ def build_symbolically(constructor: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UnsupportedStepError(f"model() returned a {type(model).__name__}, not an nn.Module")
     return model
-
-
-def is_built(model: nn.Module) -> bool:
-    """Whether a model has real weights."""
-    return not any(is_symbolic(parameter) for parameter in model.parameters())
