@@ -305,11 +305,11 @@ class Odd(nn.Module):
         return rows.flatten() if self.form == "flat" else (rows * self.alone, self.scale.exp())
 
 
-def odd_twins(form: str) -> tuple[Odd, Odd]:
+def odd_twins(form: str, micro: int = 4) -> tuple[Odd, Odd]:
     torch.manual_seed(0)
     whole = Odd(form).double()
     sliced = copy.deepcopy(whole)
-    slice_forward(sliced, 10, 4)
+    slice_forward(sliced, 10, micro)
     return whole, sliced
 
 
@@ -321,19 +321,35 @@ def test_gradients_that_share_their_memory_are_added_apart(x: torch.Tensor) -> N
     same_gradients(whole, sliced)
 
 
-def test_an_output_that_is_the_same_for_all_samples_counts_once(x: torch.Tensor) -> None:
-    whole, sliced = odd_twins("rows")
+@pytest.mark.parametrize("micro", [4, 1])
+def test_an_output_that_is_the_same_for_all_samples_counts_once(x: torch.Tensor, micro: int) -> None:
+    """In slices of one sample, it has as many rows as each of them."""
+    whole, sliced = odd_twins("rows", micro)
     for model in (whole, sliced):
         rows, scale = model(x)
+        assert (rows.shape, scale.shape) == ((10, 6), (1,))
         (rows * scale).pow(2).mean().backward()
     same_gradients(whole, sliced)
 
 
-def test_rows_that_are_not_samples_are_refused() -> None:
+def test_looking_at_two_samples_uses_no_random_numbers_and_is_done_once(x: torch.Tensor) -> None:
+    whole, _ = twins(dropout=0.5)
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 10, 1)
+    results = []
+    for rows in (lambda: sliced(x), lambda: torch.cat([whole(row[None]) for row in x])):
+        torch.manual_seed(7)
+        results.append(torch.cat([rows(), rows()]))
+    torch.testing.assert_close(*results)
+    assert sliced.calls == [2] + [1] * 20
+
+
+@pytest.mark.parametrize("micro", [4, 1])
+def test_rows_that_are_not_samples_are_refused(micro: int) -> None:
     model = Net()
     model.last = nn.Flatten(0)  # type: ignore[assignment]
-    slice_forward(model, 10, 4)
-    with pytest.raises(UnsupportedTechniqueError, match="rows are not the samples"):
+    slice_forward(model, 10, micro)
+    with pytest.raises(UnsupportedTechniqueError, match="which are not the samples"):
         model(torch.randn(10, 6))
 
 

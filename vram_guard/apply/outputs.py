@@ -12,10 +12,17 @@ from vram_guard.errors import UnsupportedTechniqueError
 
 
 class Merging:
-    """Outputs of the slices, put together as they come."""
+    """Outputs of the slices, put together as they come.
 
-    def __init__(self, samples: int) -> None:
+    Args:
+        samples: of the whole batch.
+        of_two: how many rows each tensor has that the model makes of two samples, 0 for numbers; needed for slices of
+            one sample, of which a row and what there is once for a batch look alike. None: not known.
+    """
+
+    def __init__(self, samples: int, of_two: tuple[int, ...] | None = None) -> None:
         self._samples = samples
+        self._of_two = of_two
         self._whole: list[torch.Tensor] = []
         self._rows: list[bool] = []
         self._like: Any = None
@@ -24,7 +31,9 @@ class Merging:
         """One slice's output: rows to their place, scalars by their weight, of other things the latest."""
         tensors = tensors_of(out)
         if not self._whole:
-            self._rows = [bool(t.dim()) and len(t) == samples for t in tensors]
+            self._rows = [rows == samples for rows in rows_of(tensors)]
+            if samples == 1 and self._of_two is not None:
+                self._rows = [rows == 2 for rows in self._of_two]
             self._whole = [
                 torch.empty((self._samples, *t.shape[1:]), dtype=t.dtype, device=t.device) if rows else _empty_sum(t)
                 for t, rows in zip(tensors, self._rows, strict=True)
@@ -55,21 +64,36 @@ class Merging:
         return _with_tensors(self._like, iter(tensors))
 
 
-def check_rows(out: Any, samples: int) -> None:
+def rows_of(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """How many rows each tensor has; 0 for numbers."""
+    return tuple(len(tensor) if tensor.dim() else 0 for tensor in tensors)
+
+
+def check_rows(out: Any, samples: int, of_two: tuple[int, ...] | None = None) -> None:
     """Outputs that carry gradient can be put together again.
 
     Args:
         out: what a model returned for so many samples.
         samples: of the batch that it was given.
+        of_two: see :class:`Merging`.
 
     Raises:
         UnsupportedTechniqueError: a tensor's rows are not the samples.
     """
-    for tensor in tensors_of(out):
-        if tensor.requires_grad and tensor.dim() and len(tensor) not in (samples, 1):
+    tensors = tensors_of(out)
+    found, expected = rows_of(tensors), samples
+    if samples == 1 and of_two is not None:
+        found, expected = of_two, 2
+        if len(found) != len(tensors):
             raise UnsupportedTechniqueError(
-                f"of {samples} samples the model makes a tensor of shape {tuple(tensor.shape)}, whose rows are not the "
-                "samples: it cannot work in slices of its batch"
+                f"of one sample the model makes {len(tensors)} tensors, of two {len(found)}: it cannot work in slices "
+                "of one sample"
+            )
+    for tensor, rows in zip(tensors, found, strict=True):
+        if tensor.requires_grad and rows not in (expected, 0, 1):
+            raise UnsupportedTechniqueError(
+                f"of {expected} samples the model makes a tensor of {rows} rows (of shape {tuple(tensor.shape)} for "
+                f"{samples}), which are not the samples: it cannot work in slices of its batch"
             )
 
 

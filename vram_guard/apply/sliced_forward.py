@@ -17,7 +17,7 @@ Both are exact, where the model treats samples independently. Batch normalisatio
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -25,14 +25,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from vram_guard.apply.loss_weight import mean_shares, split_or_warn
-from vram_guard.apply.microbatch import MicroBatch, Splitter
-from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
-from vram_guard.apply.rerun import RandomState, autocast_now, no_autocast, statistics_kept
+from vram_guard.apply.loss_weight import split_or_warn
+from vram_guard.apply.microbatch import Splitter
+from vram_guard.apply.outputs import rows_of, tensors_of
+from vram_guard.apply.rerun import RandomState, statistics_kept
+from vram_guard.apply.slice_run import ITEMS_IN_BATCH, SlicedRun, needs_gradient
 from vram_guard.errors import UnsupportedTechniqueError
 
-#: A keyword of Transformers' models: their loss is then a sum over tokens, divided by this number.
-ITEMS_IN_BATCH = "num_items_in_batch"
+__all__ = ["ITEMS_IN_BATCH", "SlicedForward", "slice_forward"]
 
 
 def slice_forward(
@@ -90,6 +90,8 @@ class SlicedForward:
         self.on_slice = on_slice
         self.divides: bool | None = None
         """Whether the model divides its loss by the number that it is given for that; None: not seen yet."""
+        self.of_two: tuple[int, ...] | None = None
+        """How many rows the model's outputs for two samples have; None: not looked at."""
 
     def __reduce__(self) -> Any:
         """A model is saved without the guard: ``torch.save(model)`` works as it did."""
@@ -118,9 +120,21 @@ class SlicedForward:
         slices = split_or_warn(self.splitter, called) if self.at_most is None else self.splitter.split(called)
         if len(slices) == 1:
             return self.as_written(*args, **kwargs)
-        run = _Run(self, slices, parameters, called, len(args))
+        if slices[0].samples == 1 and self.of_two is None:
+            self.of_two = self._rows_of_two(called, len(args))
+        run = SlicedRun(self, slices, parameters, called, len(args))
         outputs = _Slices.apply(run, *given, *parameters)  # type: ignore[no-untyped-call]
         return run.rebuilt(outputs)
+
+    def _rows_of_two(self, called: dict[str, Any], positional: int) -> tuple[int, ...]:
+        """Of one sample, a row and what there is once for a batch look alike; of two samples they do not."""
+        pairs = copy.copy(self.splitter)
+        pairs.micro_batch_size = 2
+        kwargs = dict(pairs.split(called)[0].data)
+        args = [kwargs.pop(str(at)) for at in range(positional)]
+        self.on_slice()
+        with torch.no_grad(), RandomState().again(), statistics_kept(self.model):
+            return rows_of(tensors_of(self.as_written(*args, **kwargs)))
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +145,7 @@ class _Slices(torch.autograd.Function):
     """One autograd node for all slices: parameters and inputs go in, whole outputs come out."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: SlicedRun, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         outputs = run.forward()
@@ -148,205 +162,5 @@ class _Slices(torch.autograd.Function):
         return (None, *ctx.run.backward(gradients))
 
 
-class _Run:
-    """One call of the model, from its forward to its backward."""
-
-    def __init__(
-        self,
-        owner: SlicedForward,
-        slices: list[MicroBatch],
-        parameters: list[nn.Parameter],
-        called: dict[str, Any],
-        positional: int,
-    ) -> None:
-        self._owner = owner
-        self._slices = slices[: owner.at_most]
-        self._items = called.get(ITEMS_IN_BATCH)
-        self._shares = mean_shares(owner.model, slices, called)
-        self._weights = self._shares if self._items is None or owner.divides is False else [1.0] * len(slices)
-        self._positional = [str(at) for at in range(positional)]
-        self._parameters = parameters
-        leaves, self._structure = pytree.tree_flatten(called)
-        self._traced = [at for at, leaf in enumerate(leaves) if _needs_gradient(leaf)]
-        self._given = [leaves[at] for at in self._traced]
-        self._random: list[RandomState] = []
-        self._autocast = autocast_now()
-        self._merging = Merging(sum(part.samples for part in slices))
-        self._ready: list[torch.Tensor | None] | None = None
-        """Gradients of the scalar output, where each slice's backward ran at once."""
-        self._scalar: int | None = None
-        self._scale: float = 1.0
-        self._differentiated = False
-
-    # --- forward ----------------------------------------------------------------------------------------------
-
-    def forward(self) -> tuple[torch.Tensor, ...]:
-        """The outputs of the whole batch, flat."""
-        first = 0
-        for number, part in enumerate(self._slices):
-            self._random.append(RandomState())
-            if number == 0 or self._scalar is not None:
-                self._forward_and_backward(part, first)
-            else:
-                with torch.no_grad():
-                    self._merging.add(self._call(self._leaves_of(part)), first, part.samples, self._weights[number])
-            first += part.samples
-        return self._merging.outputs()
-
-    def _forward_and_backward(self, part: MicroBatch, first: int) -> None:
-        """A slice with its graph: if there is one scalar to differentiate, that is done at once."""
-        leaves = self._leaves_of(part)
-        items = self._watched_items()
-        with torch.enable_grad():
-            out = self._call(leaves, items)
-        check_rows(out, part.samples)
-        scalars = [
-            (at, leaf)
-            for at, leaf in enumerate(tensors_of(out))
-            if leaf.dim() == 0 and leaf.requires_grad and leaf.is_floating_point()
-        ]
-        if items is not None and len(scalars) == 1:
-            self._look_whether_divided(scalars[0][1], items)
-        weight = self._weights[len(self._random) - 1]
-        self._merging.add(detached(out), first, part.samples, weight)
-        if len(scalars) != 1:
-            return  # the graph dies with this frame: the backward pass makes it again
-        self._scalar, loss = scalars[0]
-        del out, scalars
-        # In float16, gradients of a loss that is not scaled would vanish.
-        self._scale = self._owner.scale()
-        with torch.enable_grad():
-            loss = loss * (weight * self._scale)
-        self._add(self._gradients([loss], [None], leaves), first, part.samples)
-
-    def _watched_items(self) -> torch.Tensor | None:
-        """The number that losses are divided by, in a form that tells whether it was used; None where that is known."""
-        if self._items is None or self._owner.divides is not None:
-            return None
-        return torch.as_tensor(self._items, dtype=torch.float32).detach().clone().requires_grad_()
-
-    def _look_whether_divided(self, loss: torch.Tensor, items: torch.Tensor) -> None:
-        """Many of Transformers' models take ``num_items_in_batch`` and return a mean all the same."""
-        found: Sequence[Any] = torch.autograd.grad(loss, [items], retain_graph=True, allow_unused=True)
-        self._owner.divides = found[0] is not None
-        if found[0] is None:
-            self._weights = self._shares
-
-    def _call(self, leaves: list[Any], items: torch.Tensor | None = None) -> Any:
-        kwargs = pytree.tree_unflatten(leaves, self._structure)
-        if items is not None:
-            kwargs[ITEMS_IN_BATCH] = items
-        args = [kwargs.pop(name) for name in self._positional]
-        self._owner.on_slice()
-        return self._owner.as_written(*args, **kwargs)
-
-    def _leaves_of(self, part: MicroBatch) -> list[Any]:
-        """What the slice is called with; tensors whose gradient is asked for are leaves of its own graph."""
-        leaves = pytree.tree_leaves(part.data)
-        for at in self._traced:
-            leaves[at] = leaves[at].detach().requires_grad_()
-        return leaves
-
-    def rebuilt(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """The model's own kind of output, over the tensors that carry the gradient."""
-        return self._merging.rebuilt(outputs)
-
-    # --- backward ---------------------------------------------------------------------------------------------
-
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the inputs and parameters, from those of the outputs."""
-        total: list[torch.Tensor | None] = [None] * (len(self._given) + len(self._parameters))
-        rest = list(gradients)
-        if self._scalar is not None:
-            factor, rest[self._scalar] = rest[self._scalar], None
-            ready, self._ready = self._ready, None
-            if factor is not None and self._differentiated:
-                raise UnsupportedTechniqueError(
-                    "a second backward pass through the same loss (retain_graph=True) cannot be had of a model that "
-                    "works in slices of its batch: leave 'accumulate' out of what is allowed"
-                )
-            self._differentiated = self._differentiated or factor is not None
-            if factor is not None and ready is not None:
-                factor = factor / self._scale
-                total = [gradient if gradient is None else gradient.mul_(factor) for gradient in ready]
-            del ready
-        self._ready = total
-        if any(gradient is not None for gradient in rest):
-            self._again(rest)
-        total, self._ready = self._ready, None
-        return total
-
-    def _again(self, gradients: list[torch.Tensor | None]) -> None:
-        """Each slice's forward once more, with its random numbers, and its backward."""
-        first = 0
-        for number, part in enumerate(self._slices):
-            leaves = self._leaves_of(part)
-            with (
-                torch.enable_grad(),
-                self._random[number].again(),
-                self._autocast(),
-                statistics_kept(self._owner.model),
-            ):
-                made = tensors_of(self._call(leaves))
-            wanted = [
-                (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))
-                for at, (out, gradient) in enumerate(zip(made, gradients, strict=True))
-                if gradient is not None and out.requires_grad
-            ]
-            del made
-            if wanted:
-                outputs, shares = zip(*wanted, strict=True)
-                own = {_memory(share) for share in shares}
-                self._add(self._gradients(list(outputs), list(shares), leaves), first, part.samples, own)
-                del outputs, shares
-            del wanted
-            first += part.samples
-
-    def _gradients(self, outputs: list[Any], shares: list[Any], leaves: list[Any]) -> list[torch.Tensor | None]:
-        sources = [*(leaves[at] for at in self._traced), *self._parameters]
-        with no_autocast():
-            return list(torch.autograd.grad(outputs, sources, shares, allow_unused=True))
-
-    def _add(
-        self, gradients: list[torch.Tensor | None], first: int, samples: int, others: set[int] | None = None
-    ) -> None:
-        """Add a slice's gradients: those of inputs to their rows, those of parameters to their sum.
-
-        Args:
-            gradients: of inputs and parameters; emptied.
-            first: the slice's first sample.
-            samples: of the slice.
-            others: memory that is somebody else's, see :func:`_memory`.
-        """
-        others = set() if others is None else others
-        if self._ready is None:
-            self._ready = [None] * len(gradients)
-        for at in range(len(gradients)):
-            gradient, gradients[at] = gradients[at], None  # each dies as soon as it is added
-            if gradient is None:
-                continue
-            if at < len(self._given) and gradient.dim() and len(gradient) == samples != len(self._given[at]):
-                whole = self._ready[at]
-                if whole is None:
-                    whole = self._ready[at] = torch.zeros_like(self._given[at])
-                whole[first : first + samples] += gradient
-            elif self._ready[at] is None:
-                # Where two parameters are added, autograd hands out one tensor as the gradient of both.
-                shared = _memory(gradient) in others or 0 in gradient.stride()
-                others.add(_memory(gradient))
-                self._ready[at] = gradient.clone(memory_format=torch.contiguous_format) if shared else gradient
-            else:
-                self._ready[at].add_(gradient)  # type: ignore[union-attr]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Equal for tensors that lie in the same memory, as long as they live."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - a storage has one key, and it is private
-
-
-def _needs_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
 def _tensors_with_gradient(given: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(given) if _needs_gradient(leaf)]
+    return [leaf for leaf in pytree.tree_leaves(given) if needs_gradient(leaf)]

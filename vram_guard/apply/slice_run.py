@@ -1,0 +1,187 @@
+"""One call of a model that works in slices: its forward, and the backward that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from vram_guard.apply.loss_weight import mean_shares
+from vram_guard.apply.microbatch import MicroBatch
+from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
+from vram_guard.apply.rerun import RandomState, autocast_now, no_autocast, statistics_kept
+from vram_guard.apply.slice_gradients import SummedGradients, memory_of
+from vram_guard.errors import UnsupportedTechniqueError
+
+if TYPE_CHECKING:
+    from vram_guard.apply.sliced_forward import SlicedForward
+
+#: A keyword of Transformers' models: their loss is then a sum over tokens, divided by this number.
+ITEMS_IN_BATCH = "num_items_in_batch"
+
+
+class SlicedRun:
+    """One call of the model, from its forward to its backward."""
+
+    def __init__(
+        self,
+        owner: SlicedForward,
+        slices: list[MicroBatch],
+        parameters: list[nn.Parameter],
+        called: dict[str, Any],
+        positional: int,
+    ) -> None:
+        self._owner = owner
+        self._slices = slices[: owner.at_most]
+        self._items = called.get(ITEMS_IN_BATCH)
+        self._shares = mean_shares(owner.model, slices, called)
+        self._weights = self._shares if self._items is None or owner.divides is False else [1.0] * len(slices)
+        self._positional = [str(at) for at in range(positional)]
+        self._parameters = parameters
+        leaves, self._structure = pytree.tree_flatten(called)
+        self._traced = [at for at, leaf in enumerate(leaves) if needs_gradient(leaf)]
+        self._given = [leaves[at] for at in self._traced]
+        self._random: list[RandomState] = []
+        self._autocast = autocast_now()
+        self._merging = Merging(sum(part.samples for part in slices), owner.of_two)
+        self._gathered = SummedGradients(self._given)
+        """Gradients of the scalar output at first, where each slice's backward runs at once."""
+        self._scalar: int | None = None
+        self._scale: float = 1.0
+        self._differentiated = False
+
+    # --- forward ----------------------------------------------------------------------------------------------
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The outputs of the whole batch, flat."""
+        first = 0
+        for number, part in enumerate(self._slices):
+            self._random.append(RandomState())
+            if number == 0 or self._scalar is not None:
+                self._forward_and_backward(part, first)
+            else:
+                with torch.no_grad():
+                    self._merging.add(self._call(self._leaves_of(part)), first, part.samples, self._weights[number])
+            first += part.samples
+        return self._merging.outputs()
+
+    def _forward_and_backward(self, part: MicroBatch, first: int) -> None:
+        """A slice with its graph: if there is one scalar to differentiate, that is done at once."""
+        leaves = self._leaves_of(part)
+        items = self._watched_items()
+        with torch.enable_grad():
+            out = self._call(leaves, items)
+        check_rows(out, part.samples, self._owner.of_two)
+        scalars = [
+            (at, leaf)
+            for at, leaf in enumerate(tensors_of(out))
+            if leaf.dim() == 0 and leaf.requires_grad and leaf.is_floating_point()
+        ]
+        if items is not None and len(scalars) == 1:
+            self._look_whether_divided(scalars[0][1], items)
+        weight = self._weights[len(self._random) - 1]
+        self._merging.add(detached(out), first, part.samples, weight)
+        if len(scalars) != 1:
+            return  # the graph dies with this frame: the backward pass makes it again
+        self._scalar, loss = scalars[0]
+        del out, scalars
+        # In float16, gradients of a loss that is not scaled would vanish.
+        self._scale = self._owner.scale()
+        with torch.enable_grad():
+            loss = loss * (weight * self._scale)
+        self._gathered.add(self._gradients([loss], [None], leaves), first, part.samples)
+
+    def _watched_items(self) -> torch.Tensor | None:
+        """The number that losses are divided by, in a form that tells whether it was used; None where that is known."""
+        if self._items is None or self._owner.divides is not None:
+            return None
+        return torch.as_tensor(self._items, dtype=torch.float32).detach().clone().requires_grad_()
+
+    def _look_whether_divided(self, loss: torch.Tensor, items: torch.Tensor) -> None:
+        """Many of Transformers' models take ``num_items_in_batch`` and return a mean all the same."""
+        found: Sequence[Any] = torch.autograd.grad(loss, [items], retain_graph=True, allow_unused=True)
+        self._owner.divides = found[0] is not None
+        if found[0] is None:
+            self._weights = self._shares
+
+    def _call(self, leaves: list[Any], items: torch.Tensor | None = None) -> Any:
+        kwargs = pytree.tree_unflatten(leaves, self._structure)
+        if items is not None:
+            kwargs[ITEMS_IN_BATCH] = items
+        args = [kwargs.pop(name) for name in self._positional]
+        self._owner.on_slice()
+        return self._owner.as_written(*args, **kwargs)
+
+    def _leaves_of(self, part: MicroBatch) -> list[Any]:
+        """What the slice is called with; tensors whose gradient is asked for are leaves of its own graph."""
+        leaves = pytree.tree_leaves(part.data)
+        for at in self._traced:
+            leaves[at] = leaves[at].detach().requires_grad_()
+        return leaves
+
+    def rebuilt(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """The model's own kind of output, over the tensors that carry the gradient."""
+        return self._merging.rebuilt(outputs)
+
+    # --- backward ---------------------------------------------------------------------------------------------
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs and parameters, from those of the outputs."""
+        total: list[torch.Tensor | None] = [None] * (len(self._given) + len(self._parameters))
+        rest = list(gradients)
+        if self._scalar is not None:
+            factor, rest[self._scalar] = rest[self._scalar], None
+            ready = self._gathered.take()
+            if factor is not None and self._differentiated:
+                raise UnsupportedTechniqueError(
+                    "a second backward pass through the same loss (retain_graph=True) cannot be had of a model that "
+                    "works in slices of its batch: leave 'accumulate' out of what is allowed"
+                )
+            self._differentiated = self._differentiated or factor is not None
+            if factor is not None and ready is not None:
+                factor = factor / self._scale
+                total = [gradient if gradient is None else gradient.mul_(factor) for gradient in ready]
+            del ready
+        self._gathered.go_on_from(total)
+        if any(gradient is not None for gradient in rest):
+            self._again(rest)
+        return self._gathered.take() or []
+
+    def _again(self, gradients: list[torch.Tensor | None]) -> None:
+        """Each slice's forward once more, with its random numbers, and its backward."""
+        first = 0
+        for number, part in enumerate(self._slices):
+            leaves = self._leaves_of(part)
+            with (
+                torch.enable_grad(),
+                self._random[number].again(),
+                self._autocast(),
+                statistics_kept(self._owner.model),
+            ):
+                made = tensors_of(self._call(leaves))
+            wanted = [
+                (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))
+                for at, (out, gradient) in enumerate(zip(made, gradients, strict=True))
+                if gradient is not None and out.requires_grad
+            ]
+            del made
+            if wanted:
+                outputs, shares = zip(*wanted, strict=True)
+                own = {memory_of(share) for share in shares}
+                self._gathered.add(self._gradients(list(outputs), list(shares), leaves), first, part.samples, own)
+                del outputs, shares
+            del wanted
+            first += part.samples
+
+    def _gradients(self, outputs: list[Any], shares: list[Any], leaves: list[Any]) -> list[torch.Tensor | None]:
+        sources = [*(leaves[at] for at in self._traced), *self._parameters]
+        with no_autocast():
+            return list(torch.autograd.grad(outputs, sources, shares, allow_unused=True))
+
+
+def needs_gradient(leaf: Any) -> bool:
+    """Whether somebody will ask for the gradient of this part of a batch."""
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
