@@ -89,6 +89,22 @@ def test_a_loss_inside_the_model_runs_nothing_twice(x: torch.Tensor) -> None:
     assert sliced.calls == [4, 3, 3]
 
 
+def test_a_loss_that_is_a_sum_is_added_up(x: torch.Tensor) -> None:
+    class Summed(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": super().forward(x).square().sum()}
+
+    whole = Summed().double()
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 10, 4, loss_weight="sum")
+    losses = [model(x)["loss"] for model in (whole, sliced)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    same_gradients(whole, sliced)
+    assert sliced.calls == [4, 3, 3]
+
+
 def test_loss_and_outputs_may_both_carry_gradient(x: torch.Tensor) -> None:
     whole, sliced = twins("loss")
     for model in (whole, sliced):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from vram_guard.apply.loss_weight import mean_shares
+from vram_guard.apply.loss_weight import loss_weights, mean_shares
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
 from vram_guard.apply.rerun import RandomState, autocast_now, no_autocast, statistics_kept
@@ -37,7 +37,8 @@ class SlicedRun:
         self._owner = owner
         self._slices = slices[: owner.at_most]
         self._items = called.get(ITEMS_IN_BATCH)
-        self._shares = mean_shares(owner.model, slices, called)
+        summed = owner.loss_weight == "sum"
+        self._shares = loss_weights(slices, "sum") if summed else mean_shares(owner.model, slices, called)
         self._weights = self._shares if self._items is None or owner.divides is False else [1.0] * len(slices)
         self._positional = [str(at) for at in range(positional)]
         self._parameters = parameters

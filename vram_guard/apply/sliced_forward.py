@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ def slice_forward(
     batch_size: int,
     micro_batch_size: int,
     *,
+    loss_weight: Literal["mean", "sum"] = "mean",
     scale: Callable[[], float] = lambda: 1.0,
     at_most: int | None = None,
     on_slice: Callable[[], None] = lambda: None,
@@ -50,6 +51,8 @@ def slice_forward(
         model: the module that is called with the batch. Its trained parameters must be its own.
         batch_size: samples of a full batch.
         micro_batch_size: samples of a slice, at most.
+        loss_weight: what a loss that the model returns is over the samples of its batch; a mean leaves out labels that
+            are ignored, and what the model divides by ``num_items_in_batch`` is neither, and seen.
         scale: the factor by which losses are scaled in float16 (``GradScaler.get_scale``).
         at_most: run so many slices and take the others for done: for traces, where one is like another.
         on_slice: called before the forward of each slice.
@@ -59,7 +62,7 @@ def slice_forward(
     """
     before = vars(model).get("forward")
     splitter = Splitter(batch_size, micro_batch_size)
-    vars(model)["forward"] = SlicedForward(model, model.forward, splitter, scale, at_most, on_slice)
+    vars(model)["forward"] = SlicedForward(model, model.forward, splitter, loss_weight, scale, at_most, on_slice)
 
     def undo() -> None:
         vars(model).pop("forward", None)
@@ -77,6 +80,7 @@ class SlicedForward:
         model: nn.Module,
         as_written: Callable[..., Any],
         splitter: Splitter,
+        loss_weight: Literal["mean", "sum"],
         scale: Callable[[], float],
         at_most: int | None,
         on_slice: Callable[[], None],
@@ -85,6 +89,7 @@ class SlicedForward:
         self.as_written = as_written
         self.__wrapped__ = as_written  # for who unwraps forwards layer by layer (Accelerate)
         self.splitter = splitter
+        self.loss_weight = loss_weight
         self.scale = scale
         self.at_most = at_most
         self.on_slice = on_slice

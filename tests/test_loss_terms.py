@@ -1,0 +1,100 @@
+"""What a loss is over its batch, read from its graph: real losses of torch, real and symbolic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
+
+
+def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
+    """Every loss, of a batch of so many samples of five positions and six classes."""
+    x = torch.randn(samples, 5, 6, device=device, requires_grad=True)
+    y = torch.zeros(samples, 5, dtype=torch.long, device=device)
+    truth = x.detach()
+    flat = x.flatten(0, 1), y.flatten()
+    return {
+        "mean": functional.cross_entropy(*flat),
+        "divided": functional.cross_entropy(*flat) / 4,
+        "of images": functional.cross_entropy(x.transpose(1, 2)[..., None], y[..., None]),
+        "by hand": functional.mse_loss(x, truth, reduction="none").sum((1, 2)).mean(),
+        "divided sum": x.square().sum() / samples,
+        "batchmean": functional.kl_div(x, truth, reduction="batchmean"),
+        "of two": 3 - x.mean() - 0.5 * x.square().mean((0, 1, 2)).float(),
+        "binary": functional.binary_cross_entropy_with_logits(x, truth) * 0.5,
+        "sum": functional.mse_loss(x, truth, reduction="sum"),
+        "sum over a constant": x.square().sum() / 100,
+        "mean times samples": functional.l1_loss(x, truth) * samples,
+        "labels, summed": functional.cross_entropy(*flat, reduction="sum"),
+        "mean and sum": x.mean() + x.sum(),
+        "over the batch first": x.mean(0).square().sum(),
+        "logarithm": x.square().mean().log(),
+        "loop": sum((x[at].mean() for at in range(samples)), torch.zeros((), device=device)) / samples,
+        "compared": functional.cross_entropy(x[:, 0] @ x[:, 1].t(), y[:, 0]),
+    }
+
+
+MEANS = (
+    "mean",
+    "divided",
+    "of images",
+    "by hand",
+    "divided sum",
+    "batchmean",
+    "of two",
+    "binary",
+    "compared",
+)
+SUMS = ("sum", "sum over a constant", "mean times samples", "labels, summed")
+
+
+@pytest.fixture(scope="module", params=["cpu", "meta"])
+def read(request: Any) -> dict[str, tuple[str | None, str]]:
+    small, large = losses(2, request.param), losses(6, request.param)
+    return {name: reduction_of(loss_terms(small[name]), 2, loss_terms(large[name]), 6) for name in small}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_means(read: Any, name: str) -> None:
+    assert read[name] == ("mean", "")
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_sums(read: Any, name: str) -> None:
+    assert read[name] == ("sum", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mean and sum", "a mean and a sum"),
+        ("over the batch first", "not taken over the samples"),
+        ("logarithm", "LogBackward0"),
+        ("loop", "other parts for other sizes"),
+    ],
+)
+def test_what_cannot_be_told_is_not_guessed(read: Any, name: str, why: str) -> None:
+    found, reason = read[name]
+    assert found is None
+    assert why in reason
+
+
+def test_a_number_that_the_model_computed_is_no_constant() -> None:
+    """Symbolic, it has no value: a mean over what a mask leaves is neither a mean over samples nor a sum."""
+    x, mask = (torch.ones(4, 3, device="meta", requires_grad=wanted) for wanted in (True, False))
+    (term,) = loss_terms((x * mask).sum() / mask.sum())
+    assert not term.known
+    assert term.reduction == "DivBackward0"
+
+
+def test_classes_with_weights_and_labels_are_seen() -> None:
+    x, y = torch.randn(4, 3, requires_grad=True), torch.zeros(4, dtype=torch.long)
+    (plain,) = loss_terms(functional.cross_entropy(x, y))
+    (weighed,) = loss_terms(functional.cross_entropy(x, y, weight=torch.ones(3)))
+    assert plain == Term("mean", 1.0, (4,), labels=True)
+    assert weighed == Term("mean", 1.0, (4,), labels=True, weighed=True)
+    assert plain.of_each_element == 0.25

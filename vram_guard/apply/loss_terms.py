@@ -1,0 +1,186 @@
+"""What a loss is made of, read from its graph: which sums and means over which elements, each times which number.
+
+``cross_entropy(...) / 4 + 0.1 * penalty.mean()`` is two terms: a mean times 0.25, and a mean times 0.1. Nothing is
+computed, so symbolic losses are read as well as real ones. Of one batch, a sum that is divided by its number of samples
+and a sum that is divided by another constant look alike; of two sizes of batches they do not (:func:`reduction_of`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+#: Nodes of a graph that leave a number as it is.
+_SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Identity", "Expand")
+
+#: torch's enumeration of reductions (``at::Reduction``): 0 is none.
+_REDUCTIONS = {1: "mean", 2: "sum"}
+
+#: More nodes than this between a loss and its reductions are not looked at.
+MOST_NODES = 10_000
+
+
+class Term(NamedTuple):
+    """One part of a loss."""
+
+    reduction: str
+    """"mean" or "sum"; else what stands there instead, which is neither."""
+    factor: float
+    """What it is multiplied by."""
+    shape: tuple[int, ...]
+    """Of what is reduced; of labels, where a reduction counts those. () where nothing is known."""
+    labels: bool = False
+    """Whether labels are counted, of which it leaves out those that are to be ignored."""
+    weighed: bool = False
+    """Whether classes have weights, so that one label counts more than another."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it is a mean or a sum."""
+        return self.reduction in ("mean", "sum")
+
+    @property
+    def elements(self) -> int:
+        """How many are reduced."""
+        return math.prod(self.shape)
+
+    @property
+    def of_each_element(self) -> float:
+        """What one element counts in the loss."""
+        return self.factor / max(1, self.elements) if self.reduction == "mean" else self.factor
+
+
+def loss_terms(loss: torch.Tensor) -> tuple[Term, ...]:
+    """The terms of a loss.
+
+    Args:
+        loss: one number with a graph that is not freed.
+    """
+    waiting: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
+    terms: list[Term] = []
+    seen = 0
+    while waiting:
+        node, factor = waiting.pop()
+        seen += 1
+        if node is None:
+            terms.append(Term("a number without a graph", factor, ()))
+        elif seen > MOST_NODES:
+            return (Term("a graph too long to be read", 1.0, ()),)
+        else:
+            further = list(_further(node, factor))
+            waiting += reversed(further)
+            terms += [] if further else [_leaf(node, factor)]
+    return tuple(terms)
+
+
+def reduction_of(
+    one: Sequence[Term], samples: int, other: Sequence[Term], other_samples: int
+) -> tuple[Literal["mean", "sum"] | None, str]:
+    """What a loss is over the samples of its batch, from its terms at two sizes of batches.
+
+    Returns:
+        "mean", "sum", or None where it is neither; and why it is neither.
+    """
+    if len(one) != len(other):
+        return None, "it has other parts for other sizes of batches"
+    found: set[Literal["mean", "sum"]] = set()
+    for term, twin in zip(one, other, strict=True):
+        kind, why = _over_samples(term, samples, twin, other_samples)
+        if kind is None:
+            return None, why
+        found.add(kind)
+    if len(found) > 1:
+        return None, "it is a mean and a sum over the batch, added"
+    return (found.pop(), "") if found else (None, "nothing in it carries a gradient")
+
+
+def _over_samples(
+    term: Term, samples: int, twin: Term, other_samples: int
+) -> tuple[Literal["mean", "sum"] | None, str]:
+    for one in (term, twin):
+        if not one.known:
+            return None, f"it comes out of {one.reduction}"
+    if term.elements * other_samples != twin.elements * samples:
+        return None, f"a {term.reduction} in it is not taken over the samples"
+    if math.isclose(term.of_each_element, twin.of_each_element, rel_tol=1e-6):
+        return "sum", ""
+    if math.isclose(term.of_each_element * samples, twin.of_each_element * other_samples, rel_tol=1e-6):
+        return "mean", ""
+    return None, "what a sample counts in it follows no rule that a mean or a sum has"
+
+
+# --- nodes ----------------------------------------------------------------------------------------------------
+
+
+def _further(node: Any, factor: float) -> Iterator[tuple[Any, float]]:
+    """Where a node only scales or adds: the nodes behind it, with their factors; nothing for any other."""
+    kind = _kind(node)
+    behind = [other for other, _ in node.next_functions]
+    if kind == "Neg":
+        yield behind[0], -factor
+    elif kind in _SAME and len(behind) == 1:
+        yield behind[0], factor
+    elif kind in ("Add", "Sub", "Rsub") and behind:
+        yield from _added(kind, behind, factor, float(getattr(node, "_saved_alpha", 1.0)))
+    elif kind in ("Mul", "Div"):
+        scale = _constant(node, behind)
+        if scale is not None:
+            yield scale[0], factor * scale[1] if kind == "Mul" else factor / scale[1]
+
+
+def _added(kind: str, behind: list[Any], factor: float, alpha: float) -> Iterator[tuple[Any, float]]:
+    signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[kind]
+    for node, sign in zip(behind, signs, strict=False):
+        if node is not None:  # a constant, added
+            yield node, factor * sign
+
+
+def _constant(node: Any, behind: list[Any]) -> tuple[Any, float] | None:
+    """The operand that carries the graph, and the number that it is multiplied with or divided by; None: no number."""
+    carrying = [at for at, other in enumerate(behind) if other is not None]
+    if len(carrying) != 1 or (carrying[0] == 1 and _kind(node) == "Div"):
+        return None
+    saved = getattr(node, "_saved_other" if carrying[0] == 0 else "_saved_self", None)
+    if isinstance(saved, torch.Tensor):
+        # A number of Python lies on the CPU as a tensor; what a model computed is nothing that is known beforehand.
+        saved = saved.item() if saved.dim() == 0 and saved.device.type == "cpu" and _is_real(saved) else None
+    if not isinstance(saved, int | float) or not saved or not math.isfinite(saved):
+        return None
+    return behind[carrying[0]], float(saved)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    from vram_guard.simulate.pretend import is_symbolic
+
+    return not is_symbolic(tensor)
+
+
+def _leaf(node: Any, factor: float) -> Term:
+    kind = _kind(node)
+    if kind in ("Mean", "Sum"):
+        return Term(kind.lower(), factor, tuple(map(int, node._saved_self_sym_sizes)))  # noqa: SLF001 - autograd's own
+    reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", 0))
+    counted = _counted(node)
+    if reduction is None or counted is None:
+        return Term(node.name(), factor, ())
+    labels = hasattr(node, "_saved_ignore_index")
+    weighed = labels and node._saved_weight is not None  # noqa: SLF001 - the same
+    return Term(reduction, factor, tuple(counted.shape), labels, weighed)
+
+
+def _counted(node: Any) -> torch.Tensor | None:
+    """What a loss's own reduction counts: the labels of a cross-entropy, else what is compared with its target."""
+    for name in ("_saved_target", "_saved_self") if hasattr(node, "_saved_ignore_index") else ("_saved_self",):
+        found = getattr(node, name, None)
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+def _kind(node: Any) -> str:
+    """The operation that a node belongs to: Div for DivBackward0."""
+    name: str = node.name()
+    return name.rpartition("Backward")[0]
