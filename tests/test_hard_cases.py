@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -94,6 +96,43 @@ def test_questions_about_the_loss_get_an_answer_that_keeps_the_loop_going(capsys
     timeline = trace(step_of(linear, loss))
     assert timeline.tier == "symbolic"
     assert "loss 1.0000 1.000" in capsys.readouterr().out
+
+
+BY_A_COMPUTED_VALUE = {
+    "if tensor": lambda value: value if value > 0.5 else value * 2,
+    "if item": lambda value: value if value.item() > 0.5 else value * 2,
+    "if what is calculated from it": lambda value: value if 2 * value.detach().item() - 1 > 0.5 else value * 2,
+    "truth of a number": lambda value: value if value.item() else value * 2,
+    "truth of a bool": lambda value: value if (value > 0.5).item() else value * 2,
+    "count": lambda value: value if (value > 0).sum().item() == 3 else value * 2,
+}
+
+
+@pytest.mark.parametrize("way", BY_A_COMPUTED_VALUE)
+def test_a_way_that_a_computed_value_decides_is_followed_and_said(way: str) -> None:
+    timeline = trace(step_of(linear, lambda model, batch: BY_A_COMPUTED_VALUE[way](model(batch).pow(2).mean())))
+    assert timeline.tier == "partly symbolic"
+    (note,) = [note for note in timeline.notes if "decides by a computed value" in note.message]
+    assert "test_hard_cases.py" in note.source
+
+
+def test_numbers_that_are_only_logged_decide_nothing() -> None:
+    seen = {"best": 0.0}
+
+    def loss(model, batch):
+        value = model(batch).pow(2).mean()
+        number = value.item()
+        seen.update(best=max(seen["best"], number), text=f"{number:.3f}", total=seen.get("total", 0.0) + number)
+        seen.update(json=json.dumps(number), copy=pickle.loads(pickle.dumps(number)), tensor=torch.tensor(number))
+        assert not math.isnan(number)
+        if number != number or number == float("inf"):  # noqa: PLR0124 - how some scripts ask for NaN
+            raise RuntimeError("diverged")
+        return value
+
+    timeline = trace(step_of(linear, loss))
+    assert timeline.tier == "symbolic"
+    assert not timeline.notes
+    assert (seen["json"], seen["text"], type(seen["copy"])) == ("1.0", "1.000", float)
 
 
 def test_values_that_the_batch_decides_are_the_batchs_own() -> None:

@@ -24,8 +24,9 @@ from vram_guard.simulate.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.interrupts import Interrupts
 from vram_guard.simulate.pretend import Pretence, is_dense, is_symbolic, pretend_cuda, replaced
 from vram_guard.simulate.private_api import check_torch
+from vram_guard.simulate.questions import Questions
 from vram_guard.simulate.recorder import Recorder
-from vram_guard.simulate.run import classify_states, listed, make_buckets, module_paths
+from vram_guard.simulate.run import classify_states, make_buckets, module_paths
 from vram_guard.timeline import Timeline
 
 
@@ -42,7 +43,7 @@ class Following:
         self.recorder = Recorder()
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
-        self._pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, listed)
+        self._pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, Questions(self.recorder))
         self._mode = SymbolicMode(self.recorder, self._pretence, capability, Interrupts())
         self._on_step = on_step
         self._stack = contextlib.ExitStack()

@@ -21,6 +21,8 @@ from vram_guard.simulate.imports import Switch, imported_as_always
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from vram_guard.simulate.questions import Questions
+
 _CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
 
@@ -54,7 +56,7 @@ class Pretence:
         self,
         on_host: Callable[[torch.Tensor], bool],
         pinned: Callable[[torch.Tensor], bool],
-        tolist: Callable[[torch.Tensor], Any],
+        questions: Questions,
     ) -> None:
         self.active = False
         """A module imported during a trace may keep what it found in ``torch.cuda``: that must end with the trace."""
@@ -64,7 +66,7 @@ class Pretence:
         """Above 0 while torch derives the shapes of results: operators that run then take no memory."""
         self.on_host = on_host
         self.pinned = pinned
-        self.tolist = tolist
+        self.questions = questions
 
 
 def _tensor_attributes(state: Pretence) -> dict[str, Any]:
@@ -115,7 +117,13 @@ def _tensor_attributes(state: Pretence) -> dict[str, Any]:
         return _stand_in(self).numpy() if _real_is_meta(self) else _base.numpy(self, *args, **kwargs)
 
     def tolist(self: torch.Tensor) -> Any:
-        return state.tolist(self) if _real_is_meta(self) else _base.tolist(self)
+        return state.questions.tolist(self) if _real_is_meta(self) else _base.tolist(self)
+
+    def item(self: torch.Tensor) -> Any:
+        return state.questions.item(self) if pretends(self) else _base.item(self)
+
+    def truth(self: torch.Tensor) -> bool:
+        return state.questions.truth(self) if pretends(self) else _base.__bool__(self)
 
     def array(self: torch.Tensor, dtype: Any = None, copy: Any = None) -> Any:
         if not _real_is_meta(self):
@@ -150,6 +158,8 @@ def _tensor_attributes(state: Pretence) -> dict[str, Any]:
         "is_pinned": is_pinned,
         "numpy": numpy,
         "tolist": tolist,
+        "item": item,
+        "__bool__": truth,
         "__array__": array,
         "__repr__": representation,
     }
@@ -158,7 +168,8 @@ def _tensor_attributes(state: Pretence) -> dict[str, Any]:
 #: Names that ``torch.Tensor`` answers differently during a trace (for symbolic tensors only).
 TENSOR_ATTRIBUTES: tuple[str, ...] = (
     *("device", "is_cuda", "is_cpu", "is_meta", "get_device", "to", "cuda", "cpu"),
-    *("pin_memory", "is_pinned", "numpy", "tolist", "__array__", "__repr__", "_make_wrapper_subclass"),
+    *("pin_memory", "is_pinned", "numpy", "tolist", "item", "__bool__", "__array__", "__repr__"),
+    "_make_wrapper_subclass",
 )
 
 _real_repr: Callable[..., str] = torch.Tensor.__repr__

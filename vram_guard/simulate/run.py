@@ -23,6 +23,7 @@ from vram_guard.simulate.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.pretend import Pretence, is_symbolic, pretend_cuda, replaced
 from vram_guard.simulate.private_api import check_torch
+from vram_guard.simulate.questions import Questions
 from vram_guard.simulate.recorder import Recorder
 from vram_guard.simulate.state import (
     build_symbolically,
@@ -124,7 +125,7 @@ class _Run:
         self.capability = capability
         self.interrupts = interrupts
         self.recorder = Recorder()
-        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, listed)
+        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, Questions(self.recorder))
         self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
         self.take_off: Callable[[], None] = lambda: None
 
@@ -504,11 +505,3 @@ def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             raise UnsupportedStepError("compiled models need torch 2.6 or later here; give vram_guard the eager model")
     with set_stance("force_eager") if set_stance is not None else contextlib.nullcontext():
         yield
-
-
-def listed(tensor: torch.Tensor) -> Any:
-    """``tensor.tolist()`` of a symbolic tensor: its real values where they are known, else placeholders."""
-    value = values.compute(tensor)
-    if value is None:
-        value = torch.full((), values.scalar(tensor), dtype=tensor.dtype).expand(tensor.shape)
-    return torch._C.TensorBase.tolist(value)

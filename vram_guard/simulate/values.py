@@ -152,15 +152,15 @@ def _filled(args: Any, recipes: Any) -> list[Any]:
 
 
 def scalar(tensor: torch.Tensor) -> Any:
-    """The Python number that ``.item()`` answers: the real one where it is known, else a placeholder.
-
-    The placeholder is 1 (a loss, a norm or a count that a loop can divide by) and False for truth values.
-    """
+    """The Python number that ``.item()`` answers: the real one where it is known, else a placeholder."""
     value = compute(tensor)
-    if value is not None:
-        return value.item()
-    if tensor.dtype == torch.bool:
+    return placeholder(tensor.dtype) if value is None else value.item()
+
+
+def placeholder(dtype: torch.dtype) -> Any:
+    """What stands for a value that is not known: 1 (a loss, a norm or a count to divide by), False for truth values."""
+    if dtype == torch.bool:
         return False
-    if tensor.dtype.is_floating_point:
+    if dtype.is_floating_point:
         return 1.0
-    return complex(1.0) if tensor.dtype.is_complex else 1
+    return complex(1.0) if dtype.is_complex else 1
