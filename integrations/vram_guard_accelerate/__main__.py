@@ -36,9 +36,12 @@ def main() -> None:
         sys.exit(_exit_code(error))
     if orders is not None:
         from vram_guard_accelerate.apply import Applied
+        from vram_guard_accelerate.fsdp import announce
 
         if orders.precision:
             os.environ["ACCELERATE_MIXED_PRECISION"] = orders.precision
+        if orders.sharded:
+            announce(orders.wrapped)
         Applied(orders).install()
         command = [*command, *orders.script_arguments()]
     script.run(command, module=module)

@@ -8,10 +8,12 @@ import json
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vram_guard_accelerate import technique
+from vram_guard_accelerate.fsdp import sharding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +65,8 @@ class Applied:
                 if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
             ]
             self._models += new  # before: prepare itself calls prepare_model
-            prepared = original(accelerator, *args, **kwargs)
+            with sharding(accelerator, new) if self.orders.sharded else nullcontext():
+                prepared = original(accelerator, *args, **kwargs)
             for model in new:
                 self._treat(accelerator, model)
             technique.set_optimizers(accelerator, self.orders.technique())

@@ -10,6 +10,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan.words import not_possible
 from vram_guard.step import TrainingStep
 from vram_guard_accelerate.orders import Orders
+from vram_guard_accelerate.sharded_notes import about_sharding, why_not_sharded
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -60,6 +61,7 @@ def decide(run: DryRun, settings: Settings, budget: Budget) -> Decision:
         notes.append(not_possible("accumulate", run.why_not_sliced))
     if made.splits > 1:
         notes += _about_slices(run, facts)
+    notes += about_sharding(run, made)
     return Decision(made, Orders.of(made, run), tuple(notes))
 
 
@@ -77,6 +79,7 @@ def _as_written(run: DryRun) -> TrainingStep:
         precision=run.precision,  # type: ignore[arg-type]
         data_parallel_ranks=run.ranks,
         runner=run.trace,
+        shards=run.standby is not None,
     )
 
 
@@ -87,6 +90,7 @@ def _unused(*_args: Any) -> Any:
 def _refused(run: DryRun, facts: Facts) -> dict[str, str]:
     """Technique -> why it cannot be applied to this script."""
     reasons = {
+        "offload_parameters": why_not_sharded(run, compiled=_compiled(run)),
         "accumulate": _why_not_sliced(run, facts),
         "precision": _why_not_mixed(run),
         "grow": run.sample.growable if run.sample is not None else "",

@@ -16,6 +16,7 @@ from vram_guard_accelerate.answers import stopped
 from vram_guard_accelerate.apply import made_by_script
 from vram_guard_accelerate.before_prepare import BeforePrepare
 from vram_guard_accelerate.dry_run import OTHER_BATCHES
+from vram_guard_accelerate.sharded_copy import made_by_trainer, stand_by
 
 if TYPE_CHECKING:
     from vram_guard_accelerate.dry_run import DryRun
@@ -102,6 +103,8 @@ def _made(run: DryRun, original: Any) -> Any:
         given = {name: value for name, value in given.items() if name not in ("self", "cpu")}
         original(self, **given)
         run.accelerator = self
+        if made_by_trainer():
+            stand_by(run, self)
 
     return made
 
@@ -121,10 +124,14 @@ def _after_imports(original: Any) -> Any:
 def _prepare(run: DryRun, original: Any) -> Any:
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         run.accelerator = self
-        for thing in args:
-            if isinstance(thing, torch.nn.Module):
-                run.prepared(thing)
         run.begin()
+        models = [thing for thing in args if isinstance(thing, torch.nn.Module)]
+        if models:
+            stand_by(run, self)
+        if run.sharded is not None:
+            return run.sharded.prepare(original, self, args, kwargs)
+        for model in models:
+            run.prepared(model)
         return original(self, *args, **kwargs)
 
     return prepare
@@ -139,9 +146,12 @@ def _accumulate(run: DryRun, original: Any) -> Any:
 
 
 def _clips(run: DryRun, original: Any) -> Any:
+    signature = inspect.signature(original)
+
     def clip(*args: Any, **kwargs: Any) -> Any:
-        run.clipped()
-        return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        given["parameters"] = run.clipped(given["parameters"])
+        return original(**given)
 
     return clip
 

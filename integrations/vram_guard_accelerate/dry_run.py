@@ -8,7 +8,7 @@ the loop on, each with another batch size, precision or technique, and say what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vram_guard.simulate.following import Following
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
+    from vram_guard_accelerate.sharded_copy import Sharded
+    from vram_guard_accelerate.standby import FarCopy, Standby
 
 #: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
 OTHER_BATCHES = 2
@@ -54,10 +56,17 @@ class DryRun:
         ranks: processes that the real launch will have.
         decide: given this object, at the first training batch: plans, and does not return.
         patience: seconds that one copy may take.
+        may_shard: whether the plan may keep parameters on the host (FSDP2).
     """
 
     def __init__(
-        self, capability: tuple[int, int], ranks: int, decide: Callable[[DryRun], NoReturn], patience: float = 300.0
+        self,
+        capability: tuple[int, int],
+        ranks: int,
+        decide: Callable[[DryRun], NoReturn],
+        patience: float = 300.0,
+        *,
+        may_shard: bool = False,
     ) -> None:
         self.capability = capability
         self.ranks = ranks
@@ -80,7 +89,15 @@ class DryRun:
         """Loaders that the script made itself, in order."""
         self.home: Home | None = None
         """In a copy: the way back to the original."""
-        self._task: Task | None = None
+        self.task: Task | None = None
+        """In a copy: what it is to do."""
+        self.may_shard = may_shard
+        self.standby: Standby | None = None
+        """Makes copies in which the model is sharded."""
+        self.sharded: Sharded | None = None
+        """In such a copy: what is different there."""
+        self.why_not_sharded = ""
+        """Why such a copy came to no answer; "" where none failed."""
         self._steps: dict[int, int] = {}
         self._batches = 0
         self._batches_at: list[int] = []
@@ -91,7 +108,7 @@ class DryRun:
         """Why a copy that worked in slices came to no answer; "" where none failed."""
         self._began = time.monotonic()
         self._as_written: dict[int, Timeline] = {}
-        self._traced: dict[Any, Answer | forks.Copy] = {}
+        self._traced: dict[Any, Answer | forks.Copy | FarCopy] = {}
 
     # --- the script's own process -----------------------------------------------------------------------------
 
@@ -143,7 +160,11 @@ class DryRun:
         if not any(known is model for known in self.models):
             self.models.append(model)
             following.adopt_model(model)
-            model.register_forward_hook(self._returned)
+            self.watch(model)
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at what a prepared model returns."""
+        model.register_forward_hook(self._returned)
 
     @property
     def root(self) -> nn.Module:
@@ -177,16 +198,16 @@ class DryRun:
             loader: a ``DataLoader``.
             real: the loader's own next batch.
         """
-        if self._task is None and self.trains:
-            self._plan(loader)
-        if self._task is None or self.sample is None:
+        if self.sample is None and self.trains:
+            self._first_batch(loader)
+        if self.task is None or self.sample is None:
             return real()
         if loader is not self.sample.loader and _batch_size(loader) != self.sample.batch_size:
             return real()
         self._batches += 1
-        return self.sample.make(self._task.batch_size * self._task.step.slices)
+        return self.sample.make(self.task.batch_size * self.task.step.slices)
 
-    def _plan(self, loader: Any) -> None:
+    def _first_batch(self, loader: Any) -> None:
         """Plan in the original; come back in every copy, with a task."""
         from vram_guard.capture.loader import random_state_kept, read_loader
 
@@ -194,14 +215,16 @@ class DryRun:
         try:
             with random_state_kept():
                 self.sample = read_loader(loader)
-            self.following.train(self.root, self.ranks)
-            with self.following.paused():
-                self.decide(self)
+            # DistributedDataParallel has buckets for gradients, FSDP2 has none.
+            self.following.train(self.root, 1 if self.sharded is not None else self.ranks)
+            if self.task is None:
+                with self.following.paused():
+                    self.decide(self)
         except BecomeCopy as copy:
-            self.home, self._task = copy.home, copy.task
-        assert self._task is not None
+            self.home, self.task = copy.home, copy.task
+        assert self.task is not None
         self._began = time.monotonic()
-        self._change(self._task)
+        self._change(self.task)
         self.following.recorder.phase("forward", 1)
 
     def _change(self, task: Task) -> None:
@@ -251,23 +274,28 @@ class DryRun:
 
     def _look_for_comparisons(self, made: list[torch.Tensor]) -> None:
         """A model whose outputs are as wide as its batch, or its slice, compares samples (CLIP): no slices for it."""
-        assert self._task is not None
+        assert self.task is not None
         assert self.sample is not None
-        size = self._task.batch_size
+        size = self.task.batch_size
         wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
-        if self._task.step.slices == 1:
+        if self.task.step.slices == 1:
             self._compares = self._compares or wide
         elif wide and self._compares and size != self.sample.batch_size:
             stopped("the model compares the samples of a batch with each other, which slices would keep apart")
 
-    def clipped(self) -> None:
-        """The script clips its gradients."""
+    def clipped(self, parameters: Iterable[Any]) -> Any:
+        """The script clips its gradients, of these parameters; the same ones, to be clipped."""
         self._clips = True
+        if self.sharded is None or hasattr(parameters, "__tensor_flatten__"):
+            return parameters
+        listed = list(parameters)
+        self.sharded.check_clipped(listed, self.models)
+        return listed
 
     def _answer(self) -> Answer:
         assert self.following is not None
-        assert self._task is not None
-        timeline = self.following.timeline(self._task.batch_size, self._task.step.precision)
+        assert self.task is not None
+        timeline = self.following.timeline(self.task.batch_size, self.task.step.precision)
         between = self._batches_at[1] - self._batches_at[0] if len(self._batches_at) > 1 else self._batches
         own = {id(parameter) for model in self.models for parameter in model.parameters()}
         foreign = any(
@@ -318,22 +346,35 @@ class DryRun:
         if keys[0] not in self._traced:
             # The planner asks for these two one after the other: they run side by side.
             wanted = keys[1:] if batch_size == TRACED_SIZES[0] else keys[:1]
-            self._traced.update({key: forks.Copy(Task(step, key[-1])) for key in wanted})
+            self._traced.update({key: self._copy_for(step, key[-1]) for key in wanted})
         waiting = self._traced[keys[0]]
         if not isinstance(waiting, Answer):
             try:
                 waiting = self._traced[keys[0]] = self._answer_of(waiting)
             except VramGuardError as error:
                 self.why_not_sliced = str(error) if step.slices > 1 else self.why_not_sliced
+                self.why_not_sharded = str(error) if step.recipe.parameters_on_host else self.why_not_sharded
                 raise
         return waiting.timeline
 
-    def _answer_of(self, copy: forks.Copy) -> Answer:
+    def _copy_for(self, step: TrainingStep, batch_size: int) -> forks.Copy | FarCopy:
+        """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
+        if not step.recipe.parameters_on_host:
+            return forks.Copy(Task(step, batch_size))
+        assert self.standby is not None
+        portable = step.with_(model=_of_the_script, batch=None, loss=_of_the_script, optimizer=None, runner=None)
+        return self.standby.copy(Task(portable, batch_size))
+
+    def _answer_of(self, copy: forks.Copy | FarCopy) -> Answer:
         answer = copy.answer(self.patience)
         if isinstance(answer, Failure):
             raise answer.as_error()
         assert isinstance(answer, Answer)
         return answer
+
+
+def _of_the_script(*_args: Any) -> Any:
+    raise AssertionError("a script's loop is run by the script")
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -59,7 +59,8 @@ def _follow(request: dict[str, Any], folder: Path) -> NoReturn:
     # As in vram_guard.plan: of a GPU that nobody named, the oldest generation with bfloat16 is assumed.
     capability = tuple(budget.compute_capability or (8, 0))
     start = time.monotonic()
-    DryRun(capability, request["ranks"], decided).run(request["command"], module=request["module"])
+    run = DryRun(capability, request["ranks"], decided, may_shard="offload_parameters" in settings.techniques)
+    run.run(request["command"], module=request["module"])
 
 
 def _rendered(plan: Any) -> str:

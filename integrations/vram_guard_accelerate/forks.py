@@ -70,7 +70,7 @@ class Copy:
             os.close(self._pipe)
             raise BecomeCopy(task, Home(writing))
         os.close(writing)
-        _running[self._process] = self
+        running[self._process] = self
 
     def answer(self, seconds: float) -> Any:
         """What the copy sends home, once.
@@ -83,7 +83,7 @@ class Copy:
         """
         data = None
         try:
-            data = _read(self._pipe, time.monotonic() + seconds)
+            data = read_to_end(self._pipe, time.monotonic() + seconds)
         finally:
             if data is None:
                 os.kill(self._process, signal.SIGKILL)
@@ -97,22 +97,28 @@ class Copy:
 
     def _ended(self) -> int:
         os.close(self._pipe)
-        del _running[self._process]
+        del running[self._process]
         return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
 
 
-_running: dict[int, Copy] = {}
+running: dict[int, object] = {}
+"""Copies that have not answered yet, and those that wait to be asked, by process number."""
 
 
 def end_all() -> None:
     """No copy outlives its original."""
-    for process in list(_running):
+    for process in list(running):
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)
 
 
-def _read(pipe: int, deadline: float) -> bytes | None:
-    """Everything until the other end closes; None where the time is up."""
+def read_to_end(pipe: int, deadline: float) -> bytes | None:
+    """Everything until the other end of a pipe closes; None where the time is up.
+
+    Args:
+        pipe: a descriptor.
+        deadline: by ``time.monotonic()``, in seconds.
+    """
     parts: list[bytes] = []
     while True:
         ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class Orders:
         learning_rate_factor: what every learning rate is multiplied by.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
         recipe: the techniques, as :class:`vram_guard.techniques.Recipe` has them.
+        wrapped: for parameters on the host: the classes of the modules that FSDP2 carries one at a time.
     """
 
     precision: str = ""
@@ -44,12 +45,14 @@ class Orders:
     learning_rate_factor: float = 1.0
     models: int = 1
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    wrapped: Sequence[str] = ()
 
     @classmethod
     def of(cls, plan: Plan, run: DryRun) -> Orders:
         """What a plan means for the script that it was made for."""
         from vram_guard_accelerate.decide import exposed_batch_size, exposed_precision
         from vram_guard_accelerate.dry_run import ACCELERATES
+        from vram_guard_accelerate.fsdp import wrapped_classes
 
         mixed = plan.precision != plan.precision_before
         grown = plan.batch_size != plan.batch_size_before
@@ -64,12 +67,18 @@ class Orders:
             learning_rate_factor=plan.learning_rate_factor,
             models=len(run.models),
             recipe=asdict(plan.recipe),
+            wrapped=wrapped_classes(run.root, plan.recipe.parameters_on_host),
         )
 
     @property
     def slices(self) -> bool:
         """Whether batches pass through the models in slices."""
         return self.micro_batch_size < self.grown_batch_size
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters wait on the host, by FSDP2."""
+        return bool(self.recipe.get("parameters_on_host"))
 
     def script_arguments(self) -> list[str]:
         """What is added to the script's own command line; the last of two equal options counts."""

@@ -15,11 +15,14 @@ from vram_guard.settings import filled
 NOT_HERE: dict[str, str] = {
     "half": "the script makes its weights itself, in the precision that it chooses",
     "offload_frozen": "the script moves its frozen models itself",
-    "offload_optimizer": "the script has made its optimizer before Accelerate sees it",
-    "offload_parameters": "FSDP2 is chosen with accelerate's own options (--use_fsdp --fsdp_version 2 "
-    "--fsdp_offload_params true), before the script starts",
+    "offload_optimizer": "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters "
+    "(offload_parameters), and DeepSpeed, which can part them, is not followed",
     "8bit": "the script has made its optimizer before Accelerate sees it",
 }
+
+#: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
+#: checkpoints and state dicts hold.
+ONLY_BY_NAME = frozenset({"offload_parameters"})
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Settings:
     @property
     def techniques(self) -> frozenset[str]:
         """Those of the allowed techniques that can be applied to a script."""
-        return checked_techniques(self.allow) - NOT_HERE.keys()
+        return checked_techniques(self.allow) - NOT_HERE.keys() - (ONLY_BY_NAME - set(self.allow))
 
     @property
     def refused(self) -> tuple[str, ...]:

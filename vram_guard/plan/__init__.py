@@ -146,7 +146,10 @@ def _incompatible(step: TrainingStep) -> Callable[[Option], str]:
     clip = step.clip_grad_norm is not None or step.clip_grad_value is not None
 
     def why(option: Option) -> str:
-        return incompatible(option.recipe, clip=clip, precision=option.precision, ranks=step.data_parallel_ranks)
+        if step.runner is not None and option.splits > 1 and option.recipe.parameters_on_host:
+            return "FSDP2 gathers and frees a module's parameters once for a forward, not once for each of its slices"
+        ranks = step.data_parallel_ranks
+        return incompatible(option.recipe, clip=clip, precision=option.precision, ranks=ranks, sharded=step.shards)
 
     return why
 

@@ -95,13 +95,18 @@ class Costing:
         """Gradients go to the host, the step is made there, weights come back."""
         if not (recipe.optimizer_on_host or recipe.parameters_on_host):
             return StepTime()
-        static = self._static
+        static = {name: size // self._sharers(recipe) for name, size in self._static.items()}
         down = offload_seconds(static["gradients"], self._gpu, both_ways=False).times(rounds)
         # The weights once after the step, or for every forward and every backward pass.
         trips = 2 * rounds if recipe.parameters_on_host else 1
         up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
-        moved = sum(work.moved.at(1) for work in timeline.work if work.phase == "optimizer")
+        moved = sum(work.moved.at(1) for work in timeline.work if work.phase == "optimizer") / self._sharers(recipe)
         return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH)
+
+    def _sharers(self, recipe: Recipe) -> int:
+        """Processes of which each carries its own part of the parameters between host and GPU."""
+        step = self._traces.step
+        return step.data_parallel_ranks if step.shards and recipe.parameters_on_host else 1
 
     def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
         """Without foreach, the host starts each operator of the step for each parameter by itself."""
@@ -165,8 +170,8 @@ class Costing:
         ``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``, ``_lazy_init``.
         """
         units = option.recipe.parameters_on_host
-        if not units or "" in units:
-            return 0
+        if not units or "" in units or self._traces.step.shards:
+            return 0  # who shards by other means has units of its own, which the trace shows
         if units not in self._outside:
             inside = set(units)
             named = self._traces.model.named_parameters()

@@ -97,6 +97,29 @@ class Following:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
+    def shard(self, model: nn.Module, ranks: int) -> None:
+        """From here on FSDP2 on this model, which lies in host memory, is followed; call it in place of adopting it.
+
+        Args:
+            model: real; what of it the loop had moved to the GPU before is symbolic already, and stays there.
+            ranks: processes over which it will be sharded.
+
+        Raises:
+            UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
+        """
+        from vram_guard.simulate.sharded import STREAMS, fsdp_followed
+
+        self._pretence.shapes_only += 1  # the stand-ins take no memory of the GPU
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not is_symbolic(tensor):
+                self._in_place(tensor)
+                self.recorder.mark_host(tensor)
+        self._pretence.shapes_only -= 1
+        self.recorder.note(STREAMS)
+        self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": _address}))
+        self._stack.enter_context(fsdp_followed(model, self.recorder, self._pretence, ranks))
+        model.register_forward_pre_hook(self._before_forward)
+
     def train(self, model: nn.Module, ranks: int = 1) -> None:
         """The loop is about to train this model (its names are those of the answer), over so many processes."""
         if ranks > 1:
@@ -181,3 +204,11 @@ class Following:
             host_blocks=self.recorder.host.blocks(),
             host_events=tuple(self.recorder.host.events),
         )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """``Tensor.data_ptr``: symbolic tensors have none, but one tells them apart."""
+    address: int = torch._C.TensorBase.data_ptr(tensor)
+    if not is_symbolic(tensor) or hasattr(tensor, "__tensor_flatten__"):
+        return address
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())

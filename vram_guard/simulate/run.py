@@ -25,6 +25,7 @@ from vram_guard.simulate.pretend import Pretence, is_symbolic, pretend_cuda, rep
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.questions import Questions
 from vram_guard.simulate.recorder import Recorder
+from vram_guard.simulate.sharded import STREAMS, fsdp_followed
 from vram_guard.simulate.state import (
     build_symbolically,
     check_module,
@@ -216,8 +217,6 @@ class _Run:
     def _sharding(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if not self.step.recipe.parameters_on_host:
             return contextlib.nullcontext()
-        from vram_guard.simulate.sharded import fsdp_followed
-
         return fsdp_followed(model, self.recorder, self.pretence)
 
     def _set_up(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
@@ -246,10 +245,7 @@ class _Run:
             self.recorder.mark_host(tensor)
         if recipe.parameters_on_host:
             moved.clear()  # what FSDP replaces dies, as for real
-            self.recorder.note(
-                "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps "
-                "apart: reserved memory can be higher than said by the gradients of the largest module"
-            )
+            self.recorder.note(STREAMS)
         place(model, recipe, "cuda", self.step.precision, mesh)
         for name in recipe.frozen_on_host:
             for parameter in model.get_submodule(name).parameters():

@@ -18,12 +18,25 @@ if TYPE_CHECKING:
     from vram_guard.simulate.recorder import Recorder
 
 
+#: What a trace cannot see of it, for the reader of a prediction.
+STREAMS = (
+    "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps apart: reserved "
+    "memory can be higher than said by the gradients of the largest module"
+)
+
+
 @contextlib.contextmanager
-def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence) -> Iterator[Any]:
+def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence, ranks: int = 1) -> Iterator[Any]:
     """While the block runs, ``fully_shard`` on the model is followed; afterwards torch has forgotten the model.
 
+    Args:
+        model: what is sharded.
+        recorder: of the trace.
+        state: of the trace.
+        ranks: processes over which the model is sharded; this one is the first of them.
+
     Yields:
-        A device mesh of one process, whose collectives do nothing.
+        A device mesh of so many processes, whose collectives do nothing.
 
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
@@ -41,12 +54,14 @@ def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence) -> Iter
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(torch.UntypedStorage, {"resize_": _resize(recorder)}))
         stack.enter_context(replaced(FakeTensorMode, _shapes_only(state)))
+        # The mesh that `fully_shard` makes where it is given none.
+        stack.enter_context(replaced(torch._C, {"_get_accelerator": lambda *_args: torch.device("cuda")}))
         stack.enter_context(
             replaced(_fsdp_param.FSDPParam, {"init_unsharded_param": _named(recorder, _fsdp_param.FSDPParam)})
         )
         for module in model.modules():
             stack.callback(_composable_state._module_state_mapping.pop, module, None)
-        yield stack.enter_context(_mesh_of_one())
+        yield stack.enter_context(_mesh_of(ranks))
 
 
 def _resize(recorder: Recorder) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
@@ -98,8 +113,8 @@ def _named(recorder: Recorder, kind: Any) -> Callable[[Any], None]:
 
 
 @contextlib.contextmanager
-def _mesh_of_one() -> Iterator[Any]:
-    """A process group whose collectives do nothing: with one process there is nothing to exchange."""
+def _mesh_of(ranks: int) -> Iterator[Any]:
+    """A process group whose collectives do nothing: what other processes would send has no values either."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -111,8 +126,8 @@ def _mesh_of_one() -> Iterator[Any]:
         finally:
             dist.destroy_process_group(group)
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        yield init_device_mesh("cuda", (1,))
+        yield init_device_mesh("cuda", (ranks,))
     finally:
         dist.destroy_process_group()

@@ -23,6 +23,7 @@ def incompatible(
     optimizer_name: str = "",
     ranks: int = 1,
     torch_version: tuple[int, int] | None = None,
+    sharded: bool = False,
 ) -> str:
     """Why a recipe cannot run in this step; "" if nothing is known against it.
 
@@ -36,9 +37,11 @@ def incompatible(
         optimizer_name: the name of the optimizer's class; "": not known, or none (inference).
         ranks: processes that share the work.
         torch_version: (major, minor); None: the installed one is not asked.
+        sharded: whether parameters on the host are sharded over the processes.
     """
     for check in (_optimizer_form, _optimizer_on_host, _parameters_on_host):
-        reason = check(recipe, clip, precision, optimizer_name, ranks, torch_version)
+        among = 1 if sharded and check is _parameters_on_host else ranks
+        reason = check(recipe, clip, precision, optimizer_name, among, torch_version)
         if reason:
             return reason
     return ""

@@ -73,7 +73,7 @@ def offload_parameters(
     for name in sorted(filter(None, names), key=lambda name: -name.count(".")):
         fully_shard(model.get_submodule(name), reshard_after_forward=True, **settings)
     fully_shard(model, **settings)
-    _stay(model)
+    stay(model)
 
 
 def check_torch() -> None:
@@ -134,17 +134,17 @@ def _mesh_of_one(device: torch.device) -> Any:
     return init_device_mesh(device.type, (1,))
 
 
-def _stay(model: nn.Module) -> None:
-    """``model.to(device)`` leaves the parameters where they are; a change of dtype reaches them."""
+def stay(model: nn.Module) -> None:
+    """From now on ``model.to(device)`` leaves the parameters where they are; a change of dtype reaches them."""
     from torch import nn
 
     kind = type(model)
 
     def applied(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        def stay(tensor: torch.Tensor) -> torch.Tensor:
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
             return type_only(function, tensor) if isinstance(tensor, nn.Parameter) else function(tensor)
 
-        moved: nn.Module = kind._apply(model, stay, recurse)  # noqa: SLF001 - Module.to and its kin end there
+        moved: nn.Module = kind._apply(model, placed, recurse)  # noqa: SLF001 - Module.to and its kin end there
         return moved
 
     model.__dict__["_apply"] = applied

@@ -1,0 +1,66 @@
+"""Parameters on the host by FSDP2, in a plan: where they cannot be, and what whoever chooses them should know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vram_guard.plan.words import not_possible
+from vram_guard_accelerate.fsdp import SINCE
+
+if TYPE_CHECKING:
+    from vram_guard.plan import Plan
+    from vram_guard_accelerate.dry_run import DryRun
+
+STATE_DICTS = (
+    "parameters on the host (Accelerate's FSDP2): accelerator.get_state_dict(model) holds whole tensors, "
+    "model.state_dict() and the model's parameters hold each process's shards; save_state writes FSDP's files, and "
+    "load_state reads no others"
+)
+
+
+def why_not_sharded(run: DryRun, *, compiled: bool) -> str:
+    """Why parameters cannot wait on the host in this script; "" where nothing is known against it.
+
+    What is not seen here (tied weights, lists of parameters that are clipped, averages of weights) is seen when a copy
+    of the script is followed.
+
+    Args:
+        run: the script, at its first training batch.
+        compiled: whether ``torch.compile`` compiles a model as a whole.
+    """
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < SINCE:
+        return f"FSDP2 needs torch 2.6 or later, and this is {torch.__version__}"
+    if not torch.distributed.is_available():
+        return "FSDP2 needs torch.distributed, which this torch lacks"
+    if run.standby is None:
+        return "it has to be known before the Accelerator is made: name it in --allow of vram-guard launch"
+    if len(run.models) != 1:
+        return f"Accelerate's FSDP2 takes one model, and the script prepares {len(run.models)}"
+    if not any(parameter.requires_grad for parameter in run.root.parameters()):
+        return "FSDP2 is prepared with an optimizer of the model, and this one is not trained"
+    if run.precision == "16-mixed":
+        return "the GradScaler of fp16 unscales gradients on the GPU, and these would be on the host"
+    if compiled:
+        return "torch.compile over FSDP2 is not followed"
+    return ""
+
+
+def about_sharding(run: DryRun, plan: Plan) -> list[str]:
+    """What a reader of the plan should know of it."""
+    if not plan.recipe.parameters_on_host:
+        return [not_possible("offload_parameters", run.why_not_sharded)] if run.why_not_sharded else []
+    notes = [STATE_DICTS]
+    if plan.precision == "bf16-mixed":
+        notes.append(
+            "under FSDP2, Accelerate's bf16 is no autocast: the model computes in bfloat16 throughout, losses that it "
+            "returns too, and gradients are reduced in bfloat16; parameters and optimizer states stay in float32"
+        )
+    if run.ranks > 1:
+        notes.append(
+            "each process holds its share of parameters, gradients and optimizer states; what one process alone does "
+            "with the model (an evaluation under is_main_process) waits for the others, for ever"
+        )
+    return notes

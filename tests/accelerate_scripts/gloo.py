@@ -1,0 +1,21 @@
+"""What no GPU needs: Accelerate takes processes of the CPU, with gloo, for processes of GPUs, so that it uses FSDP2.
+
+Accelerate shards on GPUs only (``accelerate/state.py``). Everything beyond that is real here: its variables, its
+``prepare``, torch's ``fully_shard``, the processes and what they send each other.
+"""
+
+import os
+
+import torch
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+
+def take_for_gpus() -> None:
+    """Where Accelerate was told to use FSDP2; a dry run has its own pretence."""
+    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+        return
+    PartialState._prepare_backend = lambda *_args, **_kwargs: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    unpinned = CPUOffloadPolicy(pin_memory=False)  # nothing can be pinned without a GPU
+    CPUOffloadPolicy.__init__ = lambda self, **_: object.__setattr__(self, "pin_memory", unpinned.pin_memory)

@@ -1,0 +1,226 @@
+"""Loops over a model whose weights outweigh its activations, for parameters that wait on the host."""
+
+import argparse
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from common import Block
+from gloo import take_for_gpus
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int = 512, depth: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.last = nn.Linear(width, 4)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+class Tied(Wide):
+    """Two blocks share a weight, which FSDP2 would carry twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].wide.weight = self.blocks[0].wide.weight
+
+
+def data(samples):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (samples,), generator=generator))
+
+
+def train(options, accelerator, model=None, before=None, clip=None):
+    set_seed(accelerator.process_index if options.own_seed else 0)
+    model = model or Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = DataLoader(data(options.samples), batch_size=options.batch_size)
+    kept = [] if before is None else before(model)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    rates, losses, norms = [], [], []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = clip(accelerator, model, kept) if clip else None
+                norms.append(0.0 if norm is None else float(norm))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    if options.checkpoint:
+        accelerator.save_state(options.checkpoint)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        accelerator.load_state(options.checkpoint)
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        variables = {name: value for name, value in os.environ.items() if "FSDP" in name}
+        torch.save(
+            {
+                "weights": [{name: value.detach().clone() for name, value in weights.items()}],
+                "rates": rates,
+                "losses": losses,
+                "norms": norms,
+                "fsdp": accelerator.is_fsdp2,
+                "kinds": sorted({type(parameter).__name__ for parameter in model.parameters()}),
+                "held": sum(
+                    parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
+                    for parameter in model.parameters()
+                ),
+                "variables": variables,
+                "processes": accelerator.num_processes,
+                "precision": accelerator.mixed_precision,
+            },
+            options.out,
+        )
+
+
+def clipping(options):
+    train(
+        options, Accelerator(), clip=lambda accelerator, model, _: accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    )
+
+
+def accumulating(options):
+    train(options, Accelerator(gradient_accumulation_steps=2))
+
+
+def listed_before(options):
+    """Clips what it listed before ``prepare``, as many scripts do."""
+    clip = lambda accelerator, _, listed: accelerator.clip_grad_norm_(listed, 0.1)  # noqa: E731
+    train(options, Accelerator(), before=lambda model: list(model.parameters()), clip=clip)
+
+
+def tied(options):
+    train(options, Accelerator(), model=Tied())
+
+
+def averaging(options):
+    """An average of weights that was copied before ``prepare`` meets weights that are sharded now."""
+
+    def clip(_accelerator, model, kept):
+        with torch.no_grad():
+            for average, new in zip(kept, model.parameters(), strict=True):
+                average.lerp_(new, 0.1)
+        return 0.0
+
+    train(options, Accelerator(), before=lambda model: [p.detach().clone() for p in model.parameters()], clip=clip)
+
+
+def values(options):
+    train(
+        options, Accelerator(), clip=lambda accelerator, model, _: accelerator.clip_grad_value_(model.parameters(), 1)
+    )
+
+
+def two_models(options):
+    accelerator = Accelerator()
+    one, two = Wide(), Wide()
+    optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()])
+    one, two, optimizer = accelerator.prepare(one, two, optimizer)
+    for x, y in DataLoader(data(options.samples), batch_size=options.batch_size):
+        accelerator.backward(nn.functional.cross_entropy(one(x) + two(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def apart(options):
+    """Model and optimizer are prepared one after the other."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(Wide())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    for x, y in accelerator.prepare(DataLoader(data(options.samples), batch_size=options.batch_size)):
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Language(torch.utils.data.Dataset):
+    def __init__(self, samples):
+        self.rows = torch.randint(0, 64, (samples, 16), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, at):
+        return {"input_ids": self.rows[at], "labels": self.rows[at].clone()}
+
+
+def language_model():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    set_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=3, n_embd=384, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0,
+                   resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
+    )  # fmt: skip
+
+
+def transformers(options):
+    """A model whose embedding and head are one weight, and which returns its loss."""
+    accelerator = Accelerator()
+    model = language_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(Language(options.samples), batch_size=options.batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        kept = {name: value.detach().clone() for name, value in weights.items()}
+        torch.save({"weights": [kept], "losses": losses, "fsdp": accelerator.is_fsdp2}, options.out)
+
+
+def trainer(options):
+    from transformers import Trainer, TrainingArguments
+
+    settings = TrainingArguments(options.output_dir, per_device_train_batch_size=options.batch_size, report_to="none",
+                                 num_train_epochs=1, disable_tqdm=True, save_strategy="no", max_grad_norm=0.1,
+                                 logging_steps=1)  # fmt: skip
+    made = Trainer(model=language_model(), args=settings, train_dataset=Language(options.samples))
+    made.train()
+    weights = made.accelerator.get_state_dict(made.model)
+    if made.accelerator.is_main_process:
+        kept = {name: value.detach().clone() for name, value in weights.items()}
+        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        torch.save({"weights": [kept], "losses": losses, "fsdp": made.accelerator.is_fsdp2}, options.out)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("loop")
+    parser.add_argument("--out")
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--output_dir")
+    parser.add_argument("--own_seed", action="store_true")
+    options = parser.parse_args()
+    take_for_gpus()
+    globals()[options.loop](options)
+
+
+if __name__ == "__main__":
+    main()

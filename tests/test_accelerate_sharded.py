@@ -1,0 +1,160 @@
+"""Parameters on the host in scripts: Accelerate's FSDP2, predicted on symbolic tensors, and for real over gloo."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+    pytest.skip("FSDP2 is public since torch 2.6", allow_module_level=True)
+
+import accelerate_cases as cases
+
+SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+MIB = 2**20
+#: Less than the weights with their optimizer states, enough for what FSDP2 has on the GPU at a time.
+BUDGET = "90MiB"
+NAMED = ("offload_parameters",)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Everything that is asked of dry runs here, answered in one process."""
+    asked = tmp_path_factory.mktemp("sharded") / "asked"
+
+    def ask(name: str, loop: str, *more: object, **settings: Any) -> None:
+        settings = {"budget": BUDGET, "allow": NAMED, **settings}
+        cases.request(asked / name, SHARDED, loop, "--out", "never.pt", *more, **settings)
+
+    for ranks in (1, 2, 8):
+        ask(f"clipping{ranks}", "clipping", ranks=ranks)
+    ask("accumulating", "accumulating")
+    ask("mixed", "clipping", allow=("precision", *NAMED), budget="45MiB")
+    ask("checkpointed", "clipping", "--batch_size", 1024, "--samples", 2048, budget="100MiB",
+        allow=("checkpoint", "accumulate", *NAMED))  # fmt: skip
+    for name in ("listed_before", "tied", "averaging", "two_models", "apart", "values"):
+        ask(name, name)
+    ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
+    ask("optimizer", "clipping", allow=("offload_optimizer",))
+    ask("little_host", "clipping", host_budget="50MiB")
+    ask("transformers", "transformers")
+    ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
+    return cases.dry_runs(asked)
+
+
+def planned(answer: dict[str, Any]) -> dict[str, Any]:
+    assert "error" not in answer, answer
+    assert answer["fits"], answer["text"]
+    assert answer["orders"]["recipe"]["parameters_on_host"], answer["text"]
+    return answer["plan"]["estimate"]
+
+
+def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> None:
+    """Accelerate's functions on the script's model, and ours on the same model, allocate the same."""
+    from torch import nn
+
+    from vram_guard.simulate import estimate
+    from vram_guard.step import TrainingStep
+    from vram_guard.techniques import Recipe
+
+    sys.path.insert(0, str(SHARDED.parent))
+    try:
+        from sharded import Wide
+    finally:
+        sys.path.pop(0)
+    step = TrainingStep(
+        Wide(),
+        lambda size: (torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        lambda parameters: torch.optim.AdamW(parameters),
+        clip_grad_norm=0.1,
+        recipe=Recipe(parameters_on_host=BLOCKS),
+    )
+    ours, found = estimate(step, 4), planned(answers["clipping1"])
+    # The loop loads a batch while the last one is still held.
+    assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=1024)
+    assert found["peak_reserved"] == ours.peak_reserved
+    assert found["host_peak"] == pytest.approx(ours.host_peak, abs=1024)
+    for category in ("parameters", "gradients", "optimizer_states", "workspace", "buffers"):
+        assert found["breakdown"][category] == ours.breakdown[category], category
+    before = answers["clipping1"]["plan"]["before"]
+    assert found["peak_allocated"] < before["peak_allocated"] / 3
+    assert answers["clipping1"]["orders"]["wrapped"] == ["Block"]
+
+
+def test_more_processes_hold_less_each_on_the_host(answers: Any) -> None:
+    alone, two, eight = (planned(answers[f"clipping{ranks}"]) for ranks in (1, 2, 8))
+    assert two["host_peak"] == pytest.approx(alone["host_peak"] / 2, rel=0.01)
+    # Before it is sharded, every process has the model: 24 MiB and what is sharded of it already.
+    assert 24 * MIB < eight["host_peak"] < 29 * MIB
+    # Whole gradients of a block lie on the GPU until they are reduced, with more than one process in a buffer of it.
+    assert alone["peak_allocated"] < two["peak_allocated"] < alone["peak_allocated"] + 9 * MIB
+    slow, fast = answers["clipping1"]["plan"]["slowdown"], answers["clipping8"]["plan"]["slowdown"]
+    assert fast < slow
+
+
+def test_accumulation_keeps_whole_gradients_on_the_gpu(answers: Any) -> None:
+    """``accumulate()`` means ``set_requires_gradient_sync(False)``: nothing is reduced, so nothing is carried away."""
+    found = planned(answers["accumulating"])
+    assert found["breakdown"]["gradients"] > 24 * MIB > planned(answers["clipping1"])["breakdown"]["gradients"]
+
+
+def test_bf16_is_accelerates_own_policy_and_that_is_said(answers: Any) -> None:
+    found, whole = planned(answers["mixed"]), planned(answers["clipping1"])
+    assert answers["mixed"]["orders"]["precision"] == "bf16"
+    assert found["peak_allocated"] < whole["peak_allocated"]
+    assert any("no autocast" in note for note in answers["mixed"]["notes"])
+
+
+def test_checkpointing_goes_with_it_and_slices_do_not(answers: Any) -> None:
+    planned(answers["checkpointed"])
+    orders = answers["checkpointed"]["orders"]
+    assert orders["recipe"]["checkpoint"]
+    assert orders["micro_batch_size"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("listed_before", "listed before Accelerator.prepare"),
+        ("tied", "weights that are tied"),
+        ("averaging", "mixed torch.Tensor and DTensor"),
+        ("two_models", "takes one model, and the script prepares 2"),
+        ("apart", "a model and optimizer must be passed together"),
+        ("values", "do not support `clip_grad_value_`"),
+    ],
+)
+def test_what_fsdp2_would_change_is_refused_with_the_reason(answers: Any, name: str, says: str) -> None:
+    answer = answers[name]
+    assert "error" not in answer, answer
+    assert not answer["changed"]
+    assert any("parameters on the host are not possible" in note and says in note for note in answer["notes"])
+
+
+def test_it_is_used_only_where_it_is_named(answers: Any) -> None:
+    answer = answers["by_default"]
+    assert not answer["fits"]
+    assert "FSDP2" not in answer["text"]
+
+
+def test_the_optimizer_alone_is_refused_by_name(answers: Any) -> None:
+    assert any("only together with the parameters" in note for note in answers["optimizer"]["notes"])
+
+
+def test_what_the_host_lacks_is_not_promised(answers: Any) -> None:
+    answer = answers["little_host"]
+    assert not answer["fits"]
+    assert "of host memory" in " ".join(answer["text"].split())
+
+
+@pytest.mark.parametrize("name", ["transformers", "trainer"])
+def test_models_of_transformers_with_tied_embeddings_are_followed(answers: Any, name: str) -> None:
+    planned(answers[name])
+    assert answers[name]["orders"]["wrapped"] == ["GPT2Block"]
