@@ -18,6 +18,7 @@ from vram_guard_accelerate.silence import SILENT_ENVIRONMENT
 HERE = Path(__file__).parent
 TRAINING = HERE / "accelerate_scripts" / "training.py"
 TRAINER = HERE / "accelerate_scripts" / "trainer.py"
+OPTIONS = HERE / "accelerate_scripts" / "options.py"
 EDITED = HERE / "accelerate_scripts" / "edited.py"
 
 #: accelerate says which of these it was not given.

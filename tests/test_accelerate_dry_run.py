@@ -50,6 +50,8 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
                   gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
     cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
+    for name in ("summed", "masked"):
+        cases.request(asked / name, TRAINING, name, budget="40MiB", allow=("accumulate",))
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="100MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
@@ -151,6 +153,23 @@ def test_a_model_that_compares_its_samples_is_not_sliced(answers: Any) -> None:
     assert "error" not in answer, answer
     assert answer["orders"]["micro_batch_size"] == 16
     assert any("micro-batches are not possible" in note and "compares the samples" in note for note in answer["notes"])
+
+
+def test_a_loss_that_sums_over_the_batch_is_added_up(answers: Any) -> None:
+    assert "error" not in answers["summed"], answers["summed"]
+    assert answers["summed"]["fits"]
+    assert answers["summed"]["orders"]["micro_batch_size"] < 16
+    assert answers["summed"]["orders"]["loss_weight"] == "sum"
+    assert answers["sliced_inside"]["orders"]["loss_weight"] == "mean"
+
+
+def test_a_loss_of_which_it_cannot_be_told_is_not_sliced(answers: Any) -> None:
+    answer = answers["masked"]
+    assert "error" not in answer, answer
+    assert not answer["fits"]
+    assert any(
+        "it cannot be told what to weigh slices by" in note and "--loss-weight" in note for note in answer["notes"]
+    )
 
 
 def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:

@@ -13,7 +13,9 @@ from vram_guard import errors
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 
 if TYPE_CHECKING:
+    from vram_guard.apply.loss_terms import Term
     from vram_guard.timeline import Timeline
+    from vram_guard_accelerate.conduct import Conduct
 
 
 class StoppedError(BaseException):
@@ -41,6 +43,12 @@ class Facts:
     compares: bool
     """Whether an output is as wide as the batch: samples may be compared with each other."""
     seconds: float
+    losses: tuple[tuple[Term, ...], ...]
+    """The terms of the losses that models return; none where the script computes them."""
+    counts_items: bool
+    """Whether models are given the number of items that their loss is divided by."""
+    conduct: Conduct | None = None
+    """Of the loop as written, at its own batch size."""
 
 
 @dataclass(frozen=True)

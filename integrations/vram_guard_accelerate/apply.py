@@ -79,9 +79,10 @@ class Applied:
         from vram_guard.techniques import install
 
         install(model, self._recipe_of(model))
-        if self.orders.slices:
-            size = self.orders.grown_batch_size
-            technique.set_slices(accelerator, [model], size, self.orders.micro_batch_size)
+        orders = self.orders
+        if orders.slices:
+            size, micro, weight = orders.grown_batch_size, orders.micro_batch_size, orders.loss_weight
+            technique.set_slices(accelerator, [model], size, micro, loss_weight=weight)
 
     def _recipe_of(self, model: nn.Module) -> Recipe:
         """Of several models, names begin with the model's number in the order of ``prepare``."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.apply.microbatch import CannotSplitError, telling_example
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan import plan
 from vram_guard.plan.words import not_possible
+from vram_guard.simulate import TRACED_SIZES
 from vram_guard.step import TrainingStep
+from vram_guard_accelerate.agreement import loss_weight
+from vram_guard_accelerate.exposed import precision_option
 from vram_guard_accelerate.orders import Orders
 from vram_guard_accelerate.sharded_notes import about_sharding, why_not_sharded
+from vram_guard_accelerate.wishes import Wishes, check
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
     from vram_guard_accelerate.answers import Facts
     from vram_guard_accelerate.dry_run import DryRun
     from vram_guard_accelerate.settings import Settings
+    from vram_guard_accelerate.variants import Varied
 
 
 @dataclass(frozen=True)
@@ -29,40 +37,90 @@ class Decision:
     """What the processes of the real launch are to do."""
     notes: tuple[str, ...]
     """What a reader of the prediction should know, and what was refused for which reason."""
+    wanted: tuple[Varied, ...] = ()
+    """Variants of the launch that may be better, the likeliest first."""
 
 
-def decide(run: DryRun, settings: Settings, budget: Budget) -> Decision:
+def decide(
+    run: DryRun, settings: Settings, budget: Budget, *, varied: Varied | None = None, may_vary: bool = False
+) -> Decision:
     """Plan for the script that stands at its first training batch.
 
-    Raises:
-        UnsupportedStepError: the script cannot be followed; the message says where and why.
-    """
-    from vram_guard.plan import plan
+    Args:
+        run: the script.
+        settings: what may be changed.
+        budget: for each process.
+        varied: of which launch this one is a variant.
+        may_vary: whether whoever asks can run a variant of this launch dry.
 
+    Raises:
+        UnsupportedStepError: the script cannot be followed; the message says where and why. Or this launch turns out to
+            be another training than the one that it is a variant of.
+    """
     assert run.sample is not None
     written = _as_written(run)
     facts = run.first_look(written)
+    if varied is not None:
+        check(varied, run, facts)
+    weight, unclear = _loss_weight(run, written, facts, settings)
+    refused = _refused(run, facts, unclear)
+    wishes = Wishes(run, settings, facts, refused) if may_vary else None
+    without = set() if varied is None else varied.settled
+    if wishes is not None:
+        without |= wishes.to_be_varied
+        refused = {name: why for name, why in refused.items() if name not in wishes.to_be_varied}
+
+    def planned(step: TrainingStep, *, possible: Iterable[str] = (), growing: bool = settings.grow) -> Plan:
+        assert run.sample is not None
+        return plan(
+            step,
+            run.sample.batch_size,
+            budget,
+            allow=settings.techniques - (refused.keys() - set(possible)) - without,
+            host_budget=settings.host_budget,
+            grow=growing and not {"grow"} & (refused.keys() | without),
+            target_utilization=settings.target_utilization,
+            lr_rule=settings.lr_rule,
+            dataset_size=run.sample.dataset_size,
+        )
+
     step = written.with_(accumulate=facts.batches_per_step, forward_again=not facts.inside)
-    refused = _refused(run, facts)
-    made = plan(
-        step,
-        run.sample.batch_size,
-        budget,
-        allow=settings.techniques - refused.keys(),
-        host_budget=settings.host_budget,
-        grow=settings.grow and "grow" not in refused,
-        target_utilization=settings.target_utilization,
-        lr_rule=settings.lr_rule,
-        dataset_size=run.sample.dataset_size,
-    )
+    made = planned(step)
     notes = [*run.sample.notes, *run.notes, *settings.refused]
-    notes += [not_possible(name, why) for name, why in refused.items() if _asked(name, settings)]
+    notes += [
+        not_possible(name, why) for name, why in refused.items() if _asked(name, settings) and name not in without
+    ]
     if run.why_not_sliced and made.splits == 1:
         notes.append(not_possible("accumulate", run.why_not_sliced))
     if made.splits > 1:
         notes += _about_slices(run, facts)
     notes += about_sharding(run, made)
-    return Decision(made, Orders.of(made, run), tuple(notes))
+    orders = replace(Orders.of(made, run), loss_weight=weight)
+    wanted = wishes.wanted(made, step, planned, varied) if wishes is not None and _lacks_something(made) else ()
+    notes += wishes.notes if wishes is not None else []
+    if varied is not None:
+        return Decision(varied.combined(made), varied.variant.in_orders(orders), (*varied.notes(), *notes), wanted)
+    return Decision(made, orders, tuple(notes), wanted)
+
+
+def _lacks_something(made: Plan) -> bool:
+    """Whether the script has to be changed, or does not fit."""
+    grown = made.batch_size != made.batch_size_before
+    return not made.fits or (made.changed and not grown)
+
+
+def _loss_weight(
+    run: DryRun, written: TrainingStep, facts: Facts, settings: Settings
+) -> tuple[Literal["mean", "sum"], str]:
+    """What a loss that the models return is over their samples; and why that cannot be told ("" where it can)."""
+    assert run.sample is not None
+    if settings.loss_weight is not None:
+        return settings.loss_weight, ""
+    if not facts.losses or facts.counts_items or "accumulate" not in settings.techniques:
+        return "mean", ""  # of a number that the loss is divided by, slices see by themselves whether it was used
+    size = next(size for size in TRACED_SIZES if size != run.sample.batch_size)
+    other = run.facts_at(written, size)
+    return loss_weight(facts.losses, run.sample.batch_size, other.losses, size)
 
 
 def _asked(name: str, settings: Settings) -> bool:
@@ -87,11 +145,11 @@ def _unused(*_args: Any) -> Any:
     raise AssertionError("a script's loop is run by the script")
 
 
-def _refused(run: DryRun, facts: Facts) -> dict[str, str]:
+def _refused(run: DryRun, facts: Facts, unclear: str) -> dict[str, str]:
     """Technique -> why it cannot be applied to this script."""
     reasons = {
         "offload_parameters": why_not_sharded(run, compiled=_compiled(run)),
-        "accumulate": _why_not_sliced(run, facts),
+        "accumulate": _why_not_sliced(run, facts, unclear),
         "precision": _why_not_mixed(run),
         "grow": run.sample.growable if run.sample is not None else "",
         "fused": "the script clips gradients, which a fused optimizer unscales itself" if facts.clips else "",
@@ -99,11 +157,15 @@ def _refused(run: DryRun, facts: Facts) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _why_not_sliced(run: DryRun, facts: Facts) -> str:
+def _why_not_sliced(run: DryRun, facts: Facts, unclear: str) -> str:
     if facts.foreign:
         return "an optimizer updates parameters of a model that was not handed to Accelerator.prepare"
     if _compiled(run):
         return "a model that torch.compile compiles as a whole is not cut open"
+    if unclear:
+        return (
+            f"of the loss that a model returns it cannot be told what to weigh slices by: {unclear}; say --loss-weight"
+        )
     assert run.sample is not None
     try:
         telling_example(run.sample.make)
@@ -121,7 +183,7 @@ def _compiled(run: DryRun) -> bool:
 def _why_not_mixed(run: DryRun) -> str:
     if run.precision != "32-true":
         return "the precision was chosen by the user and stays"
-    if exposed_precision(run) is not None:
+    if precision_option(run) is not None:
         return ""
     if run.precision_given:
         return "the script passes its own mixed_precision to the Accelerator, and that wins"
@@ -130,28 +192,6 @@ def _why_not_mixed(run: DryRun) -> str:
             "the script asks accelerator.mixed_precision and acts on the answer before it trains; pass "
             "--mixed_precision to see what it does then"
         )
-    return ""
-
-
-def exposed_precision(run: DryRun) -> str | None:
-    """The script's own option for mixed precision, where it takes Accelerate's words; None where there is none."""
-    known = run.options.get("mixed_precision")
-    if known is None or str(known["value"] or "") != run.precision_given or not run.precision_given:
-        return None
-    return str(known["option"])
-
-
-#: Options by which scripts let their users choose the samples of one process's batch.
-BATCH_SIZE_OPTIONS = ("per_device_train_batch_size", "train_batch_size", "batch_size")
-
-
-def exposed_batch_size(run: DryRun) -> str:
-    """The script's own option for the batch size, where its value is what the loader delivers; "" where none is."""
-    assert run.sample is not None
-    for name in BATCH_SIZE_OPTIONS:
-        known = run.options.get(name)
-        if known is not None and known["value"] == run.sample.batch_size:
-            return str(known["option"])
     return ""
 
 

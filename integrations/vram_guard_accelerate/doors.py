@@ -37,6 +37,7 @@ def open_for(run: DryRun) -> None:
     _no_processes()
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
     exposed.watch(run.options)
+    run.watcher.install()
     _wrap(Accelerator, "__init__", lambda original: _made(run, original))
     _wrap(Accelerator, "prepare", lambda original: _prepare(run, original))
     _wrap(Accelerator, "prepare_model", lambda original: _prepare(run, original))

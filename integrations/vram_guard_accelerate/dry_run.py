@@ -16,7 +16,9 @@ from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard_accelerate import forks, script
 from vram_guard_accelerate.answers import Answer, Facts, Failure, stopped
+from vram_guard_accelerate.conduct import Returned, Watcher
 from vram_guard_accelerate.forks import BecomeCopy, Home
+from vram_guard_accelerate.gathering import gather
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.simulate.following import Following
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
+    from vram_guard_accelerate.conduct import Conduct
     from vram_guard_accelerate.sharded_copy import Sharded
     from vram_guard_accelerate.standby import FarCopy, Standby
 
@@ -46,6 +49,8 @@ class Task:
 
     step: TrainingStep
     batch_size: int
+    gathers: bool = False
+    """Whether optimizers step after every second batch only, see :mod:`vram_guard_accelerate.gathering`."""
 
 
 class DryRun:
@@ -99,11 +104,14 @@ class DryRun:
         self.why_not_sharded = ""
         """Why such a copy came to no answer; "" where none failed."""
         self._steps: dict[int, int] = {}
-        self._batches = 0
+        self.batches = 0
+        """Of the training, so far."""
         self._batches_at: list[int] = []
         self._clips = False
         self._inside = True
         self._compares = False
+        self.watcher = Watcher()
+        self.returned = Returned()
         self.why_not_sliced = ""
         """Why a copy that worked in slices came to no answer; "" where none failed."""
         self._began = time.monotonic()
@@ -164,7 +172,7 @@ class DryRun:
 
     def watch(self, model: nn.Module) -> None:
         """Look at what a prepared model returns."""
-        model.register_forward_hook(self._returned)
+        model.register_forward_hook(self._returned, with_kwargs=True)
 
     @property
     def root(self) -> nn.Module:
@@ -204,7 +212,7 @@ class DryRun:
             return real()
         if loader is not self.sample.loader and _batch_size(loader) != self.sample.batch_size:
             return real()
-        self._batches += 1
+        self.batches += 1
         return self.sample.make(self.task.batch_size * self.task.step.slices)
 
     def _first_batch(self, loader: Any) -> None:
@@ -236,6 +244,8 @@ class DryRun:
         step = task.step
         if step.precision != self.precision:
             technique.set_precision(self.accelerator, ACCELERATES[step.precision])
+        if task.gathers:
+            gather(self)
         install(self.root, step.recipe)
         technique.set_optimizers(self.accelerator, step.recipe)
         if step.slices > 1:
@@ -256,13 +266,14 @@ class DryRun:
         number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if number > self.following.steps:
             self.following.steps = number
-            self._batches_at.append(self._batches)
+            self._batches_at.append(self.batches)
+            self.watcher.stepped()
         known = [getattr(prepared, "optimizer", prepared) for prepared in self.accelerator._optimizers]  # noqa: SLF001
         waiting = [one for one in known if self._steps.get(id(one), 0) < 2]
         if self.home is not None and (number > 2 or (number == 2 and not waiting)):
             self.home.send(self._answer())
 
-    def _returned(self, _model: nn.Module, _given: Any, out: Any) -> None:
+    def _returned(self, model: nn.Module, _args: Any, called: dict[str, Any], out: Any) -> None:
         """After a model's forward: does it return one scalar to differentiate, its loss?"""
         from vram_guard.apply.outputs import tensors_of
 
@@ -270,6 +281,7 @@ class DryRun:
         made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
         if self.home is not None and made:
             self._inside = self._inside and len(scalars) == 1
+            self.returned.look(model, called, made)
             self._look_for_comparisons(made)
 
     def _look_for_comparisons(self, made: list[torch.Tensor]) -> None:
@@ -286,6 +298,7 @@ class DryRun:
     def clipped(self, parameters: Iterable[Any]) -> Any:
         """The script clips its gradients, of these parameters; the same ones, to be clipped."""
         self._clips = True
+        self.watcher.clipped()
         if self.sharded is None or hasattr(parameters, "__tensor_flatten__"):
             return parameters
         listed = list(parameters)
@@ -295,8 +308,9 @@ class DryRun:
     def _answer(self) -> Answer:
         assert self.following is not None
         assert self.task is not None
+        assert self.sample is not None
         timeline = self.following.timeline(self.task.batch_size, self.task.step.precision)
-        between = self._batches_at[1] - self._batches_at[0] if len(self._batches_at) > 1 else self._batches
+        between = self._batches_at[1] - self._batches_at[0] if len(self._batches_at) > 1 else self.batches
         own = {id(parameter) for model in self.models for parameter in model.parameters()}
         foreign = any(
             id(parameter) not in own
@@ -305,9 +319,25 @@ class DryRun:
             for parameter in group["params"]
         )
         seconds = time.monotonic() - self._began
-        return Answer(
-            timeline,
-            Facts(self.following.steps, max(1, between), self._clips, foreign, self._inside, self._compares, seconds),
+        own_look = self.task.step.slices == 1 and self.task.batch_size == self.sample.batch_size
+        facts = Facts(
+            self.following.steps,
+            max(1, between),
+            self._clips,
+            foreign,
+            self._inside,
+            self._compares,
+            seconds,
+            self.returned.terms,
+            self.returned.items,
+            self._conduct(max(1, between)) if own_look else None,
+        )
+        return Answer(timeline, facts)
+
+    def _conduct(self, batches_per_step: int) -> Conduct:
+        assert self.sample is not None
+        return self.watcher.conduct(
+            self.sample.loader, self.sample.batch_size, batches_per_step, counts_items=self.returned.items
         )
 
     def ended_early(self) -> Answer | Failure:
@@ -316,7 +346,7 @@ class DryRun:
         if self.following.steps:
             return self._answer()
         return Failure(
-            "UnsupportedStepError", f"the script ended after {self._batches} batches without an optimizer step"
+            "UnsupportedStepError", f"the script ended after {self.batches} batches without an optimizer step"
         )
 
     # --- traces, asked for by the planner -----------------------------------------------------------------------
@@ -336,6 +366,24 @@ class DryRun:
         self._as_written[self.sample.batch_size] = answer.timeline
         self._compares = answer.facts.compares
         return answer.facts
+
+    def facts_at(self, step: TrainingStep, batch_size: int) -> Facts:
+        """The loop as written, at another size of batches."""
+        self.trace(step, batch_size, self.capability)
+        answer = self._traced[step.precision, step.slices, step.recipe, batch_size]
+        assert isinstance(answer, Answer)
+        return answer.facts
+
+    def trace_gathered(self, step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> Timeline:
+        """As :meth:`trace`, where slices are batches of their own, which the script's own options make."""
+        if step.slices == 1:
+            return self.trace(step, batch_size, capability)
+        key = ("gathered", step.precision, step.recipe, batch_size)
+        if key not in self._traced:
+            self._traced[key] = self._answer_of(forks.Copy(Task(step.with_(slices=1), batch_size, gathers=True)))
+        answer = self._traced[key]
+        assert isinstance(answer, Answer)
+        return answer.timeline
 
     def trace(self, step: TrainingStep, batch_size: int, _capability: tuple[int, int]) -> Timeline:
         """:attr:`vram_guard.step.TrainingStep.runner`: the loop under a step's settings, at one micro-batch size."""

@@ -15,6 +15,7 @@ from vram_guard_accelerate import forks
 from vram_guard_accelerate.answers import Failure, imported_files
 from vram_guard_accelerate.dry_run import DryRun
 from vram_guard_accelerate.settings import Settings
+from vram_guard_accelerate.variants import Varied
 
 
 def main() -> NoReturn:
@@ -35,12 +36,13 @@ def _follow(request: dict[str, Any], folder: Path) -> NoReturn:
 
     budget = pickle.loads((folder / "budget.pickle").read_bytes())  # noqa: S301 - written by the launcher just now
     settings = Settings.of(request["settings"])
+    varied = Varied.read(request.get("varied"))
 
     def decided(run: DryRun) -> NoReturn:
         from vram_guard_accelerate.decide import decide
 
         began, memory = time.monotonic(), _memory()
-        decision = decide(run, settings, budget)
+        decision = decide(run, settings, budget, varied=varied, may_vary=True)
         _answer(
             folder,
             {
@@ -48,6 +50,7 @@ def _follow(request: dict[str, Any], folder: Path) -> NoReturn:
                 "text": _rendered(decision.plan),
                 "orders": json.loads(decision.orders.text()),
                 "notes": list(decision.notes),
+                "wanted": [wanted.asked() for wanted in decision.wanted],
                 "files": imported_files(),
                 "fits": decision.plan.fits,
                 "changed": decision.plan.changed,

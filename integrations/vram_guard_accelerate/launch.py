@@ -50,8 +50,8 @@ def launch(arguments: Sequence[str]) -> int:
         (given.script, *given.arguments), given.module, given.settings, budget, target.ranks, target.environment
     )
     try:
-        with waiting():
-            prediction = predict(question, fresh=given.options.fresh)
+        with waiting() as status:
+            prediction = predict(question, fresh=given.options.fresh, progress=lambda line: _again(status, line))
     except KeyboardInterrupt:
         say("vram-guard: stopped while planning; nothing was started")
         return SIGNAL_BASE + 2
@@ -72,6 +72,10 @@ def waiting() -> Status:
     from rich.console import Console
 
     return Console(stderr=True).status("vram-guard: running the script symbolically, up to two optimizer steps")
+
+
+def _again(status: Status, options: str) -> None:
+    status.update(f"vram-guard: running the script symbolically once more, launched with {options}")
 
 
 def show(prediction: Prediction, *, as_json: bool) -> None:

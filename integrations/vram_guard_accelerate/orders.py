@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
@@ -27,7 +27,10 @@ class Orders:
         batch_size: samples that the training loader delivers, as the script makes it.
         grown_batch_size: the same under a larger batch; equal to ``batch_size`` where it stays.
         micro_batch_size: samples of the slices in which a batch passes through the models.
-        batch_option: the script's own option that is set for a larger batch; "": the loader is made larger.
+        batch_option: the script's own option that is set to ``grown_batch_size``; "": the loader is made larger.
+        accumulation_option: the script's own option that is set to ``accumulation``, where its batches become smaller.
+        accumulation: batches of an optimizer step, under that.
+        loss_weight: what a loss that the models return is over the samples of a batch: "mean" or "sum".
         loader: which of the loaders that the script makes is the training's, from 0.
         learning_rate_factor: what every learning rate is multiplied by.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
@@ -41,6 +44,9 @@ class Orders:
     grown_batch_size: int = 1
     micro_batch_size: int = 1
     batch_option: str = ""
+    accumulation_option: str = ""
+    accumulation: int = 1
+    loss_weight: Literal["mean", "sum"] = "mean"
     loader: int = 0
     learning_rate_factor: float = 1.0
     models: int = 1
@@ -50,19 +56,19 @@ class Orders:
     @classmethod
     def of(cls, plan: Plan, run: DryRun) -> Orders:
         """What a plan means for the script that it was made for."""
-        from vram_guard_accelerate.decide import exposed_batch_size, exposed_precision
         from vram_guard_accelerate.dry_run import ACCELERATES
+        from vram_guard_accelerate.exposed import batch_size_option, precision_option
         from vram_guard_accelerate.fsdp import wrapped_classes
 
         mixed = plan.precision != plan.precision_before
         grown = plan.batch_size != plan.batch_size_before
         return cls(
             precision=ACCELERATES[plan.precision] if mixed else "",
-            precision_option=(exposed_precision(run) or "") if mixed else "",
+            precision_option=(precision_option(run) or "") if mixed else "",
             batch_size=plan.batch_size_before,
             grown_batch_size=plan.batch_size,
             micro_batch_size=plan.micro_batch_size,
-            batch_option=exposed_batch_size(run) if grown else "",
+            batch_option=batch_size_option(run) if grown else "",
             loader=run.training_loader,
             learning_rate_factor=plan.learning_rate_factor,
             models=len(run.models),
@@ -82,8 +88,12 @@ class Orders:
 
     def script_arguments(self) -> list[str]:
         """What is added to the script's own command line; the last of two equal options counts."""
-        precision = [self.precision_option, self.precision] if self.precision_option else []
-        return [*precision, *([self.batch_option, str(self.grown_batch_size)] if self.batch_option else [])]
+        given = (
+            (self.precision_option, self.precision),
+            (self.batch_option, str(self.grown_batch_size)),
+            (self.accumulation_option, str(self.accumulation)),
+        )
+        return [word for option, value in given if option for word in (option, value)]
 
     def technique(self) -> Recipe:
         """The techniques beyond precision and micro-batches."""

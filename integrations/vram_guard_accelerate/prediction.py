@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from vram_guard_accelerate.answers import state_of
 from vram_guard_accelerate.orders import Orders
 from vram_guard_accelerate.silence import SILENT_ENVIRONMENT
 from vram_guard_accelerate.target import OF_A_RANK
+from vram_guard_accelerate.variants import Variant, settled
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -89,6 +90,11 @@ class Question:
                 digest.update(f"{path} {state.st_size} {state.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:32]
 
+    def varied(self, variant: Variant) -> Question:
+        """The same for a variant of the launch."""
+        environment = {**self.environment, **variant.environment}
+        return replace(self, command=(*self.command, *variant.arguments), environment=environment)
+
     def _files(self) -> list[Path]:
         """The script, its neighbours (which it may import), and descriptions that its arguments name.
 
@@ -104,12 +110,15 @@ class Question:
         return [*sorted(script.resolve().parent.glob("*.py")), *described, *folders]
 
 
-def predict(question: Question, *, fresh: bool = False) -> Prediction:
+def predict(
+    question: Question, *, fresh: bool = False, progress: Callable[[str], None] = lambda _line: None
+) -> Prediction:
     """Run the script dry, or remember what came of it.
 
     Args:
         question: what is asked.
         fresh: do not look for a remembered answer.
+        progress: called with the options of every variant of the launch that is run dry too.
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
@@ -130,6 +139,7 @@ def predict(question: Question, *, fresh: bool = False) -> Prediction:
     answer = _run(question, log)
     if "error" in answer:
         raise _error(answer, log)
+    answer = settled(answer, lambda asked: _run(question.varied(Variant(**asked["variant"])), log, asked), progress)
     prediction = _read(answer, str(log))
     if remembered is not None and remembered.parent.is_dir():
         with contextlib.suppress(OSError):
@@ -183,8 +193,8 @@ def _log_beside(remembered: Path | None) -> Path:
     return Path(name)
 
 
-def _run(question: Question, log: Path) -> dict[str, Any]:
-    """Start the process of the dry run and wait for its answer."""
+def _run(question: Question, log: Path, varied: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Start the process of the dry run and wait for its answer; ``varied``: of what the question is a variant."""
     with tempfile.TemporaryDirectory(prefix="vram-guard-") as name:
         folder = Path(name)
         request = {
@@ -192,6 +202,7 @@ def _run(question: Question, log: Path) -> dict[str, Any]:
             "module": question.module,
             "settings": question.settings.as_dict(),
             "ranks": question.ranks,
+            "varied": varied,
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         (folder / "budget.pickle").write_bytes(pickle.dumps(question.budget))

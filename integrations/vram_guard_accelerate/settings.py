@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
-from vram_guard.plan.checks import check_amounts, check_growth, check_switches
+from vram_guard.errors import InvalidInputError
+from vram_guard.plan.checks import check_amounts, check_growth, check_loss_weight, check_switches
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.settings import filled
 
@@ -38,6 +39,8 @@ class Settings:
         target_utilization: the share of the memory that growth may fill, in (0, 1].
         lr_rule: "linear", "sqrt" or "none".
         host_budget: host memory that techniques may take; None: what is free.
+        loss_weight: what a loss that the model returns is over the samples of a batch, "mean" or "sum"; None: it is
+            read from the loss.
     """
 
     budget: str | int | None = None
@@ -48,6 +51,7 @@ class Settings:
     target_utilization: float = 0.8
     lr_rule: str = "linear"
     host_budget: str | int | None = None
+    loss_weight: Literal["mean", "sum"] | None = None
 
     def __post_init__(self) -> None:
 
@@ -59,6 +63,9 @@ class Settings:
         check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
         check_growth(self.target_utilization, self.lr_rule)
         check_switches(grow=self.grow)
+        if callable(self.loss_weight):
+            raise InvalidInputError("loss_weight must be 'mean' or 'sum' here, not a function")
+        check_loss_weight("mean" if self.loss_weight is None else self.loss_weight)
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -101,6 +108,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target-utilization", type=float, metavar="SHARE", help="what --grow may fill (default: 0.8)")
     group.add_argument("--lr-rule", metavar="RULE", help="learning rates under --grow: linear, sqrt or none")
     group.add_argument("--host-budget", metavar="BYTES", help="host memory that may be taken (default: what is free)")
+    group.add_argument(
+        "--loss-weight", metavar="KIND", help="what a loss that the model returns is: mean or sum (default: it is read)"
+    )
     group.add_argument("--dry-run", action="store_true", help="only plan: exit code 0 if it fits, 1 if not")
     group.add_argument("--json", action="store_true", help="the plan as JSON, on standard output")
     group.add_argument("--yes", action="store_true", help="launch without asking (the default)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.apply.sliced_forward import slice_forward
 
@@ -54,13 +54,20 @@ def set_slices(
     batch_size: int,
     micro_batch_size: int,
     *,
+    loss_weight: Literal["mean", "sum"] = "mean",
     at_most: int | None = None,
     on_slice: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Every trained model works in slices of so many samples; the function that undoes it."""
     undo = [
         slice_forward(
-            model, batch_size, micro_batch_size, scale=_scale_of(accelerator), at_most=at_most, on_slice=on_slice
+            model,
+            batch_size,
+            micro_batch_size,
+            loss_weight=loss_weight,
+            scale=_scale_of(accelerator),
+            at_most=at_most,
+            on_slice=on_slice,
         )
         for model in models
         if any(parameter.requires_grad for parameter in model.parameters())

@@ -1,5 +1,6 @@
-"""A script over Transformers' Trainer, its arguments read by HfArgumentParser."""
+"""A script over Transformers' Trainer, its arguments read by HfArgumentParser, or from a file of settings."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,11 @@ class Rates(TrainerCallback):
 
 
 def main():
-    own, training = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclasses()
+    parser = HfArgumentParser((Own, TrainingArguments))
+    if len(sys.argv) == 2 and sys.argv[1].endswith(".json"):
+        own, training = parser.parse_json_file(sys.argv[1])
+    else:
+        own, training = parser.parse_args_into_dataclasses()
     set_seed(0)
     config = GPT2Config(
         n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=256, bos_token_id=0, eos_token_id=0,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: Nodes of a graph that leave a number as it is.
 _SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Identity", "Expand")
@@ -146,16 +147,19 @@ def _constant(node: Any, behind: list[Any]) -> tuple[Any, float] | None:
     saved = getattr(node, "_saved_other" if carrying[0] == 0 else "_saved_self", None)
     if isinstance(saved, torch.Tensor):
         # A number of Python lies on the CPU as a tensor; what a model computed is nothing that is known beforehand.
-        saved = saved.item() if saved.dim() == 0 and saved.device.type == "cpu" and _is_real(saved) else None
+        saved = _number(saved)
     if not isinstance(saved, int | float) or not saved or not math.isfinite(saved):
         return None
     return behind[carrying[0]], float(saved)
 
 
-def _is_real(tensor: torch.Tensor) -> bool:
+def _number(tensor: torch.Tensor) -> Any:
+    """What a real tensor on the CPU holds; None for others."""
     from vram_guard.simulate.pretend import is_symbolic
 
-    return not is_symbolic(tensor)
+    with _disable_current_modes():  # in a trace, nothing is to be written down for this
+        real = tensor.dim() == 0 and not is_symbolic(tensor) and tensor.device.type == "cpu"
+        return tensor.item() if real else None
 
 
 def _leaf(node: Any, factor: float) -> Term:

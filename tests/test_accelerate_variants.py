@@ -1,0 +1,249 @@
+"""Variants of a launch: a script's own options set for it, where they are shown to leave the training as it was."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+from accelerate_cases import ONE, OPTIONS, TRAINER, TWO, difference, launch  # noqa: E402
+
+from vram_guard.apply.loss_terms import Term  # noqa: E402
+from vram_guard_accelerate.agreement import disagreement, why_not_accumulated  # noqa: E402
+from vram_guard_accelerate.conduct import Conduct  # noqa: E402
+from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.variants import MOST, Variant, settled  # noqa: E402
+
+SET = ["--batch_size", "8", "--gradient_accumulation_steps", "2"]
+HALVED = Orders(batch_size=8, grown_batch_size=8, micro_batch_size=8, batch_option=SET[0],
+                accumulation_option=SET[2], accumulation=2)  # fmt: skip
+TRAINER_ARGUMENTS = {
+    "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 1, "samples": 64,
+    "per_device_train_batch_size": 16, "torch_compile": True, "torch_compile_backend": "eager",
+}  # fmt: skip
+
+
+# --- the dry runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("variants")
+    asked = folder / "asked"
+    for name in ("by_hand", "undivided", "per_batch", "compares"):
+        cases.request(asked / name, OPTIONS, name, "--out", "never.pt", budget="45MiB", allow=("accumulate",))
+    cases.request(asked / "asks", OPTIONS, "asks", budget="45MiB", allow=("precision", "accumulate"))
+    given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    cases.request(asked / "trainer", TRAINER, *words, budget="80MiB", allow=("accumulate",))
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps(given))
+    cases.request(asked / "from_a_file", TRAINER, settings, budget="80MiB", allow=("accumulate",))
+    return cases.dry_runs(asked)
+
+
+def test_options_are_set_where_slices_would_run_forwards_twice(answers: Any) -> None:
+    answer = answers["by_hand"]
+    assert "error" not in answer, answer
+    assert answer["tried"] == [" ".join(SET)]
+    assert Orders(**answer["orders"]).script_arguments() == SET
+    plan = answer["plan"]
+    assert (plan["accumulate"], plan["batch_size"]) == ({"before": 1, "after": 2}, {"before": 16, "after": 8})
+    assert plan["estimate"]["peak_reserved"] <= 45 * 2**20 < plan["before"]["peak_reserved"]
+    assert any("seen in a dry run of its own" in note for note in answer["notes"])
+    # What it costs is more small operators, and no second forward.
+    assert plan["slowdown"] < answers["undivided"]["plan"]["slowdown"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("undivided", "gradients would be 2 times as large"),
+        ("per_batch", "learning rates differ, from optimizer step 1 on"),
+        ("compares", "compared with each other"),
+    ],
+)
+def test_options_that_make_another_training_are_left_alone(answers: Any, name: str, why: str) -> None:
+    answer = answers[name]
+    assert "error" not in answer, answer
+    assert answer["fits"]
+    assert answer["orders"]["micro_batch_size"] == 8  # in slices, instead
+    assert Orders(**answer["orders"]).script_arguments() == []
+    assert any("--gradient_accumulation_steps" in note and why in note for note in answer["notes"]), answer["notes"]
+    assert any("forward twice" in note for note in answer["notes"])
+
+
+def test_a_script_that_acts_on_its_precision_is_seen_to_do_so(answers: Any) -> None:
+    answer = answers["asks"]
+    assert "error" not in answer, answer
+    assert answer["orders"]["precision"] == "bf16"
+    before, after = (answer["plan"][which]["breakdown"]["parameters"] for which in ("before", "estimate"))
+    # Its frozen encoder has a million weights, which the script itself halves.
+    assert before - after == pytest.approx(2_000_000, abs=512)
+    assert not any("mixed precision is not possible" in note for note in answer["notes"])
+
+
+def test_transformers_trainer_sets_its_own_options_where_it_cannot_be_sliced(answers: Any) -> None:
+    answer = answers["trainer"]
+    assert "error" not in answer, answer
+    given = Orders(**answer["orders"]).script_arguments()
+    assert given == ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
+    assert answer["fits"]
+
+
+def test_options_in_a_file_of_settings_are_not_appended_to(answers: Any) -> None:
+    answer = answers["from_a_file"]
+    assert "error" not in answer, answer
+    assert "tried" not in answer
+    assert not answer["fits"]
+    assert any("torch.compile" in note for note in answer["notes"])
+
+
+# --- launches ---------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_with_its_options_set_is_the_same_training(tmp_path: Path) -> None:
+    out, guarded = tmp_path / "written.pt", tmp_path / "set.pt"
+    plain = launch(*ONE, OPTIONS, "accumulated", "--out", out, cache=tmp_path, guarded=False)
+    budget = ("--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
+    done = launch(*ONE, *budget, OPTIONS, "accumulated", "--out", guarded, cache=tmp_path)
+    assert (plain.returncode, done.returncode) == (0, 0), done.stderr
+    assert " ".join(SET) in done.stderr
+    written, halved = torch.load(out), torch.load(guarded)
+    same_training(written, halved)
+
+
+def test_two_processes_with_their_options_set_are_the_same_training(tmp_path: Path) -> None:
+    more = {"ACCELERATE_USE_CPU": "true"}
+    folders = [tmp_path / name for name in ("written", "set")]
+    for folder, own in zip(folders, [(), ("-m", "vram_guard_accelerate")], strict=True):
+        folder.mkdir()
+        orders = {VARIABLE: HALVED.text()} if own else {}
+        done = launch(*TWO, *own, OPTIONS, "several", "--out", folder, cache=tmp_path, guarded=False, **more, **orders)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("accumulated", "by_hand"):
+        written, halved = (torch.load(folder / f"{name}.pt") for folder in folders)
+        assert written["processes"] == 2
+        same_training(written, halved)
+
+
+def same_training(written: Any, halved: Any) -> None:
+    assert 0 < difference(written, halved) < 2e-6
+    assert written["rates"] == halved["rates"]
+    assert len(halved["losses"]) == 2 * len(written["losses"])
+    pairs = [sum(halved["losses"][at : at + 2]) / 2 for at in range(0, len(halved["losses"]), 2)]
+    assert pairs == pytest.approx(written["losses"], rel=1e-5)
+
+
+# --- what is compared -------------------------------------------------------------------------------------------
+
+WRITTEN = Conduct(
+    complete=True, batch_size=16, batches_per_step=1, losses=((Term("mean", 1.0, (16,), labels=True),),),
+    counts=(("clip", 1), ("zero", 1)), rates=((0.1,), (0.2,), (0.3,)), rates_unknown="", batches=4, samples=64,
+    bars=(8,), counts_items=False,
+)  # fmt: skip
+HALF = replace(
+    WRITTEN, batch_size=8, batches_per_step=2, losses=((Term("mean", 0.5, (8,), labels=True),),) * 2, batches=8
+)
+
+
+def test_halves_of_a_batch_are_the_batch() -> None:
+    assert why_not_accumulated(WRITTEN, 2) == ""
+    assert disagreement(WRITTEN, HALF, 2) == ""
+    summed, halved = (((Term("sum", 0.1, (size, 5)),),) * count for size, count in ((16, 1), (8, 2)))
+    assert disagreement(replace(WRITTEN, losses=summed), replace(HALF, losses=halved), 2) == ""
+    # A bar over the loader grows with it, one over optimizer steps does not.
+    assert disagreement(replace(WRITTEN, bars=(8, 4)), replace(HALF, bars=(8, 8)), 2) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"batch_size": 16}, "batches hold 16 samples, not 8"),
+        ({"batches_per_step": 1}, "every 1 batches, not every 2"),
+        ({"batches": 9}, "9 batches, not 8"),
+        ({"rates": ((0.1,), (0.2,), (0.25,))}, "from optimizer step 3 on"),
+        ({"rates": ((0.1,), (0.2,))}, "from optimizer step 3 on"),
+        ({"rates_unknown": "the loop sets learning rates by itself"}, "by itself"),
+        ({"counts": (("clip", 2), ("zero", 1))}, "clips gradients 2 times as often"),
+        ({"bars": (16,)}, "its own count of steps"),
+        ({"losses": ((Term("mean", 1.0, (8,), labels=True),),) * 2}, "gradients would be 2 times as large"),
+        ({"losses": HALF.losses[:1]}, "other parts"),
+        ({"losses": ((Term("mean", 0.5, (8, 2), labels=True),),) * 2}, "other parts"),
+    ],
+)
+def test_what_differs_is_named(change: dict[str, Any], why: str) -> None:
+    assert why in disagreement(WRITTEN, replace(HALF, **change), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"samples": 60}, "short"),
+        ({"samples": None}, "end of its data is not known"),
+        ({"complete": False}, "no second optimizer step"),
+        ({"rates_unknown": "a schedule that follows"}, "a schedule that follows"),
+        ({"losses": ((Term("DivBackward0", 1.0, ()),),)}, "DivBackward0"),
+        ({"losses": ((Term("mean", 1.0, (16 * 256,), labels=True),),)}, "labels of which some may not count"),
+        ({"losses": ((Term("mean", 1.0, (16,), labels=True, weighed=True),),)}, "labels of which some may not count"),
+    ],
+)
+def test_what_cannot_be_shown_is_not_tried(change: dict[str, Any], why: str) -> None:
+    assert why in why_not_accumulated(replace(WRITTEN, **change), 1)
+
+
+def test_a_number_of_items_settles_how_tokens_are_weighed() -> None:
+    tokens = ((Term("DivBackward0", 1.0, ()),),)
+    assert why_not_accumulated(replace(WRITTEN, losses=tokens, counts_items=True), 1) == ""
+
+
+# --- which is taken ---------------------------------------------------------------------------------------------
+
+
+def answer(slowdown: float, *, fits: bool = True, wanted: Any = ()) -> dict[str, Any]:
+    return {"fits": fits, "plan": {"slowdown": slowdown}, "notes": [], "seconds": {"plan": 1.0}, "wanted": list(wanted)}
+
+
+def asked(**variant: Any) -> dict[str, Any]:
+    return {"variant": vars(Variant(**variant))}
+
+
+def test_the_cheapest_that_fits_is_taken() -> None:
+    halves, quarters = (asked(splits=n, batch_option="--batch", batch_size=16 // n) for n in (2, 4))
+    runs = {"--batch 8": answer(1.1, fits=False), "--batch 4": answer(1.2)}
+    tried: list[str] = []
+    taken = settled(answer(1.5, wanted=(halves, quarters)), lambda one: runs[tried[-1]], tried.append)
+    assert tried == ["--batch 8", "--batch 4"]
+    assert taken["plan"]["slowdown"] == 1.2
+    assert taken["seconds"] == {"plan": 3.0}
+    assert any("--batch 8" in note and "does not fit" in note for note in taken["notes"])
+
+
+def test_a_variant_that_fails_or_costs_more_leaves_the_plan_as_it_was() -> None:
+    wanted = (asked(precision="bf16"), asked(splits=2, batch_option="--batch", batch_size=8))
+    wanted = (*wanted, asked(splits=4, batch_option="--batch", batch_size=4))
+    failed = {"error": "UnsupportedStepError", "message": "it takes other steps"}
+    tried: list[str] = []
+    taken = settled(answer(1.5, wanted=wanted), lambda one: answer(2.0) if len(tried) == 1 else failed, tried.append)
+    assert taken["plan"]["slowdown"] == 1.5
+    assert tried == ["--mixed_precision bf16", "--batch 8"]  # smaller parts of it would be the same other training
+    assert any("2.00 times" in note for note in taken["notes"])
+    assert any("it takes other steps" in note for note in taken["notes"])
+
+
+def test_variants_of_variants_come_to_an_end() -> None:
+    endless = asked(precision="bf16")
+    tried: list[str] = []
+    settled(answer(9.0, wanted=(endless,)), lambda one: answer(9.0 - len(tried), wanted=(endless,)), tried.append)
+    assert len(tried) == MOST
