@@ -47,6 +47,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     cases.request(asked / "trainer", TRAINER, *words, budget="80MiB", allow=("accumulate",))
+    words = [word for name, value in given.items() if "compile" not in name for word in (f"--{name}", str(value))]
+    cases.request(asked / "trainer_mixed", TRAINER, *words, budget="90MiB", allow=("precision",))
     settings = folder / "settings.json"
     settings.write_text(json.dumps(given))
     cases.request(asked / "from_a_file", TRAINER, settings, budget="80MiB", allow=("accumulate",))
@@ -99,6 +101,14 @@ def test_transformers_trainer_sets_its_own_options_where_it_cannot_be_sliced(ans
     assert "error" not in answer, answer
     given = Orders(**answer["orders"]).script_arguments()
     assert given == ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
+    assert answer["fits"]
+
+
+def test_transformers_trainer_takes_the_precision_of_its_environment(answers: Any) -> None:
+    answer = answers["trainer_mixed"]
+    assert "error" not in answer, answer
+    assert answer["tried"] == ["--mixed_precision bf16"]
+    assert (answer["orders"]["precision"], answer["orders"]["precision_option"]) == ("bf16", "")
     assert answer["fits"]
 
 

@@ -99,6 +99,7 @@ def decide(
     wanted = wishes.wanted(made, step, planned, varied) if wishes is not None and _lacks_something(made) else ()
     notes += wishes.notes if wishes is not None else []
     if varied is not None:
+        notes += _about_batch_norm(run, "batch") if varied.variant.splits > 1 else []
         return Decision(varied.combined(made), varied.variant.in_orders(orders), (*varied.notes(), *notes), wanted)
     return Decision(made, orders, tuple(notes), wanted)
 
@@ -196,14 +197,19 @@ def _why_not_mixed(run: DryRun) -> str:
 
 
 def _about_slices(run: DryRun, facts: Facts) -> list[str]:
-    import torch
-
-    notes = []
     models = [module for model in run.models for module in model.modules()]
-    if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training for module in models):  # noqa: SLF001
-        notes.append("batch normalisation takes its statistics over the samples of a slice")
+    notes = _about_batch_norm(run, "slice")
     if not facts.inside:
         notes.append("the script computes its loss outside the model: slices run their forward twice")
     if any("Dropout" in type(module).__name__ and getattr(module, "p", 0) for module in models):
         notes.append("dropout draws other random numbers for slices; the result is as random as before")
     return notes
+
+
+def _about_batch_norm(run: DryRun, part: str) -> list[str]:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    modules = (module for model in run.models for module in model.modules())
+    if any(isinstance(module, _BatchNorm) and module.training for module in modules):
+        return [f"batch normalisation takes its statistics over the samples of a {part}"]
+    return []

@@ -105,6 +105,7 @@ def _made(run: DryRun, original: Any) -> Any:
         original(self, **given)
         run.accelerator = self
         if made_by_trainer():
+            run.by_trainer = True
             stand_by(run, self)
 
     return made

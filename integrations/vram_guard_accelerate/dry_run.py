@@ -86,6 +86,8 @@ class DryRun:
         """The precision that the script itself passes to the Accelerator; "" where it passes none."""
         self.precision_read = False
         """Whether the script asked the Accelerator for its precision, and may have acted on the answer."""
+        self.by_trainer = False
+        """Whether the Accelerator is that of Transformers' ``Trainer``, which takes the environment's precision."""
         self.accumulates = False
         """Whether the script uses ``accelerator.accumulate()``."""
         self.options: dict[str, Any] = {}

@@ -177,7 +177,8 @@ class Varied:
                 _(
                     "the script's own batches are smaller and its loader is {count} times as long: what it counts in "
                     "batches (prints, limits, progress) comes {count} times as often; what it counts in optimizer "
-                    "steps stays. No forward runs twice",
+                    "steps stays. What is drawn at random (noise, dropout) is drawn for smaller batches: other "
+                    "numbers, as random as before. No forward runs twice",
                     count=variant.splits,
                 )
             )

@@ -45,7 +45,7 @@ class Wishes:
     def to_be_varied(self) -> set[str]:
         """What the script itself acts on before it trains: that cannot be had from outside, only by a variant."""
         run = self._run
-        acts = run.precision_read or precision_option(run) is not None
+        acts = run.precision_read or run.by_trainer or precision_option(run) is not None
         return {"precision"} if acts and self._mixed else set()
 
     @property
@@ -54,7 +54,8 @@ class Wishes:
         from vram_guard_accelerate.dry_run import ACCELERATES
 
         run = self._run
-        if "precision" not in self._settings.techniques or (run.precision_given and precision_option(run) is None):
+        fixed = run.precision_given and precision_option(run) is None and not run.by_trainer
+        if fixed or "precision" not in self._settings.techniques:
             return ""
         name, _ = mixed_precision(run.precision, run.capability)
         return ACCELERATES[name] if name is not None else ""
@@ -82,48 +83,37 @@ class Wishes:
             mixed = replace(so_far, precision=self._mixed, precision_option=precision_option(self._run) or "")
             found.append(Varied(mixed, origin))
         if so_far.splits == 1:
-            uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
-            parts = self._in_parts(so_far, step, planned, uneven=uneven)
-            found += [Varied(variant, origin, variant.splits) for variant in parts]
+            found += [
+                Varied(variant, origin, variant.splits) for variant in self._in_parts(so_far, made, step, planned)
+            ]
         return tuple(found)
 
     # --- the script's own options for batch size and accumulation -----------------------------------------------
 
-    def _in_parts(
-        self, so_far: Variant, step: TrainingStep, planned: Callable[..., Plan], *, uneven: bool
-    ) -> list[Variant]:
-        """Smaller batches, more of them: where slices would run forwards twice, or cannot be made.
-
-        Args:
-            so_far: the variant that this launch is itself.
-            step: the script's step.
-            planned: see :meth:`wanted`.
-            uneven: whether memory grows otherwise than with the batch, as where samples are compared with each other.
-        """
+    def _in_parts(self, so_far: Variant, made: Plan, step: TrainingStep, planned: Callable[..., Plan]) -> list[Variant]:
+        """Smaller batches, more of them: where slices would run forwards twice, or cannot be made."""
         run, facts = self._run, self._facts
         assert run.sample is not None
         assert facts.conduct is not None
         batch, accumulation = batch_size_option(run), accumulation_option(run, facts.batches_per_step)
         if not (batch and accumulation and "accumulate" in self._settings.techniques):
             return []
-        if facts.inside and "accumulate" not in self._refused:
+        if facts.inside and made.splits > 1:
             self.notes.append(
                 f"the models return their loss: slices inside their forward cost nothing, so the script's own options "
                 f"({batch}, {accumulation}) stay as they are"
             )
             return []
-        compares = facts.compares or uneven
-        why = (
-            "samples of a batch are compared with each other"
-            if compares
-            else why_not_accumulated(facts.conduct, run.ranks)
-        )
+        # Memory that grows otherwise than with the batch: a table of all samples against all samples.
+        uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
+        compares = "samples of a batch are compared with each other" if facts.compares or uneven else ""
+        why = compares or why_not_accumulated(facts.conduct, run.ranks)
         if why:
             self.notes.append(f"the script's own options ({batch}, {accumulation}) are not set: {why}")
             return []
         gathered = step.with_(runner=run.trace_gathered, forward_again=False)
         found = planned(gathered, possible=("accumulate",), growing=False)
-        if not found.fits or found.splits == 1:
+        if not found.fits or found.splits == 1 or (made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)):
             return []
         counts = [count for count in splits_of(run.sample.batch_size) if count >= found.splits][:SIZES]
         return [
