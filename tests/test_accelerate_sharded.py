@@ -16,6 +16,9 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
 
 import accelerate_cases as cases
 
+from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard_accelerate import fsdp
+
 SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 MIB = 2**20
@@ -158,3 +161,73 @@ def test_what_the_host_lacks_is_not_promised(answers: Any) -> None:
 def test_models_of_transformers_with_tied_embeddings_are_followed(answers: Any, name: str) -> None:
     planned(answers[name])
     assert answers[name]["orders"]["wrapped"] == ["GPT2Block"]
+
+
+# --- for real ---------------------------------------------------------------------------------------------------------
+
+LOOPS = ("clipping", "accumulating")
+ONE = ("--num_processes", "1", *cases.QUIET)
+GUARD = ("--budget", BUDGET, "--margin", "0", "--allow", "offload_parameters")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one_process", "two_processes"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same loops as written and under FSDP2, planned by the launcher, or by the first of two processes."""
+    folder = tmp_path_factory.mktemp("real")
+    processes = ONE if request.param == 1 else cases.TWO
+    guarded = (*GUARD, *processes) if request.param == 1 else (*processes, "-m", "vram_guard_accelerate", *GUARD)
+    found = []
+    for name, given, how in (("written", processes, {"ACCELERATE_USE_CPU": "true"}), ("sharded", guarded, {})):
+        (folder / name).mkdir()
+        own = name == "sharded" and request.param == 1
+        more = ("--own_seed",) if request.param == 2 else ()
+        done = cases.launch(*given, SHARDED, "several", "--out", folder / name, *more, cache=folder / "cache",
+                            guarded=own, **how)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append({loop: torch.load(folder / name / f"{loop}.pt") for loop in LOOPS})
+    return *found, request.param
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_weights_rates_and_losses_are_those_of_the_script_as_written(runs: Any, loop: str) -> None:
+    """Two processes begin with weights of their own: those of the first count, as DistributedDataParallel has it."""
+    written, sharded, processes = runs[0][loop], runs[1][loop], runs[2]
+    assert (written["fsdp"], sharded["fsdp"]) == (False, True)
+    assert written["processes"] == sharded["processes"] == processes
+    assert cases.difference(written, sharded) < 1e-6
+    assert written["rates"] == sharded["rates"]
+    assert sharded["losses"] == pytest.approx(written["losses"], rel=1e-5)
+    assert sharded["norms"] == pytest.approx(written["norms"], rel=1e-4)
+    assert sharded["kinds"] == ["DTensor"]
+    assert sharded["held"] * processes == pytest.approx(written["held"], rel=0.001)
+
+
+def test_accelerates_own_variables_arrive(runs: Any) -> None:
+    variables = runs[1]["clipping"]["variables"]
+    assert variables["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
+    assert variables["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
+    for name, value in fsdp.VARIABLES.items():
+        assert variables.get(name, value) == value
+    assert not runs[0]["clipping"]["variables"]
+
+
+def test_a_process_that_is_alone_gets_a_rank() -> None:
+    alone: dict[str, str] = {}
+    fsdp.announce((), alone)
+    assert alone["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in alone
+    assert (alone["RANK"], alone["LOCAL_RANK"], alone["WORLD_SIZE"]) == ("0", "0", "1")
+    second = {"LOCAL_RANK": "1", "RANK": "3", "WORLD_SIZE": "4"}
+    fsdp.announce(("Block", "Other"), second)
+    assert (second["RANK"], second["WORLD_SIZE"]) == ("3", "4")
+    assert second["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block,Other"
+
+
+def test_where_accelerate_does_not_shard_nothing_is_prepared() -> None:
+    from accelerate import Accelerator
+
+    with (
+        pytest.raises(UnsupportedTechniqueError, match="did not switch on"),
+        fsdp.sharding(Accelerator(cpu=True), [torch.nn.Linear(2, 2)]),
+    ):
+        pytest.fail("it was prepared")

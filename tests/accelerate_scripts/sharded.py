@@ -2,9 +2,11 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from common import Block
 from gloo import take_for_gpus
@@ -64,6 +66,7 @@ def train(options, accelerator, model=None, before=None, clip=None):
         losses.append(accelerator.gather(loss.detach()).mean().item())
     if options.checkpoint:
         accelerator.save_state(options.checkpoint)
+        accelerator.wait_for_everyone()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -206,6 +209,17 @@ def trainer(options):
         kept = {name: value.detach().clone() for name, value in weights.items()}
         losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
         torch.save({"weights": [kept], "losses": losses, "fsdp": made.accelerator.is_fsdp2}, options.out)
+
+
+def several(options):
+    """One loop after the other in one process, whose start takes longer than all of them."""
+    folder = Path(options.out)
+    for one in (clipping, accumulating):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        options.out = folder / f"{one.__name__}.pt"
+        options.checkpoint = folder / f"{one.__name__}_checkpoint"
+        one(options)
 
 
 def main():
