@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures import BY_NAME, adamw
@@ -54,6 +56,39 @@ def test_a_capacity_names_the_request_that_fails() -> None:
     assert point is not None
     assert (point.requested, point.reserved, point.source) == (80 * MIB, 20 * MIB, "train.py:7")
     assert made.at(20, capacity=100 * MIB).out_of_memory is None
+
+
+def test_a_workspace_that_does_not_fit_is_done_without() -> None:
+    workspace = block(0, 4 * MIB, "workspace", optional=True)
+    made = timeline(block(0, MIB), workspace, block(0, 2 * MIB), events=(0, 1, ~1, 2))
+    assert made.at(20).peak_reserved == 100 * MIB
+    assert made.at(20, capacity=100 * MIB).breakdown["workspace"] == 80 * MIB
+    found = made.at(20, capacity=60 * MIB)
+    assert found.out_of_memory is None
+    assert (found.peak_allocated, found.peak_reserved, found.breakdown["workspace"]) == (60 * MIB, 60 * MIB, 0)
+    assert len(made.replay(20, capacity=60 * MIB, curve=True).allocated_curve) == 4
+    assert made.at(20, capacity=59 * MIB).out_of_memory.requested == 40 * MIB  # what cannot be done without
+
+
+def test_a_convolution_does_without_the_workspace_that_does_not_fit() -> None:
+    step = TrainingStep(
+        lambda: nn.Conv2d(64, 64, 3, padding=1, dtype=torch.bfloat16),
+        lambda b: torch.empty(b, 64, 32, 32, device="meta", dtype=torch.bfloat16),
+        lambda model, batch: model(batch).mean(),
+        adamw,
+    )
+    found = trace(step)
+    wanted = found.at(128)
+    activation = 128 * 64 * 32 * 32 * 2  # in bfloat16; the workspace holds two
+    assert {one.bytes_at(128) for one in found.blocks if one.optional} == {2 * activation}
+    assert wanted.breakdown["workspace"] >= 2 * activation
+    needed = replace(found, blocks=tuple(one._replace(optional=False) for one in found.blocks))
+
+    def least(made: Timeline) -> int:
+        amounts = range(0, wanted.peak_reserved + MIB, MIB)
+        return next(amount for amount in amounts if made.at(128, capacity=amount).out_of_memory is None)
+
+    assert least(found) <= least(needed) - 4 * MIB
 
 
 @pytest.mark.parametrize("budget", ["1GiB", 2**30])

@@ -70,6 +70,8 @@ class Block(NamedTuple):
     operator: str
     """"aten.addmm.default"; "" for what stands before the first operator."""
     gate: Gate | None = None
+    optional: bool = False
+    """A library's workspace: where it does not fit, the library takes a way that needs none."""
 
     def bytes_at(self, batch_size: int) -> int:
         """Requested bytes at this batch size; 0 where the gate is shut."""
@@ -240,6 +242,7 @@ class Timeline:
             settings=settings or AllocatorSettings(),
             capacity=capacity,
             curve=curve,
+            optional=frozenset(index for index, block in enumerate(timeline.blocks) if block.optional),
         )
 
     def at(

@@ -10,7 +10,7 @@ from vram_guard.allocator.caching import CachingAllocator, SimulatedOutOfMemory
 from vram_guard.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from vram_guard.allocator.blocks import Block, Segment
     from vram_guard.allocator.settings import AllocatorSettings
@@ -58,6 +58,7 @@ def replay(
     capacity: int | None = None,
     curve: bool = False,
     streams: Sequence[int] | None = None,
+    optional: Container[int] = (),
 ) -> Replay:
     """Run allocations and frees through a fresh caching allocator.
 
@@ -69,12 +70,14 @@ def replay(
         capacity: bytes that may be reserved; None: no limit.
         curve: also note allocated and reserved bytes after every event, and the segments at the end.
         streams: the stream of every block; None: all on one.
+        optional: blocks that are done without where they do not fit; whatever was given back to make room for them
+            stays given back.
 
     Raises:
         InvalidInputError: for a negative size, a block that is not in ``sizes``, is allocated twice, or is
             freed while it is not allocated.
     """
-    run = _Run(list(map(operator.index, events)), list(map(operator.index, sizes)), streams)
+    run = _Run(list(map(operator.index, events)), list(map(operator.index, sizes)), streams, optional)
     allocator = CachingAllocator(settings, capacity)
     curves: tuple[list[int], list[int]] | None = ([], []) if curve else None
     failure = run.step_through(allocator, curves)
@@ -93,7 +96,9 @@ def replay(
 class _Run:
     """The blocks of one replay while it goes on."""
 
-    def __init__(self, events: list[int], sizes: list[int], streams: Sequence[int] | None) -> None:
+    def __init__(
+        self, events: list[int], sizes: list[int], streams: Sequence[int] | None, optional: Container[int]
+    ) -> None:
         if sizes and min(sizes) < 0:
             raise InvalidInputError(f"block {sizes.index(min(sizes))} has a negative size: {min(sizes)} bytes")
         if events and not -len(sizes) <= min(events) <= max(events) < len(sizes):
@@ -103,6 +108,7 @@ class _Run:
         self.events = events
         self.sizes = sizes
         self.streams = streams or [0] * len(sizes)
+        self.optional = optional
         #: Bytes that the allocator counted for each block when it was allocated; 0: not yet.
         self.granted = [0] * len(sizes)
         self.peak_event = 0
@@ -124,11 +130,14 @@ class _Run:
                     try:
                         blocks[event] = block = allocate(size, streams[event])
                     except SimulatedOutOfMemory as error:
-                        return ReplayFailure(index, size, error.allocated, error.reserved)
-                    granted[event] = block.size
-                    if allocator.allocated > peak:
-                        peak = allocator.allocated
-                        self.peak_event = index
+                        if event not in self.optional:
+                            return ReplayFailure(index, size, error.allocated, error.reserved)
+                        sizes[event] = 0  # its end is passed over too
+                    else:
+                        granted[event] = block.size
+                        if allocator.allocated > peak:
+                            peak = allocator.allocated
+                            self.peak_event = index
             elif sizes[~event]:
                 held = blocks[~event]
                 if held is None:

@@ -2,7 +2,8 @@
 
 Which library runs a convolution on CUDA, and in which layout, follows Convolution.cpp (``select_conv_backend``,
 ``use_cudnn_depthwise``) and ConvShared.cpp; how much workspace cuDNN takes is asked of an installed cuDNN
-(:mod:`vram_guard.simulate.cudnn`) where that can be.
+(:mod:`vram_guard.simulate.cudnn`) where that can be. Where a workspace does not fit, PyTorch goes on to the next kernel
+that cuDNN proposes (Conv_v8.cpp, ``try_configs``): a replay under a limit does without it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     name = str(func)
     recorder.track(out, name)
     workspace = _workspace("forward", source, weight, out, layout, args[3:9])
-    recorder.together([_copy_if_needed(source, layout), _copy_if_needed(weight, layout), workspace], name)
+    recorder.together([_copy_if_needed(source, layout), _copy_if_needed(weight, layout)], name, workspace=workspace)
     return out
 
 
@@ -55,7 +56,7 @@ def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _
         recorder.track(out, name)
         direction: cudnn.Direction = "backward_filter" if index else "backward_data"
         workspace = _workspace(direction, source, weight, grad, layout, args[4:10])
-        recorder.together([copied, _copy_if_needed(other, layout), workspace], name)
+        recorder.together([copied, _copy_if_needed(other, layout)], name, workspace=workspace)
     if wanted[2]:
         made[2] = bias = torch.empty(bias_sizes, dtype=grad.dtype, device="meta")
         recorder.track(bias, name)

@@ -56,6 +56,7 @@ class Recorder:
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
         self._gates: dict[int, tuple[int, int]] = {}
+        self._optional: set[int] = set()
         self._live: dict[int, _StorageRef] = {}
         self.host = HostMemory()
         self._default_category: Category | None = None
@@ -119,13 +120,17 @@ class Recorder:
             self._categories[block] = category
             self.events.append(~block)
 
-    def together(self, sizes: Iterable[int], operator: str) -> None:
-        """Several temporaries that an operator holds at the same time."""
+    def together(self, sizes: Iterable[int], operator: str, *, workspace: int = 0) -> None:
+        """Several temporaries that an operator holds at the same time, and a workspace that it can do without."""
         if self._closed:
             return
         held = [self._allocate(size, operator) for size in sizes if size > 0]
         for block in held:
             self._categories[block] = "temporaries"
+        if workspace > 0:
+            held.append(block := self._allocate(workspace, operator))
+            self._categories[block] = "workspace"
+            self._optional.add(block)
         self.events.extend(~block for block in held)
 
     def gated_temporary(self, size: int, quantity: int, threshold: int, operator: str) -> None:
@@ -295,6 +300,7 @@ class Recorder:
                     source,
                     operator,
                     None if gate is None else Gate(Affine(gate[0], 0), gate[1]),
+                    index in self._optional,
                 )
             )
         return tuple(made)
