@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.plan.words import not_possible
 from vram_guard_accelerate.fsdp import SINCE
+from vram_guard_accelerate.private_api import FSDP2, missing
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -35,6 +36,9 @@ def why_not_sharded(run: DryRun, *, compiled: bool) -> str:
         return f"FSDP2 needs torch 2.6 or later, and this is {torch.__version__}"
     if not torch.distributed.is_available():
         return "FSDP2 needs torch.distributed, which this torch lacks"
+    lacking = missing(FSDP2)
+    if lacking:
+        return f"FSDP2 needs Accelerate 1.6 or later; this one lacks {lacking[0]}"
     if run.standby is None:
         return "it has to be known before the Accelerator is made: name it in --allow of vram-guard launch"
     if len(run.models) != 1:

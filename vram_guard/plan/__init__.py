@@ -147,7 +147,8 @@ def _incompatible(step: TrainingStep) -> Callable[[Option], str]:
 
     def why(option: Option) -> str:
         if step.runner is not None and option.splits > 1 and option.recipe.parameters_on_host:
-            return "FSDP2 gathers and frees a module's parameters once for a forward, not once for each of its slices"
+            # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
+            return "FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it"
         ranks = step.data_parallel_ranks
         return incompatible(option.recipe, clip=clip, precision=option.precision, ranks=ranks, sharded=step.shards)
 
