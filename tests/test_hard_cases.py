@@ -116,6 +116,15 @@ def test_a_way_that_a_computed_value_decides_is_followed_and_said(way: str) -> N
     assert "test_hard_cases.py" in note.source
 
 
+def test_what_a_model_decides_by_while_it_is_made_is_no_matter_of_the_step() -> None:
+    def made() -> nn.Module:
+        model = nn.Linear(16, 4)
+        return model if model.weight.abs().sum() > 0 else nn.Linear(16, 4)
+
+    timeline = trace(TrainingStep(made, vectors, lambda model, batch: model(batch).sum(), adamw))
+    assert (timeline.tier, timeline.notes) == ("symbolic", ())
+
+
 def test_numbers_that_are_only_logged_decide_nothing() -> None:
     seen = {"best": 0.0}
 

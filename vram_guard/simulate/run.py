@@ -178,8 +178,13 @@ class _Run:
 
     def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
         """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
-        with SymbolicMode(Recorder(), self.pretence, self.capability, self.interrupts):
-            return build_symbolically(constructor)
+        thrown_away, asked = Recorder(), self.pretence.questions
+        self.pretence.questions = Questions(thrown_away)  # initialisers look at what they have drawn
+        try:
+            with SymbolicMode(thrown_away, self.pretence, self.capability, self.interrupts):
+                return build_symbolically(constructor)
+        finally:
+            self.pretence.questions = asked
 
     def _note_hooks(self, model: nn.Module) -> None:
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
@@ -366,7 +371,9 @@ class _Loop:
         self.recorder.batch_factor = self.step.accumulate if self.step.whole_batch else 1
         real = self.source(self.batch_size)
         self.recorder.phase("batch", number, "batch")
-        # The old batch is alive until the new one has arrived, as in ``batch = to_device(batch)``.
+        # The old batch dies first: ``for batch in loader`` gives its name to a batch on the host, and Lightning's and
+        # MMEngine's loops end the function that held it.
+        self.batch = None
         self.batch = map_tensors(self._to_device, real)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
