@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from vram_guard_accelerate import technique
+from vram_guard_accelerate import checkpoints, technique
 from vram_guard_accelerate.fsdp import sharding
 
 if TYPE_CHECKING:
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
     from vram_guard.techniques import Recipe
     from vram_guard_accelerate.orders import Orders
-
-#: A file in a checkpoint of ``save_state``: what its learning rates contain.
-STATE = "vram_guard.json"
 
 
 class Applied:
@@ -50,6 +46,7 @@ class Applied:
             from torch.optim.lr_scheduler import LRScheduler
 
             _wrap(LRScheduler, "__init__", self._remember_scheduler)
+        if self.orders.learning_rate_factor != 1 or self.orders.resumes_grown:
             _wrap(Accelerator, "save_state", self._say_in_checkpoint)
             _wrap(Accelerator, "load_state", self._after_checkpoint)
 
@@ -148,8 +145,7 @@ class Applied:
         def save_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             folder = original(accelerator, *args, **kwargs)
             if accelerator.is_main_process and folder is not None:
-                state = {"learning_rates_contain": self.orders.learning_rate_factor}
-                (Path(folder) / STATE).write_text(json.dumps(state), encoding="utf-8")
+                checkpoints.write_factor(Path(folder), self.orders.learning_rate_factor)
             return folder
 
         return save_state
@@ -164,9 +160,7 @@ class Applied:
                 loaded = original(accelerator, *args, **kwargs)
             finally:
                 handle.remove()
-            contained = 1.0
-            if folders and (folders[-1] / STATE).is_file():
-                contained = float(json.loads((folders[-1] / STATE).read_text())["learning_rates_contain"])
+            contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
             self._scale(accelerator, self.orders.learning_rate_factor / contained)
             return loaded
 

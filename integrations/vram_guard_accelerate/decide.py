@@ -86,7 +86,7 @@ def decide(
 
     step = written.with_(accumulate=facts.batches_per_step, forward_again=not facts.inside)
     made = planned(step)
-    notes = [*run.sample.notes, *run.notes, *settings.refused]
+    notes = [*run.sample.notes, *run.notes, *run.resumed.notes, *settings.refused]
     notes += [
         not_possible(name, why) for name, why in refused.items() if _asked(name, settings) and name not in without
     ]

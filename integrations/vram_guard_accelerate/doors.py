@@ -42,6 +42,8 @@ def open_for(run: DryRun) -> None:
     _wrap(Accelerator, "prepare", lambda original: _prepare(run, original))
     _wrap(Accelerator, "prepare_model", lambda original: _prepare(run, original))
     _wrap(Accelerator, "accumulate", lambda original: _accumulate(run, original))
+    _wrap(Accelerator, "load_state", lambda _: _loads(run))
+    _wrap(Accelerator, "backward", lambda original: _backward(run, original))
     for owner, name in ((Accelerator, "clip_grad_norm_"), (Accelerator, "clip_grad_value_")):
         _wrap(owner, name, lambda original: _clips(run, original))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -145,6 +147,22 @@ def _accumulate(run: DryRun, original: Any) -> Any:
         return original(self, *models)
 
     return accumulate
+
+
+def _loads(run: DryRun) -> Any:
+    def load_state(self: Any, input_dir: Any = None, *_args: Any, **_kwargs: Any) -> None:
+        run.accelerator = self
+        run.resumed.look(self, input_dir)
+
+    return load_state
+
+
+def _backward(run: DryRun, original: Any) -> Any:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        run.differentiates()
+        return original(*args, **kwargs)
+
+    return backward
 
 
 def _clips(run: DryRun, original: Any) -> Any:

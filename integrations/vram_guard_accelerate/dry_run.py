@@ -16,6 +16,7 @@ from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard_accelerate import forks, script
 from vram_guard_accelerate.answers import Answer, Facts, Failure, stopped
+from vram_guard_accelerate.checkpoints import Resumed
 from vram_guard_accelerate.conduct import Returned, Watcher
 from vram_guard_accelerate.forks import BecomeCopy, Home
 from vram_guard_accelerate.gathering import gather
@@ -94,6 +95,8 @@ class DryRun:
         """What the script's own command line said, by name."""
         self.loaders: list[Any] = []
         """Loaders that the script made itself, in order."""
+        self.resumed = Resumed()
+        """What the checkpoint says that the script loads."""
         self.home: Home | None = None
         """In a copy: the way back to the original."""
         self.task: Task | None = None
@@ -111,6 +114,7 @@ class DryRun:
         self._batches_at: list[int] = []
         self._clips = False
         self._inside = True
+        self._trained_before = False
         self._compares = False
         self.watcher = Watcher()
         self.returned = Returned()
@@ -146,12 +150,13 @@ class DryRun:
         """From the first ``prepare`` on, the process pretends."""
         if self.following is None:
             from vram_guard.simulate.following import Following
-            from vram_guard_accelerate import doors, silence
+            from vram_guard_accelerate import doors, programs, silence
 
             moved = doors.before.end()
             self.following = Following(self.capability, self._stepped)
             self.following.begin()
             silence.silence_files()
+            programs.refuse_processes(stopped)
             self._adopt_moved(moved)
         return self.following
 
@@ -197,7 +202,12 @@ class DryRun:
         """Whether whoever asks for a batch now is about to train on it."""
         import torch
 
-        return torch.is_grad_enabled() and any(model.training for model in self.models)
+        training = self._trained_before or any(model.training for model in self.models)
+        return torch.is_grad_enabled() and training
+
+    def differentiates(self) -> None:
+        """A backward pass of the script; before any planning: it trains its models in evaluation mode."""
+        self._trained_before = self._trained_before or self.sample is None
 
     # --- batches ----------------------------------------------------------------------------------------------
 
@@ -227,6 +237,7 @@ class DryRun:
                 self.sample = read_loader(loader)
             # DistributedDataParallel has buckets for gradients, FSDP2 has none.
             self.following.train(self.root, 1 if self.sharded is not None else self.ranks)
+            self._forget_steps()
             if self.task is None:
                 with self.following.paused():
                     self.decide(self)
@@ -236,6 +247,13 @@ class DryRun:
         self._began = time.monotonic()
         self._change(self.task)
         self.following.recorder.phase("forward", 1)
+
+    def _forget_steps(self) -> None:
+        """Those that a loop in evaluation mode took before it was known to train."""
+        assert self.following is not None
+        self.following.steps = 0
+        self._steps.clear()
+        self._batches_at.clear()
 
     def _change(self, task: Task) -> None:
         """In a copy: the precision and the techniques that are asked for."""

@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
@@ -64,12 +65,18 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         for name in settings:
             if name not in known:
                 raise InvalidInputError(f"guard: unknown setting {name!r}, known are {', '.join(known)}")
-        self.settings = Settings.of(settings)
-        if self.settings.grow:
+        if settings.get("grow"):
             raise InvalidInputError(
                 "guard: a larger batch has to be known before loaders and schedules are made; use vram-guard launch "
                 "--grow"
             )
+        self.settings = Settings.of(settings)
+        if self.settings.grow:
+            _logger.warning(
+                "guard: the project's settings say grow, which is left out here: a larger batch has to be known before "
+                "loaders and schedules are made (vram-guard launch --grow)"
+            )
+            self.settings = replace(self.settings, grow=False)
         self.text = ""
         self.fits: bool | None = None
         self._original: Any = None

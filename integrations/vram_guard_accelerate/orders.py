@@ -33,6 +33,7 @@ class Orders:
         loss_weight: what a loss that the models return is over the samples of a batch: "mean" or "sum".
         loader: which of the loaders that the script makes is the training's, from 0.
         learning_rate_factor: what every learning rate is multiplied by.
+        resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
         recipe: the techniques, as :class:`vram_guard.techniques.Recipe` has them.
         wrapped: for parameters on the host: the classes of the modules that FSDP2 carries one at a time.
@@ -49,6 +50,7 @@ class Orders:
     loss_weight: Literal["mean", "sum"] = "mean"
     loader: int = 0
     learning_rate_factor: float = 1.0
+    resumes_grown: bool = False
     models: int = 1
     recipe: Mapping[str, Any] = field(default_factory=dict)
     wrapped: Sequence[str] = ()
@@ -71,6 +73,7 @@ class Orders:
             batch_option=batch_size_option(run) if grown else "",
             loader=run.training_loader,
             learning_rate_factor=plan.learning_rate_factor,
+            resumes_grown=run.resumed.factor not in (1.0, plan.learning_rate_factor),
             models=len(run.models),
             recipe=asdict(plan.recipe),
             wrapped=wrapped_classes(run.root, plan.recipe.parameters_on_host),

@@ -218,9 +218,8 @@ def _run(question: Question, log: Path, varied: Mapping[str, Any] | None = None)
             try:
                 with _ending_with_us():
                     code = process.wait()
-            except BaseException:
-                _end(process)
-                raise
+            finally:
+                _end(process)  # and what the script had started
         answer = folder / "answer.json"
         if answer.is_file():
             found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-#: Methods of the Accelerator that write. Reading a checkpoint is left out too: the weights' values do not matter.
-ACCELERATOR = ("save", "save_state", "save_model", "load_state", "init_trackers", "log", "end_training")
+#: Methods of the Accelerator that write.
+ACCELERATOR = ("save", "save_state", "save_model", "init_trackers", "log", "end_training")
 
 #: Methods of the Hub's API that change something there.
 HUB = (

@@ -1,0 +1,238 @@
+"""What scripts do beside a plain loop: they stop early, try again, profile, ask other programs, resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
+
+from vram_guard.errors import InvalidInputError  # noqa: E402
+from vram_guard_accelerate.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
+from vram_guard_accelerate.guarding import guard  # noqa: E402
+from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.programs import only_tells  # noqa: E402
+
+HABITS = cases.HERE / "accelerate_scripts" / "habits.py"
+LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes", "tracked", "counted", "one_by_one")
+REFUSED = ("runs", "runs_in_a_shell", "starts")
+SLICED = Orders(batch_size=8, grown_batch_size=8, micro_batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("habits")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, dict[str, Any]]:
+    """Everything that is asked of dry runs here, answered in one process."""
+    asked = folder / "asked"
+    for name in (*LOOPS, *REFUSED, "asks", "in_evaluation_mode"):
+        cases.request(asked / name, HABITS, name, "--out", folder / name)
+    grown = folder / "grown" / "checkpoints" / "checkpoint_0"
+    grown.mkdir(parents=True)
+    write_factor(grown, 4.0)
+    cases.request(asked / "resumes", HABITS, "resumes", "--out", folder / "grown")
+    cases.request(asked / "begins", HABITS, "resumes", "--out", folder / "nothing")
+    return cases.dry_runs(asked)
+
+
+@pytest.mark.parametrize("name", [*LOOPS, "asks", "in_evaluation_mode", "begins"])
+def test_they_are_followed(answers: Any, name: str) -> None:
+    answer = answers[name]
+    assert "error" not in answer, answer
+    assert answer["fits"]
+    assert not answer["changed"]
+    expected = 2 if name in ("retried", "counted") else 1
+    assert answer["plan"]["accumulate"]["before"] == expected
+
+
+def test_a_loop_in_evaluation_mode_is_measured_as_any_other(answers: Any) -> None:
+    other = answers["hooked"]["plan"]["before"]["peak_allocated"]
+    assert answers["in_evaluation_mode"]["plan"]["before"]["peak_allocated"] == pytest.approx(other, rel=0.01)
+
+
+# --- programs that a script starts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "command"), list(zip(REFUSED, ("touch", "echo touched", "ForkProcess"), strict=True)))
+def test_a_program_that_may_change_something_ends_the_dry_run(
+    answers: Any, folder: Path, name: str, command: str
+) -> None:
+    answer = answers[name]
+    assert answer["error"] == "UnsupportedStepError"
+    assert f"after Accelerator.prepare ({command}" in answer["message"]
+    assert "habits.py, line " in answer["message"]
+    assert not Path(f"{folder / name}.touched").exists()
+
+
+def test_a_program_that_tells_something_runs(answers: Any) -> None:
+    said = answers["asks"]["printed"].splitlines()
+    assert any(line.startswith("runs on ") and line.endswith(" True") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("command", "tells"),
+    [
+        (["git", "rev-parse", "HEAD"], True),
+        (["/usr/bin/git", "-C", "/somewhere", "describe", "--always"], True),
+        ("git status --short", True),
+        (["git", "branch", "--show-current"], True),
+        (["git", "config", "--get", "user.name"], True),
+        (["git", "remote", "get-url", "origin"], True),
+        (["git", "branch", "new"], False),
+        (["git", "commit", "-m", "x"], False),
+        (["git", "diff", "--output=patch"], False),
+        (["git"], False),
+        ([b"nvidia-smi", b"-q"], True),
+        (Path("/usr/bin/nvidia-smi"), True),
+        ([sys.executable, "-m", "pip", "freeze"], True),
+        ([sys.executable, "-m", "pip", "install", "x"], False),
+        ([sys.executable, "train.py"], False),
+        (["rm", "-rf", "x"], False),
+        ("touch x", False),
+        ("'", False),
+        ([], False),
+        (None, False),
+    ],
+)
+def test_which_programs_only_tell_something(command: Any, tells: bool) -> None:
+    assert only_tells(command) is tells
+
+
+@pytest.mark.parametrize("line", ["cat a > b", "git rev-parse HEAD; rm x", "ls | tee x", "echo $(rm x)", "echo `rm x`"])
+def test_a_shell_can_do_more_than_its_first_word_says(line: str) -> None:
+    assert not only_tells(line, in_shell=True)
+
+
+def test_what_a_script_leaves_behind_ends_with_its_dry_run(tmp_path: Path, cache: Path) -> None:
+    out = tmp_path / "left"
+    done = launch(*ONE, "--dry-run", "--budget", "1GiB", HABITS, "leaves_one_behind", "--out", out, cache=cache)
+    assert done.returncode == 0, done.stderr
+    process, deadline = int(Path(f"{out}.pid").read_text()), time.monotonic() + 10
+    while _alive(process):
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.1)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{process}/stat")  # an orphan that nobody has waited for yet has ended all the same
+    return not (state.is_file() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_a_larger_batch_is_seen_before_it_is_loaded(answers: Any, folder: Path) -> None:
+    answer = answers["resumes"]
+    assert answer["changed"]
+    assert answer["orders"]["resumes_grown"]
+    assert answer["orders"]["learning_rate_factor"] == 1
+    assert any("multiplied by 4" in note for note in answer["notes"])
+    assert str((folder / "grown" / "checkpoints" / "checkpoint_0" / "vram_guard.json").resolve()) in answer["files"]
+
+
+def test_rates_of_a_larger_batch_come_back_to_the_scripts_own(tmp_path: Path, cache: Path) -> None:
+    """Two steps with four times the rate and a checkpoint; two more under a plan that changes nothing."""
+    grown = Orders(batch_size=8, grown_batch_size=8, micro_batch_size=8, learning_rate_factor=4.0)
+    out = tmp_path / "project"
+    out.mkdir()
+    own = (*ONE, "--budget", "1GiB", HABITS, "resumes", "--out", out)
+    guarded = (*ONE, "-m", "vram_guard_accelerate", HABITS, "resumes", "--out", out)
+    first = launch(*guarded, cache=cache, guarded=False, **{VARIABLE: grown.text()})
+    assert first.returncode == 0, first.stderr
+    assert _rates(out) == pytest.approx([0.4 / 2, 0.4 / 3])
+    again = launch(*own, cache=cache)
+    assert again.returncode == 0, again.stderr
+    assert "multiplied by 4" in again.stderr
+    assert _rates(out) == pytest.approx([0.1 / 4, 0.1 / 5])
+    last = launch("--dry-run", *own, cache=cache)  # its checkpoint says so: nothing is divided twice
+    assert last.returncode == 0, last.stderr
+    assert "equal launch before" not in last.stderr
+    assert "multiplied" not in last.stderr
+
+
+def _rates(folder: Path) -> list[float]:
+    return [float(word) for word in (folder / "rates.txt").read_text().split()]
+
+
+def test_which_checkpoint_is_loaded(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert loaded_folder(accelerator, None) is None
+    for number in (2, 10, 9):
+        (tmp_path / "checkpoints" / f"checkpoint_{number}").mkdir(parents=True)
+    found = loaded_folder(accelerator, None)
+    assert found is not None
+    assert found.name == "checkpoint_10"
+    assert read_factor(found) == 1
+    assert loaded_folder(accelerator, tmp_path) == tmp_path
+    assert loaded_folder(accelerator, tmp_path / "nowhere") is None
+
+
+# --- the same training in slices ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
+    """All loops as written, and in slices of 3 of 8 samples, in one process or two."""
+    processes, results = ONE if request.param == 1 else TWO, []
+    for own, more in (((), {}), (("-m", "vram_guard_accelerate"), {VARIABLE: SLICED.text()})):
+        out = tmp_path_factory.mktemp("loops")
+        given = {**more, "ACCELERATE_USE_CPU": "true"}
+        done = launch(*processes, *own, HABITS, "all_loops", "--out", out, cache=cache, guarded=False, **given)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append({name: torch.load(out / f"{name}.pt") for name in LOOPS})
+    return results
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_slices_do_not_change_them(both: Any, name: str) -> None:
+    as_written, sliced = both[0][name], both[1][name]
+    rounded = 1e-3 if name == "hooked" and as_written["processes"] == 2 else 2e-6  # float16 between processes
+    assert 0 < difference(as_written, sliced) < rounded
+    assert as_written["rates"] == sliced["rates"]
+    assert as_written.get("steps") == sliced.get("steps")
+    for close in ("losses", "norms"):
+        assert sliced.get(close, []) == pytest.approx(as_written.get(close, []), rel=1e-4)
+
+
+# --- settings -------------------------------------------------------------------------------------------------
+
+
+def test_growth_from_the_projects_settings_is_left_out_of_the_library_call(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("VRAM_GUARD_GROW", "1")
+    with caplog.at_level(logging.WARNING, logger="vram_guard"):
+        made = guard(budget="1GiB")
+    assert not made.settings.grow
+    assert "left out" in caplog.text
+    monkeypatch.delenv("VRAM_GUARD_GROW")
+    assert made.settings == replace(guard(budget="1GiB").settings)
+    with pytest.raises(InvalidInputError, match="grow"):
+        guard(budget="1GiB", grow=True)
