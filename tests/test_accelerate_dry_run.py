@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,14 @@ def test_the_prediction_is_that_of_the_same_step_traced_by_itself(answers: Any) 
     assert found["peak_reserved"] == expected.peak_reserved
     for category in ("parameters", "optimizer_states", "workspace"):
         assert found["breakdown"][category] == expected.breakdown[category]
+
+
+def test_memory_is_laid_to_the_scripts_lines_and_not_to_ours(answers: Any) -> None:
+    """Where a loss outside the model makes gradients of the outputs, only wrappers of ours stand above torch."""
+    for name in ("plain", "slices", "clipping"):
+        plan = answers[name]["plan"]
+        assert "training.py" in json.dumps(plan) or "common.py" in json.dumps(plan)
+        assert "vram_guard_accelerate/" not in json.dumps(plan), name
 
 
 def test_frozen_models_that_were_moved_by_hand_are_counted(answers: Any) -> None:

@@ -15,7 +15,7 @@ def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
     """Every loss, of a batch of so many samples of five positions and six classes."""
     x = torch.randn(samples, 5, 6, device=device, requires_grad=True)
     y = torch.zeros(samples, 5, dtype=torch.long, device=device)
-    truth = x.detach()
+    truth, weights = x.detach(), torch.ones(6, device=device, requires_grad=True)
     flat = x.flatten(0, 1), y.flatten()
     return {
         "mean": functional.cross_entropy(*flat),
@@ -34,6 +34,10 @@ def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
         "over the batch first": x.mean(0).square().sum(),
         "logarithm": x.square().mean().log(),
         "loop": sum((x[at].mean() for at in range(samples)), torch.zeros((), device=device)) / samples,
+        "penalised": functional.mse_loss(x, truth) + 0.1 * weights.square().sum(),
+        "sum, penalised": x.square().sum() + 0.1 * weights.square().sum(),
+        "of weights alone": weights.exp().sum().exp(),
+        "balanced": x.mean() + (x.softmax(-1).mean((0, 1)) * weights).sum(),
         "compared": functional.cross_entropy(x[:, 0] @ x[:, 1].t(), y[:, 0]),
     }
 
@@ -48,6 +52,8 @@ MEANS = (
     "of two",
     "binary",
     "compared",
+    "penalised",
+    "of weights alone",
 )
 SUMS = ("sum", "sum over a constant", "mean times samples", "labels, summed")
 
@@ -55,7 +61,8 @@ SUMS = ("sum", "sum over a constant", "mean times samples", "labels, summed")
 @pytest.fixture(scope="module", params=["cpu", "meta"])
 def read(request: Any) -> dict[str, tuple[str | None, str]]:
     small, large = losses(2, request.param), losses(6, request.param)
-    return {name: reduction_of(loss_terms(small[name]), 2, loss_terms(large[name]), 6) for name in small}
+    terms = [{name: loss_terms(loss, behind=True) for name, loss in of.items()} for of in (small, large)]
+    return {name: reduction_of(terms[0][name], 2, terms[1][name], 6) for name in small}
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -75,6 +82,8 @@ def test_sums_are_sums(read: Any, name: str) -> None:
         ("over the batch first", "not taken over the samples"),
         ("logarithm", "LogBackward0"),
         ("loop", "other parts for other sizes"),
+        ("sum, penalised", "does not depend on the batch"),
+        ("balanced", "not taken over the samples"),
     ],
 )
 def test_what_cannot_be_told_is_not_guessed(read: Any, name: str, why: str) -> None:

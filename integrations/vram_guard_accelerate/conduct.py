@@ -69,6 +69,9 @@ class Watcher:
         self._bars: list[int] = []
         self._scaled: tuple[Any, Any] = (None, None)
         self._inside = Counter[str]()
+        self.reads_losses = False
+        """Off where techniques are on: to look at what is saved for the backward pass would bring it back from the
+        host."""
 
     def install(self) -> None:
         """For good: the process is for nothing else."""
@@ -128,6 +131,7 @@ class Watcher:
 
     def _differentiated(self, _result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _function: Any) -> None:
         given = args[0] if args else kwargs.get("tensors")
+        given = given if self.reads_losses else None
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             loss = self._scaled[1] if root is self._scaled[0] else root
             self._events.append(_Event("loss", loss_terms(loss)))
@@ -290,7 +294,9 @@ class Returned:
         self.items = self.items or called.get(ITEMS_IN_BATCH) is not None
         if id(model) not in self._of:
             self._of[id(model)] = tuple(
-                loss_terms(one) for one in out if one.dim() == 0 and one.requires_grad and one.is_floating_point()
+                loss_terms(one, behind=True)
+                for one in out
+                if one.dim() == 0 and one.requires_grad and one.is_floating_point()
             )
 
     @property

@@ -264,6 +264,7 @@ class DryRun:
         step = task.step
         if step.precision != self.precision:
             technique.set_precision(self.accelerator, ACCELERATES[step.precision])
+        self.watcher.reads_losses = step.slices == 1 and not step.recipe
         if task.gathers:
             gather(self)
         install(self.root, step.recipe)
@@ -301,7 +302,8 @@ class DryRun:
         made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
         if self.home is not None and made:
             self._inside = self._inside and len(scalars) == 1
-            self.returned.look(model, called, made)
+            if self.watcher.reads_losses:
+                self.returned.look(model, called, made)
             self._look_for_comparisons(made)
 
     def _look_for_comparisons(self, made: list[torch.Tensor]) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 def gather(run: DryRun) -> None:
     """From here on, prepared optimizers step after every second batch, and gradients live until they have stepped."""
     state = _State(run)
+    # Clipping asks for it, and it may be done once before a step.
+    run.accelerator.unscale_gradients = state.unscales(run.accelerator.unscale_gradients)
     for optimizer in run.accelerator._optimizers:  # noqa: SLF001 - see private_api.py
         optimizer.step = state.steps(optimizer.step)
         optimizer.zero_grad = state.zeroes(optimizer.zero_grad)
@@ -36,6 +38,10 @@ class _State:
             return original(*args, **kwargs) if self._stepped else None
 
         return step
+
+    def unscales(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Dividing gradients by the scale of float16."""
+        return lambda *args, **kwargs: original(*args, **kwargs) if self._run.batches % 2 == 0 else None
 
     def zeroes(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Setting gradients to zero."""

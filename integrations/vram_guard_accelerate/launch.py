@@ -84,6 +84,7 @@ def show(prediction: Prediction, *, as_json: bool) -> None:
         found = {
             **prediction.plan,
             "notes": list(prediction.notes),
+            "script_arguments": prediction.orders.script_arguments(),
             "seconds": dict(prediction.seconds),
             "host_memory": dict(prediction.host_memory),
             "log": prediction.log,

@@ -37,6 +37,9 @@ class Term(NamedTuple):
     """Whether labels are counted, of which it leaves out those that are to be ignored."""
     weighed: bool = False
     """Whether classes have weights, so that one label counts more than another."""
+    behind: tuple[object, ...] = ()
+    """The sizes of what it was computed from, where they were asked for: equal for batches of two sizes, where it does
+    not depend on the batch (the square of the weights)."""
 
     @property
     def known(self) -> bool:
@@ -54,11 +57,12 @@ class Term(NamedTuple):
         return self.factor / max(1, self.elements) if self.reduction == "mean" else self.factor
 
 
-def loss_terms(loss: torch.Tensor) -> tuple[Term, ...]:
+def loss_terms(loss: torch.Tensor, *, behind: bool = False) -> tuple[Term, ...]:
     """The terms of a loss.
 
     Args:
         loss: one number with a graph that is not freed.
+        behind: whether to look for what the terms were computed from, as :func:`reduction_of` needs it.
     """
     waiting: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
     terms: list[Term] = []
@@ -73,7 +77,9 @@ def loss_terms(loss: torch.Tensor) -> tuple[Term, ...]:
         else:
             further = list(_further(node, factor))
             waiting += reversed(further)
-            terms += [] if further else [_leaf(node, factor)]
+            if not further:
+                term = _leaf(node, factor)
+                terms.append(term._replace(behind=_sizes_behind(node)) if behind else term)
     return tuple(terms)
 
 
@@ -88,14 +94,21 @@ def reduction_of(
     if len(one) != len(other):
         return None, "it has other parts for other sizes of batches"
     found: set[Literal["mean", "sum"]] = set()
+    independent = 0
     for term, twin in zip(one, other, strict=True):
+        if term.behind and term == twin:
+            independent += 1
+            continue
         kind, why = _over_samples(term, samples, twin, other_samples)
         if kind is None:
             return None, why
         found.add(kind)
     if len(found) > 1:
         return None, "it is a mean and a sum over the batch, added"
-    return (found.pop(), "") if found else (None, "nothing in it carries a gradient")
+    kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
+    if kind == "sum" and independent:
+        return None, "it is a sum over the batch, and something beside it that does not depend on the batch"
+    return kind, ""
 
 
 def _over_samples(
@@ -173,6 +186,36 @@ def _leaf(node: Any, factor: float) -> Term:
     labels = hasattr(node, "_saved_ignore_index")
     weighed = labels and node._saved_weight is not None  # noqa: SLF001 - the same
     return Term(reduction, factor, tuple(counted.shape), labels, weighed)
+
+
+#: So many nodes behind a term tell whether it depends on the batch: the nearest ones hold what was computed last.
+_NODES_BEHIND = 400
+
+
+def _sizes_behind(node: Any) -> tuple[object, ...]:
+    """Every operation behind a node, with the sizes of what it saved for the backward pass."""
+    waiting, seen, found = [node], {node}, list[object]()
+    while waiting and len(seen) < _NODES_BEHIND:
+        current = waiting.pop(0)
+        found.append((current.name(), *_saved_sizes(current)))
+        for other, _ in current.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                waiting.append(other)
+    return tuple(found)
+
+
+def _saved_sizes(node: Any) -> Iterator[tuple[object, ...]]:
+    if node.name().endswith("AccumulateGrad"):
+        yield tuple(node.variable.shape)
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        saved = getattr(node, name)
+        if isinstance(saved, torch.Tensor):
+            yield name, *saved.shape
+        elif name.endswith("_sizes"):
+            yield name, *saved
 
 
 def _counted(node: Any) -> torch.Tensor | None:

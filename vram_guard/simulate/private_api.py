@@ -56,7 +56,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch:clear_autocast_cache", "when cached casts die", "test_casts_of_weights_are_cached"),
     PrivateName("torch.library:Library._destroy", "kernels are taken away again", "test_a_trace_leaves_nothing_behind"),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "every operator is seen", _LAW),
-    PrivateName("torch.utils._python_dispatch:_disable_current_modes", "imports run as always", _IMPORTED),
+    PrivateName(
+        "torch.utils._python_dispatch:_disable_current_modes", "imports run as always, constants are read", _IMPORTED
+    ),
     PrivateName("torch._C:DisableTorchFunction", "imports run as always", _IMPORTED),
     PrivateName("torch.utils._pytree:tree_map", "batches of any structure", "test_one_example_batch_is_resized"),
     PrivateName("torch.cuda:_lazy_init", "no CUDA context is opened", _ASKED),

@@ -17,6 +17,8 @@ from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 _OWN_ROOT = str(Path(__file__).resolve().parent.parent) + os.sep
+#: How the packages of our adapters begin: what they wrap is somebody else's.
+_ADAPTERS = "vram_guard_"
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -271,7 +273,7 @@ class Recorder:
             if code in labels:
                 label = labels[code]
             else:
-                label = labels[code] = _label(code)
+                label = labels[code] = _label(frame)
             if label is not None:
                 return f"{label}:{frame.f_lineno}" if label else ""
             frame = frame.f_back
@@ -306,9 +308,12 @@ class Recorder:
         return tuple(made)
 
 
-def _label(code: CodeType) -> str | None:
+def _label(frame: FrameType) -> str | None:
     """The file of a frame's code; None: look further out; "": the trace itself began here, look no further."""
+    code = frame.f_code
     name = code.co_filename
+    if str(frame.f_globals.get("__name__")).startswith(_ADAPTERS):
+        return None
     if code.co_name == "run_step" and name.startswith(_OWN_ROOT):
         return ""
     if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
