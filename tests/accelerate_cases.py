@@ -63,6 +63,7 @@ def request(
         "module": False,
         "settings": Settings.of(settings).as_dict(),
         "ranks": ranks,
+        "local_ranks": ranks,
     }
     (folder / "request.json").write_text(json.dumps(asked), encoding="utf-8")
 

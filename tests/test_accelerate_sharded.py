@@ -46,7 +46,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ask(name, name)
     ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
     ask("optimizer", "clipping", allow=("offload_optimizer",))
-    ask("little_host", "clipping", host_budget="50MiB")
+    ask("little_host", "clipping", host_budget="100MiB", ranks=2)
     ask("transformers", "transformers")
     ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
     return cases.dry_runs(asked)
@@ -82,7 +82,7 @@ def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> Non
     )
     ours, found = estimate(step, 4), planned(answers["clipping1"])
     # The loop loads a batch while the last one is still held.
-    assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=1024)
+    assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
     assert found["peak_reserved"] == ours.peak_reserved
     assert found["host_peak"] == pytest.approx(ours.host_peak, abs=1024)
     for category in ("parameters", "gradients", "optimizer_states", "workspace", "buffers"):
@@ -145,6 +145,7 @@ def test_it_is_used_only_where_it_is_named(answers: Any) -> None:
     answer = answers["by_default"]
     assert not answer["fits"]
     assert "FSDP2" not in answer["text"]
+    assert any("parameters on the host were not tried" in note for note in answer["notes"])
 
 
 def test_the_optimizer_alone_is_refused_by_name(answers: Any) -> None:
@@ -154,7 +155,8 @@ def test_the_optimizer_alone_is_refused_by_name(answers: Any) -> None:
 def test_what_the_host_lacks_is_not_promised(answers: Any) -> None:
     answer = answers["little_host"]
     assert not answer["fits"]
-    assert "of host memory" in " ".join(answer["text"].split())
+    # Two processes share the machine's.
+    assert "of host memory, of which 50.00 MiB are available" in " ".join(answer["text"].split())
 
 
 @pytest.mark.parametrize("name", ["transformers", "trainer"])
@@ -231,3 +233,9 @@ def test_where_accelerate_does_not_shard_nothing_is_prepared() -> None:
         fsdp.sharding(Accelerator(cpu=True), [torch.nn.Linear(2, 2)]),
     ):
         pytest.fail("it was prepared")
+
+
+def test_a_launch_on_the_cpu_is_refused_before_any_work(tmp_path: Any) -> None:
+    done = cases.launch(*GUARD, *cases.ONE, SHARDED, "clipping", "--out", tmp_path / "never.pt", cache=tmp_path)
+    assert done.returncode == 2
+    assert "--cpu and --allow offload_parameters contradict each other" in done.stderr

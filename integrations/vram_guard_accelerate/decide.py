@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.apply.microbatch import CannotSplitError, telling_example
+from vram_guard.budget.host import host_share
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan import plan
 from vram_guard.plan.words import not_possible
@@ -77,7 +78,7 @@ def decide(
             run.sample.batch_size,
             budget,
             allow=settings.techniques - (refused.keys() - set(possible)) - without,
-            host_budget=settings.host_budget,
+            host_budget=host_share(settings.host_budget, run.local_ranks),
             grow=growing and not {"grow"} & (refused.keys() | without),
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,

@@ -76,6 +76,8 @@ class DryRun:
     ) -> None:
         self.capability = capability
         self.ranks = ranks
+        self.local_ranks = ranks
+        """Of them, those that share a machine, and its memory."""
         self.decide = decide
         self.patience = patience
         self.accelerator: Any = None

@@ -63,6 +63,7 @@ def _follow(request: dict[str, Any], folder: Path) -> NoReturn:
     capability = tuple(budget.compute_capability or (8, 0))
     start = time.monotonic()
     run = DryRun(capability, request["ranks"], decided, may_shard="offload_parameters" in settings.techniques)
+    run.local_ranks = request["local_ranks"]
     run.run(request["command"], module=request["module"])
 
 

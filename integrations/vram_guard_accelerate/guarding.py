@@ -162,6 +162,7 @@ def _become_dry_run(home: Home, accelerator: Any, settings: Settings) -> None:
     except VramGuardError as error:
         home.send(Failure(type(error).__name__, str(error)))
     run = DryRun(budget.compute_capability or (8, 0), ranks, lambda run: _decided(run, settings, budget, home))
+    run.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     ends = _Ends(run, home)
     sys.excepthook = ends.failed
     atexit.register(ends.ended)

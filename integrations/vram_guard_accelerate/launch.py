@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.settings import disabled
 from vram_guard_accelerate import processes, saying
 from vram_guard_accelerate.arguments import Launch, parsed
@@ -45,10 +45,14 @@ def launch(arguments: Sequence[str]) -> int:
             "process plan for all of them: accelerate launch [accelerate's options] -m vram_guard_accelerate [the "
             "guard's options] script.py ..."
         )
-    budget = budget_for(given.settings, max(1, target.ranks // target.machines), target.gpu_ids)
-    question = Question(
-        (given.script, *given.arguments), given.module, given.settings, budget, target.ranks, target.environment
-    )
+    if given.options.cpu and "offload_parameters" in given.settings.techniques and not given.options.dry_run:
+        raise InvalidInputError(
+            "--cpu and --allow offload_parameters contradict each other: Accelerate shards on GPUs only; leave one out"
+        )
+    local = max(1, target.ranks // target.machines)
+    budget = budget_for(given.settings, local, target.gpu_ids)
+    command = (given.script, *given.arguments)
+    question = Question(command, given.module, given.settings, budget, target.ranks, target.environment, local)
     try:
         with waiting() as status:
             prediction = predict(question, fresh=given.options.fresh, progress=lambda line: _again(status, line))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,7 +53,7 @@ class Orders:
     resumes_grown: bool = False
     models: int = 1
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    wrapped: Sequence[str] = ()
+    wrapped: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, plan: Plan, run: DryRun) -> Orders:
@@ -76,7 +76,7 @@ class Orders:
             resumes_grown=run.resumed.factor not in (1.0, plan.learning_rate_factor),
             models=len(run.models),
             recipe=asdict(plan.recipe),
-            wrapped=wrapped_classes(run.root, plan.recipe.parameters_on_host),
+            wrapped=list(wrapped_classes(run.root, plan.recipe.parameters_on_host)),
         )
 
     @property

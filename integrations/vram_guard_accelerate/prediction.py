@@ -73,14 +73,17 @@ class Question:
     ranks: int
     environment: Mapping[str, str]
     """What accelerate adds to the environment."""
+    local_ranks: int = 1
+    """Processes that share a machine, and its memory."""
 
     def key(self) -> str:
         """A stable name of everything that the answer depends on, as far as it can be known beforehand."""
         digest = hashlib.sha256()
         all_of_it = {**os.environ, **self.environment}
         kept = {name: value for name, value in all_of_it.items() if name.startswith("ACCELERATE_")}
-        facts = (self.command, self.module, self.settings.as_dict(), self.ranks, sorted(kept.items()), str(Path.cwd()))
-        digest.update(repr((facts, self.budget.usable, self.budget.compute_capability, sys.version)).encode())
+        launch = (self.command, self.module, self.settings.as_dict(), sorted(kept.items()), str(Path.cwd()))
+        machine = (self.ranks, self.local_ranks, self.budget.usable, self.budget.compute_capability, sys.version)
+        digest.update(repr((launch, machine)).encode())
         for name in LIBRARIES:
             with contextlib.suppress(PackageNotFoundError):
                 digest.update(f"{name}=={version(name)}\n".encode())
@@ -202,6 +205,7 @@ def _run(question: Question, log: Path, varied: Mapping[str, Any] | None = None)
             "module": question.module,
             "settings": question.settings.as_dict(),
             "ranks": question.ranks,
+            "local_ranks": question.local_ranks,
             "varied": varied,
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")

@@ -58,7 +58,7 @@ def _planned(settings: Settings, command: Sequence[str], *, module: bool, ranks:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         budget = budget_for(settings, local, "all")
         added = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-        prediction = predict(Question(tuple(command), module, settings, budget, ranks, added))
+        prediction = predict(Question(tuple(command), module, settings, budget, ranks, added, local))
         show(prediction, as_json=False)
         if not prediction.fits:
             raise DoesNotFitError("it does not fit, and is not started")

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 STATE_DICTS = (
     "parameters on the host (Accelerate's FSDP2): accelerator.get_state_dict(model) holds whole tensors, "
     "model.state_dict() and the model's parameters hold each process's shards; save_state writes FSDP's files, and "
-    "load_state reads no others"
+    "load_state reads no others. Look at how the script saves its model at the end before it trains for long"
+)
+
+UNTRIED = (
+    "parameters on the host were not tried: they change what a script's checkpoints and state dicts hold, and are used "
+    "only where they are named (--allow ...,offload_parameters)"
 )
 
 
@@ -55,7 +60,8 @@ def why_not_sharded(run: DryRun, *, compiled: bool) -> str:
 def about_sharding(run: DryRun, plan: Plan) -> list[str]:
     """What a reader of the plan should know of it."""
     if not plan.recipe.parameters_on_host:
-        return [not_possible("offload_parameters", run.why_not_sharded)] if run.why_not_sharded else []
+        untried = [] if plan.fits or run.may_shard or len(run.models) != 1 else [UNTRIED]
+        return [not_possible("offload_parameters", run.why_not_sharded)] if run.why_not_sharded else untried
     notes = [STATE_DICTS]
     if plan.precision == "bf16-mixed":
         notes.append(

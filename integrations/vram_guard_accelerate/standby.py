@@ -32,12 +32,12 @@ class Standby:
         self._asking, asked = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()  # or a copy would say again what waits to be written
-        process = os.fork()
-        if process == 0:
+        self._process = os.fork()
+        if self._process == 0:
             self._asking.close()
             _wait_for_tasks(asked)
         asked.close()
-        forks.running[process] = self
+        forks.running[self._process] = self
 
     def copy(self, task: Any) -> FarCopy:
         """A copy that does this task (which must be picklable), on its way from where the standby waits.
@@ -57,6 +57,14 @@ class Standby:
         finally:
             os.close(writing)
         return FarCopy(process, reading)
+
+    def end(self) -> None:
+        """Nobody will ask any more."""
+        self._asking.close()
+        with contextlib.suppress(OSError):
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+        forks.running.pop(self._process, None)
 
 
 class FarCopy:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import DeviceQueryError
+from vram_guard.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +52,24 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         else:
             memory = HostMemory(memory.total, available, memory.limited_by)
     return memory
+
+
+def host_share(host_budget: str | int | None, processes: int) -> int | None:
+    """What each of the processes that share a machine may take of its memory, in bytes.
+
+    Args:
+        host_budget: of the machine: "64GiB" or bytes; None: what is free now.
+        processes: on the machine, at least 1.
+
+    Returns:
+        None where the operating system does not tell what is free.
+    """
+    if host_budget is not None:
+        return parse_bytes(host_budget) // processes
+    try:
+        return host_memory().available // processes
+    except DeviceQueryError:
+        return None
 
 
 def _physical_memory(root: Path) -> HostMemory:

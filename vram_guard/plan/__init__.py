@@ -13,7 +13,6 @@ from vram_guard.plan.pins import Pins
 from vram_guard.plan.search import search
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
 from vram_guard.step import checked_count
-from vram_guard.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -89,7 +88,9 @@ def plan(
     if dataset_size is not None:
         dataset_size = checked_count("dataset_size", dataset_size)
     correction = _checked_correction(correction)
-    host_usable = _host_usable(host_budget)
+    from vram_guard.budget.host import host_share
+
+    host_usable = host_share(host_budget, 1)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     capability = _compute_capability(resolved)
     pins.check(batch_size, capability, grow=grow, trains=step.optimizer is not None)
@@ -164,18 +165,6 @@ def _precisions(
         mixed, why = mixed_precision(precision, capability)
     half = half_precision(precision, capability) if "half" in techniques else None
     return tuple(name for name in (precision, mixed, half) if name is not None), (why,)
-
-
-def _host_usable(host_budget: str | int | None) -> int | None:
-    """Bytes of host memory that may be taken; None: the operating system does not tell."""
-    if host_budget is not None:
-        return parse_bytes(host_budget)
-    from vram_guard.budget.host import host_memory
-
-    try:
-        return host_memory().available
-    except DeviceQueryError:
-        return None
 
 
 def _compute_capability(budget: Budget) -> tuple[int, int] | None:

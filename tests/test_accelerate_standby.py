@@ -1,0 +1,76 @@
+"""A copy that waits: it is copied again for every task, and gone with its original."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("accelerate")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard_accelerate import forks
+from vram_guard_accelerate.forks import BecomeCopy
+from vram_guard_accelerate.standby import Standby
+
+
+def waiting(seen: list[str]) -> Standby:
+    """A standby whose copies do what their task says."""
+    try:
+        return Standby()
+    except BecomeCopy as copy:
+        name, value = copy.task
+        if name == "die":
+            os._exit(3)
+        if name == "sleep":
+            time.sleep(value)
+        copy.home.send((name, value, seen, os.getpid()))
+
+
+@pytest.fixture
+def standby() -> Iterator[Standby]:
+    made = waiting(["before"])
+    yield made
+    made.end()
+    assert not forks.running
+
+
+def test_copies_begin_where_it_waits_and_answer_in_any_order(standby: Standby) -> None:
+    one, two = standby.copy(("one", 1)), standby.copy(("two", list(range(100_000))))
+    name, value, seen, process = two.answer(20)
+    assert (name, len(value), seen) == ("two", 100_000, ["before"])
+    assert one.answer(20)[:2] == ("one", 1)
+    assert process not in (os.getpid(), 0)
+    assert list(forks.running.values()) == [standby]
+
+
+def test_a_copy_that_dies_or_takes_too_long_is_said(standby: Standby) -> None:
+    with pytest.raises(UnsupportedStepError, match="died while it was followed"):
+        standby.copy(("die", 0)).answer(20)
+    slow = standby.copy(("sleep", 60))
+    with pytest.raises(UnsupportedStepError, match="did not get through"):
+        slow.answer(0.2)
+    assert standby.copy(("still", "there")).answer(20)[0] == "still"
+
+
+def test_a_standby_that_is_gone_is_said(standby: Standby) -> None:
+    (process,) = forks.running
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(UnsupportedStepError, match="was lost"):
+        standby.copy(("too", "late"))
+
+
+def test_ending_all_ends_what_waits_too(standby: Standby) -> None:
+    slow = standby.copy(("sleep", 60))
+    began = time.monotonic()
+    forks.end_all()
+    with pytest.raises(UnsupportedStepError, match="died"):
+        slow.answer(20)
+    assert time.monotonic() - began < 10
