@@ -51,7 +51,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
                   gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
     cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
-    for name in ("summed", "masked"):
+    for name in ("summed", "masked", "beside"):
         cases.request(asked / name, TRAINING, name, budget="40MiB", allow=("accumulate",))
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="100MiB", allow=("precision",))  # fmt: skip
@@ -132,8 +132,10 @@ def test_a_batch_that_is_too_large_passes_in_slices(answers: Any) -> None:
 
 
 def test_a_loss_outside_the_model_costs_a_second_forward(answers: Any) -> None:
-    outside, inside = answers["slices"], answers["sliced_inside"]
-    assert any("forward twice" in note for note in outside["notes"])
+    outside, inside, beside = (answers[name] for name in ("slices", "sliced_inside", "beside"))
+    for answer in (outside, beside):
+        assert any("forward twice" in note for note in answer["notes"])
+        assert not answer["orders"]["returns_loss"]
     assert not any("forward twice" in note for note in inside["notes"])
     assert outside["plan"]["slowdown"] > inside["plan"]["slowdown"]
 

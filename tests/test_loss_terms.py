@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
+from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of, reduction_of
 
 
 def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
@@ -98,6 +98,18 @@ def test_a_number_that_the_model_computed_is_no_constant() -> None:
     (term,) = loss_terms((x * mask).sum() / mask.sum())
     assert not term.known
     assert term.reduction == "DivBackward0"
+
+
+def test_a_loss_is_known_by_what_it_is_made_of() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    returned, other = x.square().mean(), x.exp().mean()
+    numbers = {number_of(returned)}
+    assert is_made_of(returned, numbers)
+    assert is_made_of(returned.float() / 4 + 1, numbers)
+    assert not is_made_of(returned + other, numbers)
+    assert not is_made_of(other, numbers)
+    assert not is_made_of(returned.log(), numbers)  # it may be: the slower way is taken
+    assert number_of(torch.ones(())) is None
 
 
 def test_classes_with_weights_and_labels_are_seen() -> None:

@@ -89,6 +89,17 @@ def test_a_loss_inside_the_model_runs_nothing_twice(x: torch.Tensor) -> None:
     assert sliced.calls == [4, 3, 3]
 
 
+def test_a_loss_that_is_computed_beside_the_returned_one_costs_no_backward_of_that(x: torch.Tensor) -> None:
+    whole, _ = twins("loss")
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 10, 4, returns_loss=False)
+    for model in (whole, sliced):
+        out = model(x, labels=Y)
+        (nn.functional.cross_entropy(out["logits"], Y, label_smoothing=0.1) + 0.5 * out["loss"]).backward()
+    same_gradients(whole, sliced)
+    assert sliced.calls == [4, 3, 3] * 2
+
+
 def test_a_loss_that_is_a_sum_is_added_up(x: torch.Tensor) -> None:
     class Summed(Net):
         def forward(self, x: torch.Tensor) -> Any:

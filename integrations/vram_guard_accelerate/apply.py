@@ -78,8 +78,9 @@ class Applied:
         install(model, self._recipe_of(model))
         orders = self.orders
         if orders.slices:
-            size, micro, weight = orders.grown_batch_size, orders.micro_batch_size, orders.loss_weight
-            technique.set_slices(accelerator, [model], size, micro, loss_weight=weight)
+            size, micro = orders.grown_batch_size, orders.micro_batch_size
+            about = {"loss_weight": orders.loss_weight, "returns_loss": orders.returns_loss}
+            technique.set_slices(accelerator, [model], size, micro, **about)  # type: ignore[arg-type]
 
     def _recipe_of(self, model: nn.Module) -> Recipe:
         """Of several models, names begin with the model's number in the order of ``prepare``."""

@@ -18,7 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vram_guard.apply.loss_terms import Term, loss_terms
+from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +61,8 @@ class _Event(NamedTuple):
 class Watcher:
     """Watches one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, returned: Returned) -> None:
+        self._returned = returned
         self._events: list[_Event] = []
         self._ends: list[int] = []
         """Where optimizer steps end among the events."""
@@ -135,6 +136,7 @@ class Watcher:
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             loss = self._scaled[1] if root is self._scaled[0] else root
             self._events.append(_Event("loss", loss_terms(loss)))
+            self._returned.differentiated(loss)
         self._scaled = (None, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
@@ -278,6 +280,9 @@ class Returned:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[tuple[Term, ...], ...]] = {}
+        self._numbers: set[int] = set()
+        self.beside = False
+        """Whether something else was differentiated than what models returned as their losses."""
         self.items = False
         """Whether the models are given a number to divide their loss by."""
 
@@ -292,12 +297,17 @@ class Returned:
         from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH
 
         self.items = self.items or called.get(ITEMS_IN_BATCH) is not None
+        self._numbers |= {number_of(one) or 0 for one in out if one.dim() == 0}
         if id(model) not in self._of:
             self._of[id(model)] = tuple(
                 loss_terms(one, behind=True)
                 for one in out
                 if one.dim() == 0 and one.requires_grad and one.is_floating_point()
             )
+
+    def differentiated(self, loss: torch.Tensor) -> None:
+        """A backward pass begins."""
+        self.beside = self.beside or not is_made_of(loss, self._numbers)
 
     @property
     def terms(self) -> tuple[tuple[Term, ...], ...]:

@@ -96,7 +96,7 @@ def decide(
     if made.splits > 1:
         notes += _about_slices(run, facts)
     notes += about_sharding(run, made)
-    orders = replace(Orders.of(made, run), loss_weight=weight)
+    orders = replace(Orders.of(made, run), loss_weight=weight, returns_loss=facts.inside)
     wanted = wishes.wanted(made, step, planned, varied) if wishes is not None and _lacks_something(made) else ()
     notes += wishes.notes if wishes is not None else []
     if varied is not None:

@@ -118,8 +118,8 @@ class DryRun:
         self._inside = True
         self._trained_before = False
         self._compares = False
-        self.watcher = Watcher()
         self.returned = Returned()
+        self.watcher = Watcher(self.returned)
         self.why_not_sliced = ""
         """Why a copy that worked in slices came to no answer; "" where none failed."""
         self._began = time.monotonic()
@@ -277,6 +277,7 @@ class DryRun:
                 self.models,
                 step.slices * task.batch_size,
                 task.batch_size,
+                returns_loss=not step.forward_again,
                 at_most=SLICES,
                 on_slice=self.following.forward_begins,
             )
@@ -349,7 +350,7 @@ class DryRun:
             max(1, between),
             self._clips,
             foreign,
-            self._inside,
+            self._inside and not self.returned.beside,
             self._compares,
             seconds,
             self.returned.terms,

@@ -31,6 +31,7 @@ class Orders:
         accumulation_option: the script's own option that is set to ``accumulation``, where its batches become smaller.
         accumulation: batches of an optimizer step, under that.
         loss_weight: what a loss that the models return is over the samples of a batch: "mean" or "sum".
+        returns_loss: whether the number that a model returns is what is differentiated.
         loader: which of the loaders that the script makes is the training's, from 0.
         learning_rate_factor: what every learning rate is multiplied by.
         resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
@@ -48,6 +49,7 @@ class Orders:
     accumulation_option: str = ""
     accumulation: int = 1
     loss_weight: Literal["mean", "sum"] = "mean"
+    returns_loss: bool = True
     loader: int = 0
     learning_rate_factor: float = 1.0
     resumes_grown: bool = False

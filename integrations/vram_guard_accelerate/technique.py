@@ -55,6 +55,7 @@ def set_slices(
     micro_batch_size: int,
     *,
     loss_weight: Literal["mean", "sum"] = "mean",
+    returns_loss: bool = True,
     at_most: int | None = None,
     on_slice: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
@@ -65,6 +66,7 @@ def set_slices(
             batch_size,
             micro_batch_size,
             loss_weight=loss_weight,
+            returns_loss=returns_loss,
             scale=_scale_of(accelerator),
             at_most=at_most,
             on_slice=on_slice,

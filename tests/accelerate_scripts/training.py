@@ -263,6 +263,16 @@ def contrastive(options):
     write(accelerator, options.out, **loop(options, accelerator, model=Contrastive, loss_of=loss_of))
 
 
+def beside(options):
+    """The model is given labels and returns its loss; the script computes another one, and trains on that."""
+
+    def loss_of(model, x, y):
+        return nn.functional.cross_entropy(model(x, labels=y)["logits"], y, label_smoothing=0.1)
+
+    accelerator = Accelerator()
+    write(accelerator, options.out, **loop(options, accelerator, model=WithLoss, loss_of=loss_of))
+
+
 def summed(options, *, masked=False):
     """A loss that sums over the batch; or a mean over what a mask leaves, which nobody can tell beforehand."""
 

@@ -8,7 +8,7 @@ and a sum that is divided by another constant look alike; of two sizes of batche
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -81,6 +81,34 @@ def loss_terms(loss: torch.Tensor, *, behind: bool = False) -> tuple[Term, ...]:
                 term = _leaf(node, factor)
                 terms.append(term._replace(behind=_sizes_behind(node)) if behind else term)
     return tuple(terms)
+
+
+def number_of(value: torch.Tensor) -> int | None:
+    """By which :func:`is_made_of` knows a value again, without keeping its graph alive; None where it has no graph."""
+    return None if value.grad_fn is None else int(value.grad_fn._sequence_nr())  # noqa: SLF001 - see below
+
+
+def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
+    """Whether a loss is these values, scaled and added, and nothing else.
+
+    Args:
+        loss: one number with a graph.
+        numbers: of :func:`number_of`.
+    """
+    waiting: list[Any] = [loss.grad_fn]
+    for _ in range(MOST_NODES):
+        if not waiting:
+            return True
+        node = waiting.pop()
+        if node is None:
+            return False
+        if node._sequence_nr() in numbers:  # noqa: SLF001 - see simulate/private_api.py
+            continue
+        further = [other for other, _ in _further(node, 1.0)]
+        if not further:
+            return False
+        waiting += further
+    return False
 
 
 def reduction_of(

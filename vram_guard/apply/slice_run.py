@@ -85,7 +85,7 @@ class SlicedRun:
             self._look_whether_divided(scalars[0][1], items)
         weight = self._weights[len(self._random) - 1]
         self._merging.add(detached(out), first, part.samples, weight)
-        if len(scalars) != 1:
+        if len(scalars) != 1 or not self._owner.returns_loss:
             return  # the graph dies with this frame: the backward pass makes it again
         self._scalar, loss = scalars[0]
         del out, scalars

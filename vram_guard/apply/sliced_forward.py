@@ -41,6 +41,7 @@ def slice_forward(
     micro_batch_size: int,
     *,
     loss_weight: Literal["mean", "sum"] = "mean",
+    returns_loss: bool = True,
     scale: Callable[[], float] = lambda: 1.0,
     at_most: int | None = None,
     on_slice: Callable[[], None] = lambda: None,
@@ -53,6 +54,8 @@ def slice_forward(
         micro_batch_size: samples of a slice, at most.
         loss_weight: what a loss that the model returns is over the samples of its batch; a mean leaves out labels that
             are ignored, and what the model divides by ``num_items_in_batch`` is neither, and seen.
+        returns_loss: whether the one number that the model returns, if it does, is what is differentiated. Where it is
+            computed beside the outputs that are, nothing is done for it beforehand.
         scale: the factor by which losses are scaled in float16 (``GradScaler.get_scale``).
         at_most: run so many slices and take the others for done: for traces, where one is like another.
         on_slice: called before the forward of each slice.
@@ -62,7 +65,9 @@ def slice_forward(
     """
     before = vars(model).get("forward")
     splitter = Splitter(batch_size, micro_batch_size)
-    vars(model)["forward"] = SlicedForward(model, model.forward, splitter, loss_weight, scale, at_most, on_slice)
+    vars(model)["forward"] = SlicedForward(
+        model, model.forward, splitter, loss_weight, scale, at_most, on_slice, returns_loss=returns_loss
+    )
 
     def undo() -> None:
         vars(model).pop("forward", None)
@@ -84,12 +89,15 @@ class SlicedForward:
         scale: Callable[[], float],
         at_most: int | None,
         on_slice: Callable[[], None],
+        *,
+        returns_loss: bool,
     ) -> None:
         self.model = model
         self.as_written = as_written
         self.__wrapped__ = as_written  # for who unwraps forwards layer by layer (Accelerate)
         self.splitter = splitter
         self.loss_weight = loss_weight
+        self.returns_loss = returns_loss
         self.scale = scale
         self.at_most = at_most
         self.on_slice = on_slice

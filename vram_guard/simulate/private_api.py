@@ -46,6 +46,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C:_storage_Use_Count", "who else holds a gradient's memory", _IN_PLACE),
     PrivateName("torch:UntypedStorage._cdata", "one key for all views of a storage", _LAW),
     PrivateName("torch._C:_current_autograd_node", "whose backward is running", _NAMED),
+    PrivateName(
+        "torch.autograd.graph:Node._sequence_nr",
+        "a value is known again by its node",
+        "test_a_loss_is_known_by_what_it_is_made_of",
+    ),
     PrivateName("torch._C._autograd:_get_sequence_nr", "which forward made an autograd node", _NAMED),
     PrivateName("torch.autograd.graph:_engine_run_backward", "the frame below which autograd itself calls", _LAW),
     PrivateName("torch._C:_ExcludeDispatchKeyGuard", "autocast kernels run below autocast", _AUTOCAST),
