@@ -119,3 +119,24 @@ def test_classes_with_weights_and_labels_are_seen() -> None:
     assert plain == Term("mean", 1.0, (4,), labels=True)
     assert weighed == Term("mean", 1.0, (4,), labels=True, weighed=True)
     assert plain.of_each_element == 0.25
+
+
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 5), reason="nodes do not tell sizes before 2.5"
+)
+def test_to_read_a_loss_brings_nothing_back_that_checkpointing_left_out() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    calls = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return (x @ x.t()).exp().square()
+
+    x = torch.randn(3, 3, requires_grad=True)
+    loss = checkpoint(block, x, use_reentrant=False).mean()
+    terms = loss_terms(loss, behind=True)
+    assert terms[0].behind
+    assert len(calls) == 1
+    loss.backward()
+    assert len(calls) == 2

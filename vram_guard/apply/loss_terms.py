@@ -221,11 +221,11 @@ _NODES_BEHIND = 400
 
 
 def _sizes_behind(node: Any) -> tuple[object, ...]:
-    """Every operation behind a node, with the sizes of what it saved for the backward pass."""
+    """Every operation behind a node, with the sizes of what it made."""
     waiting, seen, found = [node], {node}, list[object]()
     while waiting and len(seen) < _NODES_BEHIND:
         current = waiting.pop(0)
-        found.append((current.name(), *_saved_sizes(current)))
+        found.append((current.name(), *_sizes(current)))
         for other, _ in current.next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
@@ -233,17 +233,25 @@ def _sizes_behind(node: Any) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _saved_sizes(node: Any) -> Iterator[tuple[object, ...]]:
+def _sizes(node: Any) -> Iterator[tuple[object, ...]]:
+    """Of what a node made, and of what a reduction reduced.
+
+    What it saved is not looked at where that can be avoided: activation checkpointing would compute it again for it,
+    once for each look, and keep it.
+    """
     if node.name().endswith("AccumulateGrad"):
         yield tuple(node.variable.shape)
     for name in dir(node):
-        if not name.startswith("_saved_"):
-            continue
-        saved = getattr(node, name)
+        if name.startswith("_saved_") and name.endswith("_sizes"):
+            yield name, *getattr(node, name)
+    made = getattr(node, "_input_metadata", None)
+    if made is not None:
+        yield from (tuple(one.shape) for one in made)
+        return
+    for name in dir(node):  # torch before 2.5
+        saved = getattr(node, name) if name.startswith("_saved_") else None
         if isinstance(saved, torch.Tensor):
             yield name, *saved.shape
-        elif name.endswith("_sizes"):
-            yield name, *saved
 
 
 def _counted(node: Any) -> torch.Tensor | None:
