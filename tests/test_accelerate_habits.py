@@ -48,6 +48,8 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     asked = folder / "asked"
     for name in (*LOOPS, *REFUSED, "asks", "in_evaluation_mode"):
         cases.request(asked / name, HABITS, name, "--out", folder / name)
+    for name in ("folds", "shuffled_by_hand"):
+        cases.request(asked / f"{name}_grow", HABITS, name, budget="160MiB", grow=True, lr_rule="linear")
     grown = folder / "grown" / "checkpoints" / "checkpoint_0"
     grown.mkdir(parents=True)
     write_factor(grown, 4.0)
@@ -69,6 +71,30 @@ def test_they_are_followed(answers: Any, name: str) -> None:
 def test_a_loop_in_evaluation_mode_is_measured_as_any_other(answers: Any) -> None:
     other = answers["hooked"]["plan"]["before"]["peak_allocated"]
     assert answers["in_evaluation_mode"]["plan"]["before"]["peak_allocated"] == pytest.approx(other, rel=0.01)
+
+
+# --- a larger batch -------------------------------------------------------------------------------------------
+
+
+def test_the_loaders_of_every_training_in_a_script_grow(answers: Any, tmp_path: Path, cache: Path) -> None:
+    """Rates are multiplied in all of them."""
+    orders = answers["folds_grow"]["orders"]
+    assert orders["grown_batch_size"] == 16  # of the 20 samples of a fold
+    assert orders["learning_rate_factor"] == 2
+    out = tmp_path / "folds.pt"
+    own = (*ONE, "-m", "vram_guard_accelerate", HABITS, "folds", "--out", out)
+    done = launch(*own, cache=cache, guarded=False, **{VARIABLE: Orders(**orders).text()})
+    assert done.returncode == 0, done.stderr
+    found = torch.load(out)
+    assert found["steps"] == [2, 2]  # as written: 3
+    assert found["losses"] == [0.2]
+
+
+def test_a_batch_that_no_loader_was_given_does_not_grow(answers: Any) -> None:
+    answer = answers["shuffled_by_hand_grow"]
+    assert "error" not in answer, answer
+    assert not answer["changed"]
+    assert any("batch sampler" in note for note in answer["notes"])
 
 
 # --- programs that a script starts ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vram_guard_accelerate import checkpoints, technique
 from vram_guard_accelerate.fsdp import sharding
+from vram_guard_accelerate.loaders import Found, Which
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +31,6 @@ class Applied:
         self._scaled: set[int] = set()
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Every scheduler of torch: a script need not hand its own to ``prepare``."""
-        self._loaders = 0
 
     def install(self) -> None:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the orders."""
@@ -99,15 +99,16 @@ class Applied:
     # --- a larger batch ---------------------------------------------------------------------------------------
 
     def _larger_batches(self, original: Any) -> Any:
-        """The training loader, told by its number among those that the script makes, delivers more at once."""
+        """The training's loaders, told by where the script makes them, deliver more at once."""
         signature = inspect.signature(original)
+        found = Found(Which(**self.orders.loader))
 
         def made(loader: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(loader, *args, **kwargs)
-            if made_by_script(sys._getframe(1)):  # noqa: SLF001 - who makes it is the question
-                if self._loaders == self.orders.loader and given.arguments.get("batch_size") == self.orders.batch_size:
-                    given.arguments["batch_size"] = self.orders.grown_batch_size
-                self._loaders += 1
+            maker = sys._getframe(1)  # noqa: SLF001 - who makes it is the question
+            its_size = given.arguments.get("batch_size") == self.orders.batch_size
+            if made_by_script(maker) and found.is_it(maker) and its_size:
+                given.arguments["batch_size"] = self.orders.grown_batch_size
             original(*given.args, **given.kwargs)
 
         return made

@@ -13,7 +13,7 @@ from vram_guard.plan.words import not_possible
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.step import TrainingStep
 from vram_guard_accelerate.agreement import loss_weight
-from vram_guard_accelerate.exposed import precision_option
+from vram_guard_accelerate.exposed import batch_size_option, precision_option
 from vram_guard_accelerate.orders import Orders
 from vram_guard_accelerate.sharded_notes import about_sharding, why_not_sharded
 from vram_guard_accelerate.wishes import Wishes, check
@@ -153,10 +153,17 @@ def _refused(run: DryRun, facts: Facts, unclear: str) -> dict[str, str]:
         "offload_parameters": why_not_sharded(run, compiled=_compiled(run)),
         "accumulate": _why_not_sliced(run, facts, unclear),
         "precision": _why_not_mixed(run),
-        "grow": run.sample.growable if run.sample is not None else "",
+        "grow": _why_not_grown(run),
         "fused": "the script clips gradients, which a fused optimizer unscales itself" if facts.clips else "",
     }
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _why_not_grown(run: DryRun) -> str:
+    assert run.sample is not None
+    if run.sample.growable or batch_size_option(run) or run.training_loader is not None:
+        return run.sample.growable
+    return "the script makes no loader with the training's batch size (it gives it a batch sampler, or a library does)"
 
 
 def _why_not_sliced(run: DryRun, facts: Facts, unclear: str) -> str:

@@ -207,8 +207,9 @@ def _without_workers(run: DryRun, original: Any) -> Any:
         extra = given.pop("kwargs", {})
         given = {name: value for name, value in given.items() if name not in ("self", "multiprocessing_context")}
         original(self, **{**given, **extra, **{name: here[name] for name in here if name in given}})
-        if made_by_script(sys._getframe(1)):  # noqa: SLF001 - who makes it is the question
-            run.loaders.append(self)
+        maker = sys._getframe(1)  # noqa: SLF001 - who makes it is the question
+        if made_by_script(maker):
+            run.loaders.add(self, maker)
 
     return made
 

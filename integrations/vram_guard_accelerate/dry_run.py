@@ -20,6 +20,7 @@ from vram_guard_accelerate.checkpoints import Resumed
 from vram_guard_accelerate.conduct import Returned, Watcher
 from vram_guard_accelerate.forks import BecomeCopy, Home
 from vram_guard_accelerate.gathering import gather
+from vram_guard_accelerate.loaders import Made
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
     from vram_guard_accelerate.conduct import Conduct
+    from vram_guard_accelerate.loaders import Which
     from vram_guard_accelerate.sharded_copy import Sharded
     from vram_guard_accelerate.standby import FarCopy, Standby
 
@@ -95,8 +97,8 @@ class DryRun:
         """Whether the script uses ``accelerator.accumulate()``."""
         self.options: dict[str, Any] = {}
         """What the script's own command line said, by name."""
-        self.loaders: list[Any] = []
-        """Loaders that the script made itself, in order."""
+        self.loaders = Made()
+        """Loaders that the script made itself."""
         self.resumed = Resumed()
         """What the checkpoint says that the script loads."""
         self.home: Home | None = None
@@ -191,13 +193,10 @@ class DryRun:
         return self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
 
     @property
-    def training_loader(self) -> int:
-        """The number of the training's loader among those that the script made."""
+    def training_loader(self) -> Which | None:
+        """Which of the loaders that the script made is the training's; None where it made none of its batch size."""
         assert self.sample is not None
-        chosen = self.sample.loader
-        same = [at for at, loader in enumerate(self.loaders) if loader.dataset is chosen.dataset]
-        sized = [at for at in same if self.loaders[at].batch_size == self.sample.batch_size]
-        return next(iter([*sized, *same]), 0)
+        return self.loaders.which(self.sample)
 
     @property
     def trains(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard_accelerate.loaders import Which
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -32,7 +33,8 @@ class Orders:
         accumulation: batches of an optimizer step, under that.
         loss_weight: what a loss that the models return is over the samples of a batch: "mean" or "sum".
         returns_loss: whether the number that a model returns is what is differentiated.
-        loader: which of the loaders that the script makes is the training's, from 0.
+        loader: which of the loaders that the script makes is the training's, as
+            :class:`vram_guard_accelerate.loaders.Which` has it.
         learning_rate_factor: what every learning rate is multiplied by.
         resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
@@ -50,7 +52,7 @@ class Orders:
     accumulation: int = 1
     loss_weight: Literal["mean", "sum"] = "mean"
     returns_loss: bool = True
-    loader: int = 0
+    loader: Mapping[str, Any] = field(default_factory=dict)
     learning_rate_factor: float = 1.0
     resumes_grown: bool = False
     models: int = 1
@@ -73,7 +75,7 @@ class Orders:
             grown_batch_size=plan.batch_size,
             micro_batch_size=plan.micro_batch_size,
             batch_option=batch_size_option(run) if grown else "",
-            loader=run.training_loader,
+            loader=asdict(run.training_loader or Which()),
             learning_rate_factor=plan.learning_rate_factor,
             resumes_grown=run.resumed.factor not in (1.0, plan.learning_rate_factor),
             models=len(run.models),

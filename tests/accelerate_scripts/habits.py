@@ -158,7 +158,7 @@ def retried(options):
 def folds(options):
     """A new model, optimizer and loader for every part of the data, in one process."""
     accelerator = Accelerator()
-    everything, kept = dataset(options.samples), []
+    everything, kept, batches = dataset(options.samples), [], []
     for fold in range(2):
         set_seed(fold)
         chosen = [number for number in range(options.samples) if number % 2 == fold]
@@ -167,10 +167,22 @@ def folds(options):
         loader = DataLoader(Subset(everything, chosen), batch_size=options.batch_size)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         model.train()
-        train(accelerator, model, optimizer, loader)
+        sizes = []
+        train(accelerator, model, optimizer, loader, each=lambda _, loss, sizes=sizes: sizes.append(loss))
         kept += weights(accelerator, model)
+        batches.append(len(sizes))
         accelerator.free_memory()
-    return accelerator, {"weights": kept}
+    return accelerator, {"weights": kept, "steps": batches, "losses": [optimizer.param_groups[0]["lr"]]}
+
+
+def shuffled_by_hand(options):
+    """A loader with a batch sampler of the script's own."""
+    accelerator = Accelerator()
+    model, optimizer, loader, _ = parts(options)
+    sampler = torch.utils.data.BatchSampler(range(options.samples), options.batch_size, drop_last=False)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(loader.dataset, batch_sampler=sampler))
+    train(accelerator, model, optimizer, loader)
+    return accelerator, {"weights": weights(accelerator, model)}
 
 
 def profiled(options):
@@ -406,10 +418,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--out", default="never")
-    parser.add_argument("--batch", dest="batch_size", type=int, default=8)
     parser.add_argument("--samples", type=int, default=40)
     options = parser.parse_args()
-    globals()[options.name](options)
+    options.batch_size = 8  # no option of its own: a larger batch has to be made where the loader is
+    came = globals()[options.name](options)
+    if globals()[options.name] in LOOPS:
+        accelerator, found = came
+        write(accelerator, options.out, **{"rates": [], **found})
 
 
 if __name__ == "__main__":
