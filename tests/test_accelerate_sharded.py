@@ -47,7 +47,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
     ask("optimizer", "clipping", allow=("offload_optimizer",))
     ask("little_host", "clipping", host_budget="100MiB", ranks=2)
+    ask("frozen", "frozen", ranks=2, budget="80MiB")
     ask("transformers", "transformers")
+    ask("checkpoints", "transformers", "--checkpointing", budget="80MiB")
     ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
     return cases.dry_runs(asked)
 
@@ -141,6 +143,12 @@ def test_what_fsdp2_would_change_is_refused_with_the_reason(answers: Any, name: 
     assert any("parameters on the host are not possible" in note and says in note for note in answer["notes"])
 
 
+def test_weights_that_are_not_trained_are_carried_too(answers: Any) -> None:
+    found, all_trained = planned(answers["frozen"]), planned(answers["clipping2"])
+    assert found["peak_allocated"] < all_trained["peak_allocated"]
+    assert found["host_peak"] < 0.75 * all_trained["host_peak"]  # no gradients and states of them
+
+
 def test_it_is_used_only_where_it_is_named(answers: Any) -> None:
     answer = answers["by_default"]
     assert not answer["fits"]
@@ -159,7 +167,7 @@ def test_what_the_host_lacks_is_not_promised(answers: Any) -> None:
     assert "of host memory, of which 50.00 MiB are available" in " ".join(answer["text"].split())
 
 
-@pytest.mark.parametrize("name", ["transformers", "trainer"])
+@pytest.mark.parametrize("name", ["transformers", "checkpoints", "trainer"])
 def test_models_of_transformers_with_tied_embeddings_are_followed(answers: Any, name: str) -> None:
     planned(answers[name])
     assert answers[name]["orders"]["wrapped"] == ["GPT2Block"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import UnsupportedTechniqueError
@@ -61,14 +61,22 @@ def _free_port() -> int:
         return port
 
 
-def wrapped_classes(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+def wrapped_classes(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """The classes of these modules, by which Accelerate finds them.
 
     Args:
         model: the whole model.
-        names: as in ``model.named_modules()``; "" (all that is in no other group) has no class.
+        names: as in ``model.named_modules()``; only "" (the whole model): nothing of it can be treated otherwise, as
+            where it checkpoints itself. It repeats blocks all the same, perhaps.
     """
-    return tuple(dict.fromkeys(type(model.get_submodule(name)).__name__ for name in names if name))
+    from vram_guard.techniques import find_blocks
+
+    if not names:
+        return ()
+    named = [name for name in names if name] or [block.name for block in find_blocks(model, checkpointed=True)]
+    modules = (model.get_submodule(name) for name in named)
+    # Accelerate looks through torch's own wrapper.
+    return tuple(dict.fromkeys(type(getattr(one, "_checkpoint_wrapped_module", one)).__name__ for one in modules))
 
 
 @contextlib.contextmanager

@@ -110,6 +110,14 @@ def listed_before(options):
     train(options, Accelerator(), before=lambda model: list(model.parameters()), clip=clip)
 
 
+def frozen(options):
+    """Some of a block's weights are trained, most are not."""
+    model = Wide()
+    for block in model.blocks:
+        block.wide.requires_grad_(False)
+    train(options, Accelerator(), model=model)
+
+
 def tied(options):
     train(options, Accelerator(), model=Tied())
 
@@ -179,6 +187,8 @@ def transformers(options):
     """A model whose embedding and head are one weight, and which returns its loss."""
     accelerator = Accelerator()
     model = language_model()
+    if options.checkpointing:
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Language(options.samples), batch_size=options.batch_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -230,6 +240,7 @@ def main():
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--checkpoint")
     parser.add_argument("--output_dir")
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--own_seed", action="store_true")
     options = parser.parse_args()
     take_for_gpus()

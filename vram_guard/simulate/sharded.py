@@ -56,12 +56,24 @@ def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence, ranks: 
         stack.enter_context(replaced(FakeTensorMode, _shapes_only(state)))
         # The mesh that `fully_shard` makes where it is given none.
         stack.enter_context(replaced(torch._C, {"_get_accelerator": lambda *_args: torch.device("cuda")}))
+        if hasattr(torch, "accelerator"):  # FSDP asks it for a stream where gradients are carried to the host last
+            stack.enter_context(replaced(torch.accelerator, _accelerator_answers()))
         stack.enter_context(
             replaced(_fsdp_param.FSDPParam, {"init_unsharded_param": _named(recorder, _fsdp_param.FSDPParam)})
         )
         for module in model.modules():
             stack.callback(_composable_state._module_state_mapping.pop, module, None)
         yield stack.enter_context(_mesh_of(ranks))
+
+
+def _accelerator_answers() -> dict[str, Any]:
+    """``torch.accelerator`` answers as ``torch.cuda`` does."""
+    return {
+        "is_available": lambda: True,
+        "current_accelerator": lambda *_args, **_kwargs: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "current_stream": lambda *_args: torch.cuda.current_stream(),
+    }
 
 
 def _resize(recorder: Recorder) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:

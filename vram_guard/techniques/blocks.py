@@ -29,16 +29,20 @@ class ModelBlock(NamedTuple):
     """Elements of its parameters, those it shares with others included."""
 
 
-def find_blocks(model: nn.Module) -> tuple[ModelBlock, ...]:
+def find_blocks(model: nn.Module, *, checkpointed: bool = False) -> tuple[ModelBlock, ...]:
     """The repeated modules of a model, in the order of ``named_modules``.
 
     Siblings of one class, two at least, each with modules of its own inside (so no single layers), outermost first:
     the layers of a transformer, the levels of a U-Net. What repeats something itself is looked into where it is a
     stage, one of several that differ in size (of a ResNet the residual blocks are found), or a tower, an attribute of
-    its own and no item of a list. Blocks that checkpoint themselves already are left out.
+    its own and no item of a list.
+
+    Args:
+        model: the whole model.
+        checkpointed: whether blocks that checkpoint themselves already are wanted too.
     """
-    checkpointed = set(_checkpointed_already(model))
-    return tuple(block for block in _described(_repeated(model)) if block.name not in checkpointed)
+    left_out = set() if checkpointed else set(_checkpointed_already(model))
+    return tuple(block for block in _described(_repeated(model)) if block.name not in left_out)
 
 
 def named_blocks(model: nn.Module, names: Iterable[str]) -> tuple[ModelBlock, ...]:
