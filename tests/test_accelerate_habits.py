@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path) -> dict[str, dict[str, Any]]:
     """Everything that is asked of dry runs here, answered in one process."""
     asked = folder / "asked"
-    for name in (*LOOPS, *REFUSED, "asks", "in_evaluation_mode"):
+    for name in (*LOOPS, *REFUSED, "asks", "in_evaluation_mode", "saves"):
         cases.request(asked / name, HABITS, name, "--out", folder / name)
     for name in ("folds", "shuffled_by_hand"):
         cases.request(asked / f"{name}_grow", HABITS, name, budget="160MiB", grow=True, lr_rule="linear")
@@ -58,7 +58,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     return cases.dry_runs(asked)
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "asks", "in_evaluation_mode", "begins"])
+@pytest.mark.parametrize("name", [*LOOPS, "asks", "in_evaluation_mode", "saves", "begins"])
 def test_they_are_followed(answers: Any, name: str) -> None:
     answer = answers[name]
     assert "error" not in answer, answer
@@ -71,6 +71,11 @@ def test_they_are_followed(answers: Any, name: str) -> None:
 def test_a_loop_in_evaluation_mode_is_measured_as_any_other(answers: Any) -> None:
     other = answers["hooked"]["plan"]["before"]["peak_allocated"]
     assert answers["in_evaluation_mode"]["plan"]["before"]["peak_allocated"] == pytest.approx(other, rel=0.01)
+
+
+def test_nothing_is_saved_by_any_librarys_own_means(answers: Any, folder: Path) -> None:
+    assert "error" not in answers["saves"]
+    assert not list(folder.glob("saves*"))
 
 
 # --- a larger batch -------------------------------------------------------------------------------------------

@@ -27,6 +27,19 @@ FILES = {
     shutil: ("rmtree", "copy", "copy2", "copyfile", "copytree", "move", "make_archive"),
 }
 
+#: Methods with which the classes of Transformers, Diffusers and PEFT save themselves, some of them not in Python.
+SAVING = ("save_pretrained", "save_config", "save_lora_weights", "save_lora_adapter", "save_attn_procs")
+
+#: What safetensors' functions call, whoever has imported those -> what stands in for what it returns.
+SAFETENSORS: dict[str, Any] = {
+    "serialize_file": None,
+    "serialize": b"",
+    "_flatten": {},
+    "_flatten_as_ptr": {},
+    "_find_shared_tensors": [],
+    "_remove_duplicate_names": {},
+}
+
 #: Trackers that scripts call by themselves.
 SILENT_ENVIRONMENT = {
     "WANDB_MODE": "disabled",
@@ -68,11 +81,29 @@ def silence_files() -> None:
             if hasattr(accessor, name):
                 setattr(accessor, name, staticmethod(getattr(os, name)))
     torch.save = _nothing(torch.save)
-    for module_name in ("safetensors.torch", "safetensors.numpy", "numpy"):
+    numpy = sys.modules.get("numpy")
+    for name in ("save", "savez", "savez_compressed", "savetxt"):
+        if numpy is not None:
+            setattr(numpy, name, _nothing(getattr(numpy, name)))
+    for module_name in ("safetensors.torch", "safetensors.numpy"):
         library = sys.modules.get(module_name)
-        for name in ("save_file", "save", "savez", "savez_compressed", "savetxt"):
+        for name, answer in SAFETENSORS.items():
             if hasattr(library, name):
-                setattr(library, name, _nothing(getattr(library, name)))
+                setattr(library, name, _nothing(getattr(library, name), answer))
+    for cls in _classes():
+        for name in SAVING:
+            if name in vars(cls):
+                setattr(cls, name, _nothing(getattr(cls, name)))
+
+
+def _classes() -> set[type]:
+    """All that there are by now."""
+    found, waiting = set(), [object]
+    while waiting:
+        below = [cls for cls in type.__subclasses__(waiting.pop()) if cls not in found]
+        found.update(below)
+        waiting += below
+    return found
 
 
 def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
@@ -93,9 +124,9 @@ def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
     builtins.input = asked
 
 
-def _nothing(original: Any) -> Callable[..., Any]:
-    def silent(*_args: Any, **_kwargs: Any) -> None:
-        return None
+def _nothing(original: Any, answer: Any = None) -> Callable[..., Any]:
+    def silent(*_args: Any, **_kwargs: Any) -> Any:
+        return answer
 
     silent.__name__ = getattr(original, "__name__", "silent")
     return silent

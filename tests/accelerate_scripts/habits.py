@@ -11,6 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -23,6 +24,7 @@ from accelerate.utils import (
     set_seed,
 )
 from common import Network, WithLoss, dataset, weights, write
+from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -379,6 +381,33 @@ def leaves_one_behind(options):
     process = subprocess.Popen(["sleep", "300"])
     Path(f"{options.out}.pid").write_text(str(process.pid))
     return changes(options, lambda: None)
+
+
+def saves(options):
+    """After every batch, with the means of several libraries."""
+    from tokenizers import Tokenizer, models
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    accelerator = Accelerator()
+    set_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader([{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 32, batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = accelerator.unwrap_model(model)
+        whole.save_pretrained(options.out, state_dict=accelerator.get_state_dict(model))
+        whole.config.save_pretrained(options.out)
+        tokenizer.save_pretrained(options.out)
+        save_file({"weight": whole.lm_head.weight}, f"{options.out}.safetensors")
+        save_model(whole, f"{options.out}.model")
+        np.save(f"{options.out}.npy", np.zeros(2))
 
 
 def resumes(options):
