@@ -40,7 +40,7 @@ class Conduct:
     counts: tuple[tuple[str, int], ...]
     """How often gradients were clipped, and how often set to zero."""
     rates: tuple[tuple[float, ...], ...]
-    """All learning rates at every optimizer step: the first two as seen, the others as the schedules go on."""
+    """The learning rates at every optimizer step, each once: the first two as seen, the others as schedules go on."""
     rates_unknown: str
     """Why they could not be foretold; "" where they were."""
     batches: int | None
@@ -113,6 +113,11 @@ class Watcher:
         setattr(owner, name, watched)
 
     # --- events -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The training begins: what was seen before is not its own."""
+        self._events.clear()
+        self._ends.clear()
 
     def stepped(self) -> None:
         """An optimizer step of the loop has ended."""
@@ -215,8 +220,8 @@ class _Schedules:
         steps = [sum((one[at] for one in seen if len(one) > at), ()) for at in range(2)]
         unknown = self._why_unknown()
         if unknown:
-            return tuple(steps), unknown
-        return (*steps, *self._further()), ""
+            return tuple(_distinct(rates) for rates in steps), unknown
+        return tuple(_distinct(rates) for rates in (*steps, *self._further())), ""
 
     def _why_unknown(self) -> str:
         moved = self._moved()
@@ -252,6 +257,11 @@ class _Schedules:
 def _raw(optimizer: Any) -> Any:
     """Transformers' Trainer makes its schedule over what ``prepare`` returned."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _distinct(rates: tuple[float, ...]) -> tuple[float, ...]:
+    """Each rate once: a hundred parameter groups often share one."""
+    return tuple(dict.fromkeys(rates))
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:

@@ -60,7 +60,7 @@ def decide(
     """
     assert run.sample is not None
     written = _as_written(run)
-    facts = run.first_look(written)
+    facts = run.traces.first_look(written)
     if varied is not None:
         check(varied, run, facts)
     weight, unclear = _loss_weight(run, written, facts, settings)
@@ -91,8 +91,8 @@ def decide(
     notes += [
         not_possible(name, why) for name, why in refused.items() if _asked(name, settings) and name not in without
     ]
-    if run.why_not_sliced and made.splits == 1:
-        notes.append(not_possible("accumulate", run.why_not_sliced))
+    if run.traces.why_not_sliced and made.splits == 1:
+        notes.append(not_possible("accumulate", run.traces.why_not_sliced))
     if made.splits > 1:
         notes += _about_slices(run, facts)
     notes += about_sharding(run, made)
@@ -121,7 +121,7 @@ def _loss_weight(
     if not facts.losses or facts.counts_items or "accumulate" not in settings.techniques:
         return "mean", ""  # of a number that the loss is divided by, slices see by themselves whether it was used
     size = next(size for size in TRACED_SIZES if size != run.sample.batch_size)
-    other = run.facts_at(written, size)
+    other = run.traces.facts_at(written, size)
     return loss_weight(facts.losses, run.sample.batch_size, other.losses, size)
 
 
@@ -138,7 +138,7 @@ def _as_written(run: DryRun) -> TrainingStep:
         optimizer=_unused,
         precision=run.precision,  # type: ignore[arg-type]
         data_parallel_ranks=run.ranks,
-        runner=run.trace,
+        runner=run.traces.trace,
         shards=run.standby is not None,
     )
 

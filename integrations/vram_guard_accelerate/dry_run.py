@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vram_guard.errors import UnsupportedStepError, VramGuardError
-from vram_guard.simulate import TRACED_SIZES
+from vram_guard.errors import UnsupportedStepError
 from vram_guard_accelerate import forks, script
 from vram_guard_accelerate.answers import Answer, Facts, Failure, stopped
 from vram_guard_accelerate.checkpoints import Resumed
@@ -21,6 +19,7 @@ from vram_guard_accelerate.conduct import Returned, Watcher
 from vram_guard_accelerate.forks import BecomeCopy, Home
 from vram_guard_accelerate.gathering import gather
 from vram_guard_accelerate.loaders import Made
+from vram_guard_accelerate.traces import Task, Traces
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +27,10 @@ if TYPE_CHECKING:
 
     from vram_guard.capture.loader import Sample
     from vram_guard.simulate.following import Following
-    from vram_guard.step import TrainingStep
-    from vram_guard.timeline import Timeline
     from vram_guard_accelerate.conduct import Conduct
     from vram_guard_accelerate.loaders import Which
     from vram_guard_accelerate.sharded_copy import Sharded
-    from vram_guard_accelerate.standby import FarCopy, Standby
+    from vram_guard_accelerate.standby import Standby
 
 #: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
 OTHER_BATCHES = 2
@@ -44,16 +41,6 @@ SLICES = 2
 #: Mixed precisions, as Lightning and as Accelerate call them.
 ACCELERATES = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 LIGHTNINGS = {value: key for key, value in ACCELERATES.items()}
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one copy is to do."""
-
-    step: TrainingStep
-    batch_size: int
-    gathers: bool = False
-    """Whether optimizers step after every second batch only, see :mod:`vram_guard_accelerate.gathering`."""
 
 
 class DryRun:
@@ -110,8 +97,6 @@ class DryRun:
         """Makes copies in which the model is sharded."""
         self.sharded: Sharded | None = None
         """In such a copy: what is different there."""
-        self.why_not_sharded = ""
-        """Why such a copy came to no answer; "" where none failed."""
         self._steps: dict[int, int] = {}
         self.batches = 0
         """Of the training, so far."""
@@ -119,14 +104,13 @@ class DryRun:
         self._clips = False
         self._inside = True
         self._trained_before = False
-        self._compares = False
+        self.compares = False
+        """Whether the model's outputs were as wide as its batch."""
         self.returned = Returned()
         self.watcher = Watcher(self.returned)
-        self.why_not_sliced = ""
-        """Why a copy that worked in slices came to no answer; "" where none failed."""
         self._began = time.monotonic()
-        self._as_written: dict[int, Timeline] = {}
-        self._traced: dict[Any, Answer | forks.Copy | FarCopy] = {}
+        self.traces = Traces(self)
+        """What copies of this process came to."""
 
     # --- the script's own process -----------------------------------------------------------------------------
 
@@ -255,6 +239,7 @@ class DryRun:
         self.following.steps = 0
         self._steps.clear()
         self._batches_at.clear()
+        self.watcher.begin()
 
     def _change(self, task: Task) -> None:
         """In a copy: the precision and the techniques that are asked for."""
@@ -315,8 +300,8 @@ class DryRun:
         size = self.task.batch_size
         wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
         if self.task.step.slices == 1:
-            self._compares = self._compares or wide
-        elif wide and self._compares and size != self.sample.batch_size:
+            self.compares = self.compares or wide
+        elif wide and self.compares and size != self.sample.batch_size:
             stopped("the model compares the samples of a batch with each other, which slices would keep apart")
 
     def clipped(self, parameters: Iterable[Any]) -> Any:
@@ -350,7 +335,7 @@ class DryRun:
             self._clips,
             foreign,
             self._inside and not self.returned.beside,
-            self._compares,
+            self.compares,
             seconds,
             self.returned.terms,
             self.returned.items,
@@ -373,8 +358,6 @@ class DryRun:
             "UnsupportedStepError", f"the script ended after {self.batches} batches without an optimizer step"
         )
 
-    # --- traces, asked for by the planner -----------------------------------------------------------------------
-
     @property
     def precision(self) -> str:
         """The script's own, in Lightning's words."""
@@ -382,71 +365,6 @@ class DryRun:
         if name not in LIGHTNINGS:
             raise UnsupportedStepError(f"mixed precision {name!r} cannot be predicted")
         return LIGHTNINGS[name]
-
-    def first_look(self, step: TrainingStep) -> Facts:
-        """The loop as written, at its own batch size: what it does, before anything is planned."""
-        assert self.sample is not None
-        answer = self._answer_of(forks.Copy(Task(step, self.sample.batch_size)))
-        self._as_written[self.sample.batch_size] = answer.timeline
-        self._compares = answer.facts.compares
-        return answer.facts
-
-    def facts_at(self, step: TrainingStep, batch_size: int) -> Facts:
-        """The loop as written, at another size of batches."""
-        self.trace(step, batch_size, self.capability)
-        answer = self._traced[step.precision, step.slices, step.recipe, batch_size]
-        assert isinstance(answer, Answer)
-        return answer.facts
-
-    def trace_gathered(self, step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> Timeline:
-        """As :meth:`trace`, where slices are batches of their own, which the script's own options make."""
-        if step.slices == 1:
-            return self.trace(step, batch_size, capability)
-        key = ("gathered", step.precision, step.recipe, batch_size)
-        if key not in self._traced:
-            self._traced[key] = self._answer_of(forks.Copy(Task(step.with_(slices=1), batch_size, gathers=True)))
-        answer = self._traced[key]
-        assert isinstance(answer, Answer)
-        return answer.timeline
-
-    def trace(self, step: TrainingStep, batch_size: int, _capability: tuple[int, int]) -> Timeline:
-        """:attr:`vram_guard.step.TrainingStep.runner`: the loop under a step's settings, at one micro-batch size."""
-        as_written = step.precision == self.precision and step.slices == 1 and not step.recipe
-        if as_written and batch_size in self._as_written:
-            return self._as_written[batch_size]
-        keys = [(step.precision, step.slices, step.recipe, size) for size in (batch_size, *TRACED_SIZES)]
-        if keys[0] not in self._traced:
-            # The planner asks for these two one after the other: they run side by side.
-            wanted = keys[1:] if batch_size == TRACED_SIZES[0] else keys[:1]
-            self._traced.update({key: self._copy_for(step, key[-1]) for key in wanted})
-        waiting = self._traced[keys[0]]
-        if not isinstance(waiting, Answer):
-            try:
-                waiting = self._traced[keys[0]] = self._answer_of(waiting)
-            except VramGuardError as error:
-                self.why_not_sliced = str(error) if step.slices > 1 else self.why_not_sliced
-                self.why_not_sharded = str(error) if step.recipe.parameters_on_host else self.why_not_sharded
-                raise
-        return waiting.timeline
-
-    def _copy_for(self, step: TrainingStep, batch_size: int) -> forks.Copy | FarCopy:
-        """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
-        if not step.recipe.parameters_on_host:
-            return forks.Copy(Task(step, batch_size))
-        assert self.standby is not None
-        portable = step.with_(model=_of_the_script, batch=None, loss=_of_the_script, optimizer=None, runner=None)
-        return self.standby.copy(Task(portable, batch_size))
-
-    def _answer_of(self, copy: forks.Copy | FarCopy) -> Answer:
-        answer = copy.answer(self.patience)
-        if isinstance(answer, Failure):
-            raise answer.as_error()
-        assert isinstance(answer, Answer)
-        return answer
-
-
-def _of_the_script(*_args: Any) -> Any:
-    raise AssertionError("a script's loop is run by the script")
 
 
 def _batch_size(loader: Any) -> int | None:

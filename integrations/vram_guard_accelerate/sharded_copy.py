@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from vram_guard_accelerate.dry_run import DryRun, Task
+    from vram_guard_accelerate.dry_run import DryRun
+    from vram_guard_accelerate.traces import Task
 
 
 def stand_by(run: DryRun, accelerator: Any) -> None:

@@ -61,7 +61,9 @@ def about_sharding(run: DryRun, plan: Plan) -> list[str]:
     """What a reader of the plan should know of it."""
     if not plan.recipe.parameters_on_host:
         untried = [] if plan.fits or run.may_shard or len(run.models) != 1 else [UNTRIED]
-        return [not_possible("offload_parameters", run.why_not_sharded)] if run.why_not_sharded else untried
+        return (
+            [not_possible("offload_parameters", run.traces.why_not_sharded)] if run.traces.why_not_sharded else untried
+        )
     notes = [STATE_DICTS]
     if plan.precision == "bf16-mixed":
         notes.append(
