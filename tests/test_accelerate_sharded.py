@@ -247,3 +247,34 @@ def test_a_launch_on_the_cpu_is_refused_before_any_work(tmp_path: Any) -> None:
     done = cases.launch(*GUARD, *cases.ONE, SHARDED, "clipping", "--out", tmp_path / "never.pt", cache=tmp_path)
     assert done.returncode == 2
     assert "--cpu and --allow offload_parameters contradict each other" in done.stderr
+
+
+def test_blocks_are_named_by_their_classes_also_where_they_are_checkpointed() -> None:
+    from torch import nn
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    plain = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(3)), "head": nn.Linear(2, 2)})
+    assert fsdp.wrapped_classes(plain, ("layers.0", "layers.1", "head")) == ("Layer", "Linear")
+    wrapped = nn.ModuleDict({"layers": nn.ModuleList(checkpoint_wrapper(Layer()) for _ in range(3))})
+    assert fsdp.wrapped_classes(wrapped, ("",)) == ("Layer",)
+    assert fsdp.wrapped_classes(nn.Linear(2, 2), ("",)) == ()
+    assert fsdp.wrapped_classes(plain, ()) == ()
+
+
+def test_several_processes_are_in_the_way_only_where_nobody_shards() -> None:
+    from vram_guard.techniques import Recipe, incompatible
+
+    recipe = Recipe(parameters_on_host=BLOCKS)
+    assert "in one process" in incompatible(recipe, ranks=2)
+    assert incompatible(recipe, ranks=2, sharded=True) == ""
+    assert "GradScaler" in incompatible(recipe, ranks=2, sharded=True, precision="16-mixed")
+    on_host = Recipe(optimizer_on_host=True)
+    assert incompatible(on_host, ranks=2, sharded=True) == incompatible(on_host, ranks=2) != ""
