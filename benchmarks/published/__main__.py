@@ -49,7 +49,11 @@ RUNS = (
     Run("xmem", ("xMem's runs, transformers",), ("--kind", "transformers"), libraries="transformers-4.51.3"),
     Run("xmem", ("xMem's runs, CNNs",), ("--kind", "cnns"), environment="torchvision"),
     Run("liger", ("Liger-Kernel's operators",)),
-    Run("timm_brackets", ("timm on a 24 GB card",), environment="torchvision"),
+    Run(
+        "timm_brackets",
+        ("timm on a 24 GB card", "timm on a 24 GB card, kept aside"),
+        environment="torchvision",
+    ),
     Run("peft_methods", ("peft's methods, Llama-3.2-3B", "peft's methods, FLUX.2-klein-4B")),
     Run("segformer", ("MMSegmentation's SegFormer",)),
     Run("gpumemnet", ("GPUMemNet's table",), environment="torchvision"),

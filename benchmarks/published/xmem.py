@@ -2,10 +2,12 @@
 
     python benchmarks/published/xmem.py [--kind transformers|cnns] [--only WORD ...] [--json FILE]
 
-The recipe of the runs, as their authors describe it: random weights from the configuration, float32, train mode,
-optimizers with lr=1e-3 and defaults otherwise, torch 2.6, transformers 4.51.3. Transformers: sequences of 128 tokens,
-a batch of input_ids, attention_mask and labels, the loss from the model. CNNs: torchvision's constructors, images of
-86 x 86, cross-entropy. The outputs stay referenced into the next iteration.
+The recipe of the runs, as their authors describe it and as their training loops have it (the functions
+``conv_train_loop`` and ``transformer_train_loop`` in their repository): random weights from the configuration, float32,
+train mode, torch.optim's optimizers with lr=1e-3 and defaults otherwise, torch 2.6, transformers 4.51.3. Transformers:
+sequences of 128 tokens, a batch of input_ids, attention_mask and labels, the loss from the model. CNNs: torchvision's
+constructors, images of 86 x 86, cross-entropy. The outputs stay referenced into the next iteration; the batch does not:
+its name goes to the next one while that is on the host.
 
 What a model holds for the backward pass is its library's code: with another release of transformers than the runs'
 the rows' errors are another's (docs/en/accuracy.md). Let this run with 4.51.3; the table says what it ran with.
