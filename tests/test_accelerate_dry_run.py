@@ -53,6 +53,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
     for name in ("summed", "masked", "beside"):
         cases.request(asked / name, TRAINING, name, budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "told", TRAINING, "masked", budget="40MiB", allow=("accumulate",), loss_weight="mean")
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="100MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
@@ -181,6 +182,11 @@ def test_a_loss_of_which_it_cannot_be_told_is_not_sliced(answers: Any) -> None:
     assert any(
         "it cannot be told what to weigh slices by" in note and "--loss-weight" in note for note in answer["notes"]
     )
+
+
+def test_whoever_knows_what_a_loss_is_can_say_so(answers: Any) -> None:
+    assert "error" not in answers["told"], answers["told"]
+    assert answers["told"]["orders"]["micro_batch_size"] < 16
 
 
 def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:

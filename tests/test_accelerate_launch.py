@@ -329,6 +329,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, c
         (("--bugdet", "1GiB", str(TRAINING)), "--bugdet"),
         (("--budget=-1GiB", str(TRAINING)), "-1GiB"),
         (("--budget", "1GiB", "--allow", "chekpoint", str(TRAINING)), "did you mean 'checkpoint'"),
+        (("--budget", "1GiB", "--loss-weight", "median", str(TRAINING)), "loss_weight must be 'mean' or 'sum'"),
         (("--budget", "1GiB", "--yes", "--ask", str(TRAINING)), "contradict"),
         (("--budget", "1GiB", "--no_python", str(TRAINING)), "not Python"),
         (("--budget", "1GiB", "--config_file", str(broken), str(TRAINING)), "config file"),

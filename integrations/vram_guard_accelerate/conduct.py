@@ -94,21 +94,21 @@ class Watcher:
             name: of the function.
             told: called with the result, the arguments and the function itself; before, where it is ``backward``.
         """
-        original = getattr(owner, name)
+        original, key = getattr(owner, name), f"{owner.__name__}.{name}"
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             before = name == "backward"
-            self._inside[name] += 1
+            self._inside[key] += 1
             try:
-                if before and self._inside[name] == 1:
+                if before and self._inside[key] == 1:
                     told(None, args, kwargs, original)
                 result = original(*args, **kwargs)
-                if not before and self._inside[name] == 1:
+                if not before and self._inside[key] == 1:
                     told(result, args, kwargs, original)
                 return result
             finally:
-                self._inside[name] -= 1
+                self._inside[key] -= 1
 
         setattr(owner, name, watched)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.checks import check_amounts, check_growth, check_loss_weight, check_switches
+from vram_guard.plan.checks import check_amounts, check_growth, check_switches
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.settings import filled
 
@@ -63,9 +63,8 @@ class Settings:
         check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
         check_growth(self.target_utilization, self.lr_rule)
         check_switches(grow=self.grow)
-        if callable(self.loss_weight):
-            raise InvalidInputError("loss_weight must be 'mean' or 'sum' here, not a function")
-        check_loss_weight("mean" if self.loss_weight is None else self.loss_weight)
+        if self.loss_weight not in (None, "mean", "sum"):
+            raise InvalidInputError(f"loss_weight must be 'mean' or 'sum', not {self.loss_weight!r}")
 
     @property
     def techniques(self) -> frozenset[str]:
