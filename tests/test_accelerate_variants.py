@@ -161,7 +161,7 @@ def same_training(written: Any, halved: Any) -> None:
 WRITTEN = Conduct(
     complete=True, batch_size=16, batches_per_step=1, losses=((Term("mean", 1.0, (16,), labels=True),),),
     counts=(("clip", 1), ("zero", 1)), rates=((0.1,), (0.2,), (0.3,)), rates_unknown="", batches=4, samples=64,
-    bars=(8,), counts_items=False,
+    drops_last=False, bars=(8,), counts_items=False,
 )  # fmt: skip
 HALF = replace(
     WRITTEN, batch_size=8, batches_per_step=2, losses=((Term("mean", 0.5, (8,), labels=True),),) * 2, batches=8
@@ -170,11 +170,11 @@ HALF = replace(
 
 def test_halves_of_a_batch_are_the_batch() -> None:
     assert why_not_accumulated(WRITTEN, 2) == ""
-    assert disagreement(WRITTEN, HALF, 2) == ""
+    assert disagreement(WRITTEN, HALF, 2, 1) == ""
     summed, halved = (((Term("sum", 0.1, (size, 5)),),) * count for size, count in ((16, 1), (8, 2)))
-    assert disagreement(replace(WRITTEN, losses=summed), replace(HALF, losses=halved), 2) == ""
+    assert disagreement(replace(WRITTEN, losses=summed), replace(HALF, losses=halved), 2, 1) == ""
     # A bar over the loader grows with it, one over optimizer steps does not.
-    assert disagreement(replace(WRITTEN, bars=(8, 4)), replace(HALF, bars=(8, 8)), 2) == ""
+    assert disagreement(replace(WRITTEN, bars=(8, 4)), replace(HALF, bars=(8, 8)), 2, 1) == ""
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_halves_of_a_batch_are_the_batch() -> None:
     ],
 )
 def test_what_differs_is_named(change: dict[str, Any], why: str) -> None:
-    assert why in disagreement(WRITTEN, replace(HALF, **change), 2)
+    assert why in disagreement(WRITTEN, replace(HALF, **change), 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,17 @@ def test_what_differs_is_named(change: dict[str, Any], why: str) -> None:
 )
 def test_what_cannot_be_shown_is_not_tried(change: dict[str, Any], why: str) -> None:
     assert why in why_not_accumulated(replace(WRITTEN, **change), 1)
+
+
+def test_a_short_batch_that_is_left_out_does_not_matter() -> None:
+    """Of 70 samples, 4 batches of 16 train, and 8 of 8; but 73 leave a ninth, and 100 one more for two processes."""
+    written = replace(WRITTEN, samples=70, drops_last=True)
+    assert why_not_accumulated(written, 1) == ""
+    assert disagreement(written, replace(HALF, samples=70, drops_last=True), 2, 1) == ""
+    assert "9 batches, not 8" in disagreement(written, replace(HALF, samples=73, batches=9, drops_last=True), 2, 1)
+    written = replace(written, samples=100, batches=6)
+    assert disagreement(written, replace(HALF, samples=100, batches=12), 2, 2) == ""
+    assert "7 batches, not 6" in disagreement(written, replace(HALF, samples=100, batches=14), 2, 2)
 
 
 def test_a_number_of_items_settles_how_tokens_are_weighed() -> None:

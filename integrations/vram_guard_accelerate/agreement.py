@@ -31,7 +31,7 @@ def why_not_accumulated(conduct: Conduct, ranks: int) -> str:
     if conduct.samples is None or conduct.batches is None:
         return "the end of its data is not known, and a short batch at the end would count for more than its share"
     full = conduct.batch_size * ranks
-    if conduct.samples % full:
+    if conduct.samples % full and not conduct.drops_last:
         return (
             f"the last batch of an epoch is short ({conduct.samples} samples in batches of {full}), and its samples "
             "would count for less than they do"
@@ -49,13 +49,14 @@ def _unequal(conduct: Conduct) -> Iterator[str]:
                 yield "its loss is a mean over labels of which some may not count, more in one part than in another"
 
 
-def disagreement(written: Conduct, varied: Conduct, splits: int, *, losses: bool = True) -> str:
+def disagreement(written: Conduct, varied: Conduct, splits: int, ranks: int, *, losses: bool = True) -> str:
     """What a changed launch does otherwise than the launch as written; "" where it is the same training.
 
     Args:
         written: what the script does as written.
         varied: what it does when it is launched with other options.
         splits: by how much its batches are smaller there, and its optimizer steps more batches long.
+        ranks: processes of the launch.
         losses: whether losses are compared too (another precision makes them of other operators).
     """
     if varied.batch_size * splits != written.batch_size:
@@ -65,8 +66,9 @@ def disagreement(written: Conduct, varied: Conduct, splits: int, *, losses: bool
             f"it takes an optimizer step every {varied.batches_per_step} batches, not every "
             f"{written.batches_per_step * splits}"
         )
-    if written.batches is not None and varied.batches != written.batches * splits:
-        return f"an epoch has {varied.batches} batches, not {written.batches * splits}"
+    epoch, other = _of_a_rank(written.batches, ranks), _of_a_rank(varied.batches, ranks)
+    if epoch is not None and other != epoch * splits:
+        return f"an epoch has {other} batches, not {epoch * splits}"
     if varied.rates_unknown != written.rates_unknown:
         return varied.rates_unknown
     step = _first_difference(written.rates, varied.rates)
@@ -78,6 +80,11 @@ def disagreement(written: Conduct, varied: Conduct, splits: int, *, losses: bool
     if not _same_bars(written, varied, splits):
         return "its own count of steps is another one (the lengths of its progress bars)"
     return _other_losses(written, varied, splits) if losses else ""
+
+
+def _of_a_rank(batches: int | None, ranks: int) -> int | None:
+    """The batches of an epoch that each process gets: all of them full, or those that are left out do not count."""
+    return None if batches is None else batches // ranks
 
 
 _DOES = {"clip": "clips gradients", "zero": "sets gradients to zero"}

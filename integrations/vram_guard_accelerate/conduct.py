@@ -44,9 +44,11 @@ class Conduct:
     rates_unknown: str
     """Why they could not be foretold; "" where they were."""
     batches: int | None
-    """Of an epoch, on one process; None: it has no known end."""
+    """Of an epoch, where one process has all of it; None: it has no known end."""
     samples: int | None
     """That the sampler hands out in an epoch; None: not known."""
+    drops_last: bool
+    """Whether a short batch at the end is left out."""
     bars: tuple[int, ...]
     """Lengths of the progress bars that were made."""
     counts_items: bool
@@ -197,6 +199,7 @@ class Watcher:
             rates_unknown=unknown,
             batches=batches,
             samples=samples,
+            drops_last=bool(getattr(loader, "drop_last", False)),
             bars=tuple(self._bars),
             counts_items=counts_items,
         )

@@ -132,11 +132,14 @@ class Varied:
         done = {"grow": True, "accumulate": variant.splits > 1, "precision": bool(variant.precision)}
         return {name for name, chosen in done.items() if chosen}
 
-    def disagreement(self, conduct: Conduct) -> str:
-        """Why this launch is another training than the one that it is a variant of; "" where it is the same."""
+    def disagreement(self, conduct: Conduct, ranks: int) -> str:
+        """Why this launch, over so many processes, is another training than the one that it is a variant of.
+
+        "" where it is the same.
+        """
         from vram_guard_accelerate.agreement import disagreement
 
-        return disagreement(self.origin.conduct, conduct, self.splits, losses=self.splits > 1)
+        return disagreement(self.origin.conduct, conduct, self.splits, ranks, losses=self.splits > 1)
 
     def combined(self, plan: Plan) -> Plan:
         """A plan for the variant, as a plan for the launch as it was typed."""

@@ -137,6 +137,6 @@ def check(varied: Varied, run: DryRun, facts: Facts) -> None:
     precision, wanted = ACCELERATES[run.precision], varied.variant.precision
     if wanted and precision != wanted:
         raise UnsupportedStepError(f"launched so, it trains in {precision}, not in {wanted}")
-    why = varied.disagreement(facts.conduct)
+    why = varied.disagreement(facts.conduct, run.ranks)
     if why:
         raise UnsupportedStepError(f"launched so, {why}")
