@@ -101,6 +101,8 @@ def test_more_processes_hold_less_each_on_the_host(answers: Any) -> None:
     assert 24 * MIB < eight["host_peak"] < 29 * MIB
     # Whole gradients of a block lie on the GPU until they are reduced, with more than one process in a buffer of it.
     assert alone["peak_allocated"] < two["peak_allocated"] < alone["peak_allocated"] + 9 * MIB
+    assert any("saved in shards, or not at all (sharded.py, line" in note for note in answers["clipping2"]["notes"])
+    assert not any("saved in shards" in note for note in answers["clipping1"]["notes"])
     slow, fast = answers["clipping1"]["plan"]["slowdown"], answers["clipping8"]["plan"]["slowdown"]
     assert fast < slow
 
@@ -195,6 +197,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                             guarded=own, **how)  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         found.append({loop: torch.load(folder / name / f"{loop}.pt") for loop in LOOPS})
+        for loop in LOOPS:
+            found[-1][loop]["saved"] = [torch.load(folder / name / f"{loop}_checkpoint.pt")]
     return *found, request.param
 
 
@@ -210,6 +214,15 @@ def test_weights_rates_and_losses_are_those_of_the_script_as_written(runs: Any, 
     assert sharded["norms"] == pytest.approx(written["norms"], rel=1e-4)
     assert sharded["kinds"] == ["DTensor"]
     assert sharded["held"] * processes == pytest.approx(written["held"], rel=0.001)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_model_that_saves_itself_is_saved_whole(runs: Any, loop: str) -> None:
+    """``save_pretrained(path, is_main_process=...)``, which no shard of a model survives otherwise."""
+    (saved,), (whole,) = runs[1][loop]["saved"], runs[1][loop]["weights"]
+    assert {type(value) for value in saved.values()} == {torch.Tensor}
+    assert list(saved) == list(whole)
+    assert all(torch.equal(saved[name], whole[name]) for name in whole)
 
 
 def test_accelerates_own_variables_arrive(runs: Any) -> None:
@@ -247,6 +260,22 @@ def test_a_launch_on_the_cpu_is_refused_before_any_work(tmp_path: Any) -> None:
     done = cases.launch(*GUARD, *cases.ONE, SHARDED, "clipping", "--out", tmp_path / "never.pt", cache=tmp_path)
     assert done.returncode == 2
     assert "--cpu and --allow offload_parameters contradict each other" in done.stderr
+
+
+def test_lines_that_would_save_shards_are_found(tmp_path: Any) -> None:
+    from vram_guard_accelerate.saving import lines_that_save_shards
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "model.save_pretrained(out)\n"
+        "model.save_pretrained(out, is_main_process=main)\n"
+        "model.save_pretrained(out, state_dict=accelerator.get_state_dict(model))\n"
+        "torch.save(unwrap(model).state_dict(), out)\n",
+        encoding="utf-8",
+    )
+    assert lines_that_save_shards(str(script)) == [1, 4]
+    script.write_text("not python at all(", encoding="utf-8")
+    assert lines_that_save_shards(str(script)) == lines_that_save_shards(str(tmp_path / "gone.py")) == []
 
 
 def test_blocks_are_named_by_their_classes_also_where_they_are_checkpointed() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard_accelerate.saving import save_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +85,7 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
     """Around ``Accelerator.prepare``: the models in, sharded models out.
 
     Weights are those of the first process, as DistributedDataParallel has it. Afterwards ``model.to(device)`` leaves
-    parameters on the host.
+    parameters on the host, and the model is saved whole.
 
     Raises:
         UnsupportedTechniqueError: Accelerate does not shard here, or parts weights that are tied.
@@ -109,6 +110,7 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
                 "Accelerate takes for a group of its own): leave offload_parameters out of --allow"
             )
         stay(model)
+        save_whole(accelerator, model)
 
 
 def _tied(model: nn.Module) -> set[tuple[str, ...]]:

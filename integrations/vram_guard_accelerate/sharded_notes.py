@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vram_guard.plan.words import not_possible
 from vram_guard_accelerate.fsdp import SINCE
 from vram_guard_accelerate.private_api import FSDP2, missing
+from vram_guard_accelerate.saving import lines_that_save_shards
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard_accelerate.dry_run import DryRun
 
-STATE_DICTS = (
-    "parameters on the host (Accelerate's FSDP2): accelerator.get_state_dict(model) holds whole tensors, "
-    "model.state_dict() and the model's parameters hold each process's shards; save_state writes FSDP's files, and "
-    "load_state reads no others. Look at how the script saves its model at the end before it trains for long"
+SHARDS = (
+    "parameters on the host (Accelerate's FSDP2): the model's parameters are DTensors in the script's hands; "
+    "save_state writes FSDP's files, and load_state reads no others"
+)
+
+SHARES = (
+    "each process holds its share of parameters, gradients and optimizer states; what one process alone does with the "
+    "model (an evaluation under is_main_process) waits for the others, for ever. accelerator.get_state_dict(model), "
+    "save_model and save_pretrained(..., is_main_process=...) write whole tensors, called by all processes"
 )
 
 UNTRIED = (
@@ -64,15 +72,25 @@ def about_sharding(run: DryRun, plan: Plan) -> list[str]:
         return (
             [not_possible("offload_parameters", run.traces.why_not_sharded)] if run.traces.why_not_sharded else untried
         )
-    notes = [STATE_DICTS]
+    notes = [SHARDS]
     if plan.precision == "bf16-mixed":
         notes.append(
             "under FSDP2, Accelerate's bf16 is no autocast: the model computes in bfloat16 throughout, losses that it "
             "returns too, and gradients are reduced in bfloat16; parameters and optimizer states stay in float32"
         )
     if run.ranks > 1:
-        notes.append(
-            "each process holds its share of parameters, gradients and optimizer states; what one process alone does "
-            "with the model (an evaluation under is_main_process) waits for the others, for ever"
-        )
+        notes.append(SHARES)
+        notes += _about_saving(sys.argv[0])
     return notes
+
+
+def _about_saving(script: str) -> list[str]:
+    lines = lines_that_save_shards(script)
+    if not lines:
+        return []
+    where = f"{Path(script).name}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
+    note = (
+        f"if this is the sharded model, it is saved in shards, or not at all ({where}): save_pretrained wants "
+        "state_dict=accelerator.get_state_dict(model), called by all processes, and so does torch.save"
+    )
+    return [note]

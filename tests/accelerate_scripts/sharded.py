@@ -28,6 +28,11 @@ class Wide(nn.Module):
             x = block(x)
         return self.last(x) * self.scale
 
+    def save_pretrained(self, path, is_main_process=True, state_dict=None):
+        """As the models of Transformers and Diffusers save themselves."""
+        if is_main_process:
+            torch.save(self.state_dict() if state_dict is None else state_dict, path)
+
 
 class Tied(Wide):
     """Two blocks share a weight, which FSDP2 would carry twice."""
@@ -71,6 +76,8 @@ def train(options, accelerator, model=None, before=None, clip=None):
             for parameter in model.parameters():
                 parameter.zero_()
         accelerator.load_state(options.checkpoint)
+        saved = accelerator.unwrap_model(model)
+        saved.save_pretrained(f"{options.checkpoint}.pt", is_main_process=accelerator.is_main_process)
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         variables = {name: value for name, value in os.environ.items() if "FSDP" in name}
