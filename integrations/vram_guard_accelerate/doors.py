@@ -15,7 +15,7 @@ from vram_guard_accelerate import exposed, silence
 from vram_guard_accelerate.answers import stopped
 from vram_guard_accelerate.apply import made_by_script
 from vram_guard_accelerate.before_prepare import BeforePrepare
-from vram_guard_accelerate.dry_run import OTHER_BATCHES
+from vram_guard_accelerate.dry_run import BATCHES_AHEAD, OTHER_BATCHES
 from vram_guard_accelerate.sharded_copy import made_by_trainer, stand_by
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class Batches:
         self._original = original
         self._real: Iterator[Any] | None = None
         self._given = 0
+        self._forwards = run.forwards
+        self._began: int | None = None
 
     def __iter__(self) -> Batches:
         return self
@@ -79,10 +81,12 @@ class Batches:
     def __next__(self) -> Any:
         if self._run.following is None:  # nothing is prepared yet: the script looks at its data
             return self._next_real()
+        self._began = self._run.probe.asked(self._began)
         return self._run.batch_for(self._loader, self._next_of_others)
 
     def _next_of_others(self) -> Any:
-        if self._given >= OTHER_BATCHES:
+        used, self._forwards = self._run.forwards > self._forwards, self._run.forwards
+        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD):
             raise StopIteration
         self._given += 1
         return self._next_real()

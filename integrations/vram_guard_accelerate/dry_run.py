@@ -19,6 +19,7 @@ from vram_guard_accelerate.conduct import Returned, Watcher
 from vram_guard_accelerate.forks import BecomeCopy, Home
 from vram_guard_accelerate.gathering import gather
 from vram_guard_accelerate.loaders import Made
+from vram_guard_accelerate.probing import Probe
 from vram_guard_accelerate.traces import Task, Traces
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 
 #: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
 OTHER_BATCHES = 2
+
+#: The same where no model was called since the last one: a loop loads the batches of a step ahead.
+BATCHES_AHEAD = 64
+
+#: Seconds that planning may take, in a copy of a process that cannot tell whether it trains yet.
+PATIENCE = 1800.0
 
 #: Slices of a batch that are followed: the first makes gradients, every other one adds to them.
 SLICES = 2
@@ -86,6 +93,9 @@ class DryRun:
         """What the script's own command line said, by name."""
         self.loaders = Made()
         """Loaders that the script made itself."""
+        self.forwards = 0
+        """How often prepared models were called."""
+        self.probe = Probe()
         self.resumed = Resumed()
         """What the checkpoint says that the script loads."""
         self.home: Home | None = None
@@ -103,7 +113,6 @@ class DryRun:
         self._batches_at: list[int] = []
         self._clips = False
         self._inside = True
-        self._trained_before = False
         self.compares = False
         """Whether the model's outputs were as wide as its batch."""
         self.returned = Returned()
@@ -187,12 +196,14 @@ class DryRun:
         """Whether whoever asks for a batch now is about to train on it."""
         import torch
 
-        training = self._trained_before or any(model.training for model in self.models)
-        return torch.is_grad_enabled() and training
+        if not torch.is_grad_enabled() or not self.models:
+            return False
+        return any(model.training for model in self.models) or self.probe.trains_from_here(PATIENCE)
 
     def differentiates(self) -> None:
-        """A backward pass of the script; before any planning: it trains its models in evaluation mode."""
-        self._trained_before = self._trained_before or self.sample is None
+        """A backward pass of the script."""
+        if self.sample is None:
+            self.probe.differentiated()
 
     # --- batches ----------------------------------------------------------------------------------------------
 
@@ -222,7 +233,6 @@ class DryRun:
                 self.sample = read_loader(loader)
             # DistributedDataParallel has buckets for gradients, FSDP2 has none.
             self.following.train(self.root, 1 if self.sharded is not None else self.ranks)
-            self._forget_steps()
             if self.task is None:
                 with self.following.paused():
                     self.decide(self)
@@ -232,14 +242,6 @@ class DryRun:
         self._began = time.monotonic()
         self._change(self.task)
         self.following.recorder.phase("forward", 1)
-
-    def _forget_steps(self) -> None:
-        """Those that a loop in evaluation mode took before it was known to train."""
-        assert self.following is not None
-        self.following.steps = 0
-        self._steps.clear()
-        self._batches_at.clear()
-        self.watcher.begin()
 
     def _change(self, task: Task) -> None:
         """In a copy: the precision and the techniques that are asked for."""
@@ -285,6 +287,7 @@ class DryRun:
         """After a model's forward: does it return one scalar to differentiate, its loss?"""
         from vram_guard.apply.outputs import tensors_of
 
+        self.forwards += 1
         scalars = [tensor for tensor in tensors_of(out) if tensor.dim() == 0 and tensor.requires_grad]
         made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
         if self.home is not None and made:

@@ -72,11 +72,12 @@ class Copy:
         os.close(writing)
         running[self._process] = self
 
-    def answer(self, seconds: float) -> Any:
+    def answer(self, seconds: float, *, may_be_silent: bool = False) -> Any:
         """What the copy sends home, once.
 
         Args:
             seconds: when to give up.
+            may_be_silent: None is an answer too: the copy ended by itself and had nothing to say.
 
         Raises:
             UnsupportedStepError: the copy died, or did not answer in time.
@@ -90,6 +91,8 @@ class Copy:
             code = self._ended()
         if data is None:
             raise UnsupportedStepError(f"the script did not get through two optimizer steps in {seconds:.0f} s")
+        if not data and code == 0 and may_be_silent:
+            return None
         if not data:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise UnsupportedStepError(f"the script {how} while it was followed")

@@ -325,6 +325,35 @@ def one_by_one(options):
     return accelerator, {"weights": weights(accelerator, generator, critic), "rates": rates}
 
 
+def ahead(options):
+    """Three batches of a step are loaded before the model leaves the evaluation mode in which it came."""
+    accelerator = Accelerator()
+    model, optimizer, loader, evaluation = accelerator.prepare(*parts(options))
+    evaluate_with_gradients(model, evaluation)
+    batches = iter(loader)
+    for _ in range(2):
+        loaded = [next(batches) for _ in range(3)]
+        for x, y in loaded:
+            model.train()
+            accelerator.backward(model(x, labels=y)["loss"] / 3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluate_with_gradients(model, loader):
+    model.eval()
+    for x, y in loader:
+        model(x, labels=y)
+
+
+def evaluated_first(options):
+    accelerator = Accelerator()
+    model, optimizer, loader, evaluation = accelerator.prepare(*parts(options))
+    evaluate_with_gradients(model, evaluation)
+    model.train()
+    train(accelerator, model, optimizer, loader)
+
+
 def in_evaluation_mode(options):
     """Trained with dropout and batch statistics off, as adapters over a frozen model are."""
     accelerator = Accelerator()
