@@ -1,0 +1,1 @@
+"""A package that trains: its modules import each other relatively."""
