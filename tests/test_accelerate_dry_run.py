@@ -59,6 +59,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
                   "--samples", 128, budget="100MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
+    cases.request(asked / "scaling", TRAINING, "plain", "--scale_lr", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB")
     cases.request(asked / "trainer", TRAINER, "--output_dir", folder / "trainer", *TRAINER_ARGUMENTS, "--out", *never)
     return cases.dry_runs(asked)
@@ -212,6 +213,9 @@ def test_growth_multiplies_batch_and_learning_rate(answers: Any) -> None:
     assert factor >= 2
     assert orders["learning_rate_factor"] == factor
     assert orders["batch_option"] == "--batch_size"  # the script offers it
+    # It would multiply its rates by that option itself: once is enough.
+    assert answers["scaling"]["orders"]["learning_rate_factor"] == factor
+    assert answers["scaling"]["orders"]["batch_option"] == ""
 
 
 def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:

@@ -17,6 +17,9 @@ ACCUMULATION_OPTIONS = (
     *("gradient_accumulation", "grad_accum_steps", "grad_accum", "accum_steps", "accum_iter"),
 )
 
+#: Switches by which scripts multiply their learning rate with their batch size (diffusers' training scripts).
+SCALING_OPTIONS = ("scale_lr", "auto_scale_lr")
+
 
 def watch(values: dict[str, Any]) -> None:
     """Remember what every parser of the script parsed, and which option strings stand for it.
@@ -48,6 +51,11 @@ def batch_size_option(run: DryRun) -> str:
     """The script's own option for the batch size, where its value is what the loader delivers; "" where none is."""
     assert run.sample is not None
     return _valued(run, BATCH_SIZE_OPTIONS, run.sample.batch_size)
+
+
+def scales_rates(run: DryRun) -> bool:
+    """Whether the script itself multiplies its learning rate with the batch size that its options name."""
+    return any(bool(run.options.get(name, {}).get("value")) for name in SCALING_OPTIONS)
 
 
 def accumulation_option(run: DryRun, batches_per_step: int) -> str:

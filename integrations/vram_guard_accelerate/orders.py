@@ -63,7 +63,7 @@ class Orders:
     def of(cls, plan: Plan, run: DryRun) -> Orders:
         """What a plan means for the script that it was made for."""
         from vram_guard_accelerate.dry_run import ACCELERATES
-        from vram_guard_accelerate.exposed import batch_size_option, precision_option
+        from vram_guard_accelerate.exposed import batch_size_option, precision_option, scales_rates
         from vram_guard_accelerate.fsdp import wrapped_classes
 
         mixed = plan.precision != plan.precision_before
@@ -74,7 +74,8 @@ class Orders:
             batch_size=plan.batch_size_before,
             grown_batch_size=plan.batch_size,
             micro_batch_size=plan.micro_batch_size,
-            batch_option=batch_size_option(run) if grown else "",
+            # Where the script scales by that option too, rates would be scaled twice: the loader is made larger.
+            batch_option=batch_size_option(run) if grown and not scales_rates(run) else "",
             loader=asdict(run.training_loader or Which()),
             learning_rate_factor=plan.learning_rate_factor,
             resumes_grown=run.resumed.factor not in (1.0, plan.learning_rate_factor),
