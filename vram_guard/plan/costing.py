@@ -157,6 +157,8 @@ class Costing:
     def _when_forward_ends(self, option: Option) -> int:
         """Treated blocks count nothing here, though some of what they save stays (their inputs): a lower bound."""
         recipe, size = option.recipe, self._batch_size // option.splits
+        if recipe.parameters_on_host and self._traces.step.shards and option.precision.endswith("-mixed"):
+            return 0  # who shards by other means may compute wholly in half precision, and save less than autocast does
         every = (option.precision, size)
         treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
         saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())
