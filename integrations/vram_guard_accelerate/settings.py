@@ -101,7 +101,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu", metavar="NAME", help='a whole card by name: "RTX 4090" (default: what is free here)')
     group.add_argument("--margin", type=float, metavar="SHARE", help="share of the budget to leave free")
     group.add_argument(
-        "--allow", metavar="NAMES", help=f"what may be changed, comma-separated (default: {','.join(DEFAULT_ALLOW)})"
+        "--allow",
+        metavar="NAMES",
+        help=f"what may be changed, comma-separated (default: {','.join(DEFAULT_ALLOW)}; offload_parameters, which is "
+        "FSDP2, only where it is named)",
     )
     group.add_argument("--grow", action="store_true", help="where it fits, fill the GPU with a larger batch")
     group.add_argument("--target-utilization", type=float, metavar="SHARE", help="what --grow may fill (default: 0.8)")
