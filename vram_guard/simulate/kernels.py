@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from vram_guard.errors import UnsupportedOperatorError
-from vram_guard.simulate import attention, composites, convolutions, values
+from vram_guard.simulate import attention, composites, convolutions, norms, values
 from vram_guard.simulate.pretend import is_symbolic
 from vram_guard.simulate.recorder import Recorder
 
@@ -62,25 +62,6 @@ def softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwar
     made = torch.empty_like(grad, dtype=input_dtype)
     recorder.track(made, str(func))
     recorder.temporary(output.numel() * max(grad.element_size(), output.element_size()), str(func))
-    return made
-
-
-def group_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gradients; sums by (sample, channel) and by (sample, group) for a moment.
-
-    group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``: ds, db and (with a weight) c1 of (N, C), c2 and c3 of
-    (N, groups), all in the accumulation type.
-    """
-    weight, samples, channels, groups = args[4], args[5], args[6], args[8]
-    made = func(*args, **kwargs)
-    name = str(func)
-    for tensor in made:
-        if tensor is not None:
-            recorder.track(tensor, name)
-    size = 8 if args[1].dtype == torch.float64 else 4
-    by_channel, by_group = samples * channels * size, samples * groups * size
-    by_channels = [by_channel] * (3 if weight is not None else 2)
-    recorder.together([*by_channels, by_group, by_group] if args[-1][0] else by_channels[:2], name)
     return made
 
 
@@ -339,7 +320,9 @@ HANDLERS: dict[str, Handler] = {
     "aten::convolution_backward": convolutions.convolution_backward,
     "aten::embedding_dense_backward": embedding_backward,
     "aten::_softmax_backward_data": softmax_backward,
-    "aten::native_group_norm_backward": group_norm_backward,
+    "aten::native_group_norm_backward": norms.group_norm_backward,
+    "aten::native_layer_norm": norms.layer_norm,
+    "aten::native_layer_norm_backward": norms.layer_norm_backward,
     "aten::sort": sort,
     "aten::scatter": scatter,
     "aten::scatter_add": scatter,

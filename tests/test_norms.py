@@ -1,0 +1,113 @@
+"""Normalisations: shapes and dtypes are torch's own, layouts and copies those of CUDA's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from vram_guard import TrainingStep, trace
+from vram_guard.simulate import norms
+from vram_guard.simulate.recorder import Recorder
+
+aten = torch.ops.aten
+FLOATS = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
+
+
+def meta(shape: Any, dtype: torch.dtype = torch.float32, order: Any = None) -> torch.Tensor:
+    """A meta tensor; with an order, one that lies in memory in that order of its dimensions."""
+    if order is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    back = [order.index(dim) for dim in range(len(shape))]
+    return torch.empty([shape[dim] for dim in order], dtype=dtype, device="meta").permute(back)
+
+
+def assert_like_torch(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other is None:
+            assert one is None
+            assert other is None or other.numel() == 0
+            continue
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.is_contiguous()
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), dtype=FLOATS, affine=st.booleans())
+def test_layer_norms(data: Any, dtype: torch.dtype, affine: bool) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    order = data.draw(st.one_of(st.none(), st.permutations(range(len(shape)))))
+    tensor, gradient = meta(shape, dtype, order), meta(shape, dtype, order)
+    normalized = shape[data.draw(st.integers(1, len(shape) - 1)) :]
+    weight = meta(normalized, dtype) if affine else None
+    wanted = data.draw(st.lists(st.booleans(), min_size=3, max_size=3))
+    func = aten.native_layer_norm.default
+    args = (tensor, normalized, weight, weight, 1e-5)
+    assert_like_torch(norms.layer_norm(Recorder(), func, args, {}), func(*args))
+    _, mean, deviation = func(*args)
+    func = aten.native_layer_norm_backward.default
+    args = (gradient, tensor, normalized, mean, deviation, weight, weight, wanted)
+    assert_like_torch(norms.layer_norm_backward(Recorder(), func, args, {}), func(*args))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), dtype=FLOATS, affine=st.booleans())
+def test_group_norms(data: Any, dtype: torch.dtype, affine: bool) -> None:
+    samples, groups, each, side = (data.draw(st.integers(1, 4)) for _ in range(4))
+    tensor = meta([samples, groups * each, side, side], dtype)
+    weight = meta([groups * each], dtype) if affine else None
+    wanted = [data.draw(st.booleans()), affine, affine]
+    _, mean, deviation = aten.native_group_norm(
+        tensor, weight, weight, samples, groups * each, side * side, groups, 1e-5
+    )
+    func = aten.native_group_norm_backward.default
+    args = (tensor, tensor, mean, deviation, weight, samples, groups * each, side * side, groups, wanted)
+    assert_like_torch(norms.group_norm_backward(Recorder(), func, args, {}), func(*args))
+
+
+def test_what_torch_refuses_torch_refuses_in_its_words() -> None:
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        trace(
+            TrainingStep(
+                nn.LayerNorm(5), lambda b: torch.zeros(b, 4), lambda m, x: m(x).sum(), lambda p: torch.optim.SGD(p)
+            )
+        )
+
+
+class Normalised(nn.Module):
+    """Channels are normalised in each position, as ConvNeXt does it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.seen: list[tuple[int, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm((x * self.norm.weight[0]).permute(0, 2, 3, 1))
+        self.seen.append(out.stride())
+        return out.permute(0, 3, 1, 2)
+
+
+def test_a_transposed_input_is_copied_for_the_time_of_the_call_and_its_gradient_comes_out_plain() -> None:
+    """For 256 x 256 positions of 16 channels in float32: one activation is 4 MiB a sample."""
+    one = 16 * 256 * 256 * 4
+    model = Normalised(16)
+    found = trace(
+        TrainingStep(
+            model,
+            lambda b: torch.empty(b, 16, 256, 256, device="meta"),
+            lambda model, x: model(x).sum(),
+            lambda parameters: torch.optim.SGD(parameters),
+        )
+    )
+    assert all(strides[1:] == (256 * 16, 16, 1) for strides in model.seen)
+    forward = [b for b in found.blocks if b.operator == "aten.native_layer_norm.default" and b.size.per_sample == one]
+    assert "temporaries" in {b.category for b in forward}
+    assert len(forward) == 2 * 2  # in each of two steps: the copy and the result
+    backward = [b for b in found.blocks if b.operator == "aten.native_layer_norm_backward.default"]
+    # The input again, its gradient, and the incoming gradient, which the sum's backward expands without memory.
+    assert len([b for b in backward if b.size.per_sample == one]) == 2 * 3
