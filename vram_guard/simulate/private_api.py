@@ -47,7 +47,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch:UntypedStorage._cdata", "one key for all views of a storage", _LAW),
     PrivateName("torch._C:_current_autograd_node", "whose backward is running", _NAMED),
     PrivateName(
-        "torch.autograd.graph:Node._sequence_nr",
+        "torch._C._functions:AccumulateGrad._sequence_nr",
         "a value is known again by its node",
         "test_a_loss_is_known_by_what_it_is_made_of",
     ),
