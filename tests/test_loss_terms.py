@@ -140,3 +140,23 @@ def test_to_read_a_loss_brings_nothing_back_that_checkpointing_left_out() -> Non
     assert len(calls) == 1
     loss.backward()
     assert len(calls) == 2
+
+
+def test_losses_of_transformers_are_told_apart() -> None:
+    """A language model's mean; CTC, which Wav2Vec2 sums; a mixture of experts, whose balance is neither."""
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    speech = {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    models = {
+        "mean": transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **size)),
+        "sum": transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(vocab_size=64, **size, **speech)),
+        None: transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=64, **size, **experts)),
+    }
+    for expected, model in models.items():
+        terms = []
+        for samples in (2, 6):
+            labels = torch.ones(samples, 8, dtype=torch.long)
+            given = {"input_values": torch.randn(samples, 4000)} if expected == "sum" else {"input_ids": labels}
+            terms.append(loss_terms(model.train()(**given, labels=labels).loss, behind=True))
+        assert reduction_of(terms[0], 2, terms[1], 6)[0] == expected
