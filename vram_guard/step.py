@@ -78,6 +78,7 @@ class TrainingStep:
             recipe of the step it is handed. ``batch``, ``loss`` and ``optimizer`` are not called then.
         slices: for a runner: micro-batches in which each loaded batch passes through the model.
         forward_again: for a runner: whether slices run their forward once more in the backward pass.
+        slices_apart: for a runner: whether slices are batches that are loaded by themselves.
         shards: for a runner: whether parameters on the host are sharded over ``data_parallel_ranks`` (FSDP2).
     """
 
@@ -97,6 +98,7 @@ class TrainingStep:
     runner: Callable[[TrainingStep, int, tuple[int, int]], Timeline] | None = None
     slices: int = 1
     forward_again: bool = False
+    slices_apart: bool = False
     shards: bool = False
 
     def __post_init__(self) -> None:

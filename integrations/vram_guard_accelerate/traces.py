@@ -64,7 +64,7 @@ class Traces:
             return self.trace(step, batch_size, capability)
         key = ("gathered", step.precision, step.recipe, batch_size)
         if key not in self._traced:
-            self._traced[key] = self._answer_of(forks.Copy(Task(step.with_(slices=1), batch_size, gathers=True)))
+            self._traced[key] = self._answer_of(self._copy_for(step.with_(slices=1), batch_size, gathers=True))
         answer = self._traced[key]
         assert isinstance(answer, Answer)
         return answer.timeline
@@ -89,13 +89,13 @@ class Traces:
                 raise
         return waiting.timeline
 
-    def _copy_for(self, step: TrainingStep, batch_size: int) -> forks.Copy | FarCopy:
+    def _copy_for(self, step: TrainingStep, batch_size: int, *, gathers: bool = False) -> forks.Copy | FarCopy:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
         if not step.recipe.parameters_on_host:
-            return forks.Copy(Task(step, batch_size))
+            return forks.Copy(Task(step, batch_size, gathers))
         assert self._run.standby is not None
         portable = step.with_(model=_of_the_script, batch=None, loss=_of_the_script, optimizer=None, runner=None)
-        return self._run.standby.copy(Task(portable, batch_size))
+        return self._run.standby.copy(Task(portable, batch_size, gathers))
 
     def _answer_of(self, copy: forks.Copy | FarCopy) -> Answer:
         answer = copy.answer(self._run.patience)

@@ -111,7 +111,7 @@ class Wishes:
         if why:
             self.notes.append(f"the script's own options ({batch}, {accumulation}) are not set: {why}")
             return []
-        gathered = step.with_(runner=run.traces.trace_gathered, forward_again=False)
+        gathered = step.with_(runner=run.traces.trace_gathered, forward_again=False, slices_apart=True)
         found = planned(gathered, possible=("accumulate",), growing=False)
         if not found.fits or found.splits == 1 or (made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)):
             return []

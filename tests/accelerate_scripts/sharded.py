@@ -111,6 +111,11 @@ def accumulating(options):
     train(options, Accelerator(gradient_accumulation_steps=2))
 
 
+def in_batches(options):
+    """Its own options say how large a batch is, and how many make an optimizer step."""
+    train(options, Accelerator(gradient_accumulation_steps=options.gradient_accumulation_steps))
+
+
 def listed_before(options):
     """Clips what it listed before ``prepare``, as many scripts do."""
     clip = lambda accelerator, _, listed: accelerator.clip_grad_norm_(listed, 0.1)  # noqa: E731
@@ -246,6 +251,7 @@ def main():
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--checkpoint")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--output_dir")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--own_seed", action="store_true")

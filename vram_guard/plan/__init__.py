@@ -147,7 +147,8 @@ def _incompatible(step: TrainingStep) -> Callable[[Option], str]:
     clip = step.clip_grad_norm is not None or step.clip_grad_value is not None
 
     def why(option: Option) -> str:
-        if step.runner is not None and option.splits > 1 and option.recipe.parameters_on_host:
+        within = step.runner is not None and not step.slices_apart
+        if within and option.splits > 1 and option.recipe.parameters_on_host:
             # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
             return "FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it"
         ranks = step.data_parallel_ranks
