@@ -68,12 +68,12 @@ def request(
     (folder / "request.json").write_text(json.dumps(asked), encoding="utf-8")
 
 
-def dry_runs(folder: Path) -> dict[str, dict[str, Any]]:
+def dry_runs(folder: Path, **more: str) -> dict[str, dict[str, Any]]:
     """Answer every request in the folder, from one process."""
     silent = {**SILENT_ENVIRONMENT, "ACCELERATE_MIXED_PRECISION": "no"}
     done = subprocess.run(
         [sys.executable, str(HERE / "accelerate_dry_runs.py"), str(folder)],
-        env=environment(**silent),
+        env=environment(**silent, **more),
         capture_output=True,
         text=True,
         timeout=280,

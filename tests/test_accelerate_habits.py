@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path) -> dict[str, dict[str, Any]]:
     """Everything that is asked of dry runs here, answered in one process."""
     asked = folder / "asked"
-    for name in (*LOOPS, *REFUSED, *TOLD_LATE, "asks", "saves"):
+    for name in (*LOOPS, *REFUSED, *TOLD_LATE, "asks", "saves", "caches"):
         cases.request(asked / name, HABITS, name, "--out", folder / name)
     for name in ("folds", "shuffled_by_hand"):
         cases.request(asked / f"{name}_grow", HABITS, name, budget="160MiB", grow=True, lr_rule="linear")
@@ -57,10 +57,10 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     write_factor(grown, 4.0)
     cases.request(asked / "resumes", HABITS, "resumes", "--out", folder / "grown")
     cases.request(asked / "begins", HABITS, "resumes", "--out", folder / "nothing")
-    return cases.dry_runs(asked)
+    return cases.dry_runs(asked, HF_HOME=str(folder / "home"))
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *TOLD_LATE, "asks", "saves", "begins"])
+@pytest.mark.parametrize("name", [*LOOPS, *TOLD_LATE, "asks", "saves", "caches", "begins"])
 def test_they_are_followed(answers: Any, name: str) -> None:
     answer = answers[name]
     assert "error" not in answer, answer
@@ -79,7 +79,7 @@ def test_training_that_begins_in_evaluation_mode_is_measured_as_any_other(answer
 
 def test_nothing_is_saved_by_any_librarys_own_means(answers: Any, folder: Path) -> None:
     assert "error" not in answers["saves"]
-    assert not list(folder.glob("saves*"))
+    assert not [*folder.glob("saves*"), *folder.glob("caches*")]
 
 
 # --- a larger batch -------------------------------------------------------------------------------------------

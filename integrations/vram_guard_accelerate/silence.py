@@ -40,6 +40,9 @@ SAFETENSORS: dict[str, Any] = {
     "_remove_duplicate_names": {},
 }
 
+#: Variables that move a cache of Hugging Face's libraries away from HF_HOME.
+CACHES = ("HF_DATASETS_CACHE", "HF_EVALUATE_CACHE", "HF_METRICS_CACHE", "HF_MODULES_CACHE")
+
 #: Trackers that scripts call by themselves.
 SILENT_ENVIRONMENT = {
     "WANDB_MODE": "disabled",
@@ -66,13 +69,17 @@ def silence_accelerate() -> None:
 
 
 def silence_files() -> None:
-    """From ``prepare`` on: what is opened for writing is thrown away, and no file is made, moved or removed."""
+    """From ``prepare`` on: what is opened for writing is thrown away, and no file is made, moved or removed.
+
+    But for the caches of Hugging Face's libraries, which read back what they wrote: metrics, data sets that are mapped.
+    """
     import torch
 
+    in_cache = _below(_caches())
     for module, names in FILES.items():
         for name in names:
-            setattr(module, name, _nothing(getattr(module, name)))
-    builtins.open = io.open = _opened(io.open)
+            setattr(module, name, _nothing_outside(getattr(module, name), in_cache))
+    builtins.open = io.open = _opened(io.open, in_cache)
     pathlib.Path.touch = _nothing(pathlib.Path.touch)  # type: ignore[method-assign]
     accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of `os` and `io` there
     if accessor is not None:
@@ -94,6 +101,23 @@ def silence_files() -> None:
         for name in SAVING:
             if name in vars(cls):
                 setattr(cls, name, _nothing(getattr(cls, name)))
+
+
+def _caches() -> tuple[str, ...]:
+    from huggingface_hub import constants
+
+    named = (constants.HF_HOME, *(os.environ.get(name, "") for name in CACHES))
+    return tuple(os.path.realpath(name) + os.sep for name in named if name)
+
+
+def _below(folders: tuple[str, ...]) -> Callable[[Any], bool]:
+    def is_below(path: Any) -> bool:
+        try:
+            return (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(folders)
+        except (TypeError, ValueError):
+            return False
+
+    return is_below
 
 
 def _classes() -> set[type]:
@@ -132,14 +156,30 @@ def _nothing(original: Any, answer: Any = None) -> Callable[..., Any]:
     return silent
 
 
+def _nothing_outside(original: Any, allowed: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Works where every path that it is given is allowed, and does nothing elsewhere."""
+
+    def silent(*args: Any, **kwargs: Any) -> Any:
+        paths = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, bytes, os.PathLike))]
+        inside = kwargs.get("dir_fd") is not None  # a step of rmtree, which is allowed itself
+        return original(*args, **kwargs) if inside or (paths and all(map(allowed, paths))) else None
+
+    silent.__name__ = getattr(original, "__name__", "silent")
+    return silent
+
+
 def _made_repository(*args: Any, **kwargs: Any) -> Any:
     name = kwargs.get("repo_id") or next((value for value in args if isinstance(value, str)), "repository")
     return SimpleNamespace(repo_id=name, url=name, __str__=lambda: name)
 
 
-def _opened(original: Callable[..., Any]) -> Callable[..., Any]:
+def _opened(original: Callable[..., Any], allowed: Callable[[Any], bool]) -> Callable[..., Any]:
     def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(mode, str) and any(sign in mode for sign in "wax+") and not isinstance(file, int):
+        if (
+            isinstance(mode, str)
+            and any(sign in mode for sign in "wax+")
+            and not (isinstance(file, int) or allowed(file))
+        ):
             return original(os.devnull, "wb" if "b" in mode else "w", *args, **kwargs)
         return original(file, mode, *args, **kwargs)
 

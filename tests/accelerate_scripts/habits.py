@@ -8,6 +8,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -410,6 +411,23 @@ def leaves_one_behind(options):
     process = subprocess.Popen(["sleep", "300"])
     Path(f"{options.out}.pid").write_text(str(process.pid))
     return changes(options, lambda: None)
+
+
+def caches(options):
+    """Writes beside what Hugging Face's libraries keep, as their metrics do, and reads it back."""
+    from huggingface_hub.constants import HF_HOME
+
+    accelerator = Accelerator()
+    model, optimizer, loader, _ = accelerator.prepare(*parts(options))
+    folder = Path(HF_HOME) / "metrics" / "mine"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "numbers").write_text("1 2")
+    shutil.move(folder / "numbers", folder / "kept")
+    if (folder / "kept").read_text() != "1 2":
+        raise RuntimeError("what was written is gone")
+    shutil.rmtree(folder)
+    shutil.copy(__file__, options.out)
+    train(accelerator, model, optimizer, loader)
 
 
 def saves(options):
