@@ -22,11 +22,12 @@ from vram_guard.simulate.autocast import cuda_autocast
 from vram_guard.simulate.composites import cuda_composites
 from vram_guard.simulate.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.interrupts import Interrupts
+from vram_guard.simulate.loop import classify_states
 from vram_guard.simulate.pretend import Pretence, is_dense, is_symbolic, pretend_cuda, replaced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.questions import Questions
 from vram_guard.simulate.recorder import Recorder
-from vram_guard.simulate.run import classify_states, make_buckets, module_paths
+from vram_guard.simulate.run import make_buckets, module_paths
 from vram_guard.timeline import Timeline
 
 

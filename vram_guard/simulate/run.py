@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -15,12 +14,11 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
-from vram_guard.simulate import values
 from vram_guard.simulate.autocast import cuda_autocast
-from vram_guard.simulate.batches import batch_source, map_tensors
 from vram_guard.simulate.composites import cuda_composites
 from vram_guard.simulate.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.interrupts import Interrupts, interrupts_held_back
+from vram_guard.simulate.loop import TRUE_DTYPES, Loop, classify_states
 from vram_guard.simulate.pretend import Pretence, is_symbolic, pretend_cuda, replaced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.questions import Questions
@@ -38,8 +36,6 @@ from vram_guard.techniques.placing import import_libraries, optimizer_for, place
 from vram_guard.timeline import Timeline
 
 _META = torch.device("meta")
-_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-_TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 #: DistributedDataParallel's default buckets: the first of 1 MiB, then 25 MiB each (``bucket_cap_mb``).
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
@@ -140,7 +136,7 @@ class _Run:
             self._note_hooks(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
-                symbolic_model(model, _TRUE.get(step.precision)) as moved,
+                symbolic_model(model, TRUE_DTYPES.get(step.precision)) as moved,
                 module_paths(model, self.recorder),
                 _eager(model, self.recorder),
                 self.mode,
@@ -198,7 +194,7 @@ class _Run:
             with self._default_dtype(), self._sharding(model) as mesh:
                 self._set_up(model, moved, mesh)
                 optimizer = self._optimizer(model)
-                loop = _Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
+                loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
                     loop.run()
                 except UnsupportedOperatorError as error:
@@ -210,7 +206,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
-        dtype = _TRUE.get(self.step.precision)
+        dtype = TRUE_DTYPES.get(self.step.precision)
         before = torch.get_default_dtype()
         if dtype is not None:
             torch.set_default_dtype(dtype)
@@ -298,182 +294,6 @@ def make_buckets(model: nn.Module, recorder: Recorder) -> None:
             pending, limit = 0, _BUCKET
     if pending:
         recorder.permanent(pending, "DistributedDataParallel", "gradients")
-
-
-class _Loop:
-    """The training loop itself. Its attributes are the local names of a loop: they live until assigned again."""
-
-    def __init__(self, run: _Run, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.step = run.step
-        self.recorder = run.recorder
-        self.mode = run.mode
-        self.model = model
-        self.optimizer = optimizer
-        self.source = batch_source(run.step.batch)
-        self.batch_size = run.batch_size
-        fp16 = run.step.precision == "16-mixed" and optimizer is not None
-        self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
-        self.batch: Any = None
-        self.loss: Any = None
-
-    def run(self) -> None:
-        if self.optimizer is None:
-            return self._infer()
-        if _needs_closure(self.optimizer):
-            return self._run_with_closure(self.optimizer)
-        # Two micro-batches show all there is to see: the first makes gradients, every other one adds to them.
-        rounds = min(self.step.accumulate, 2)
-        for number in (1, 2):
-            if self.step.zero_grad == "before_forward":
-                self._zero_grad(number)
-            for micro in range(rounds):
-                if not self.step.whole_batch or micro == 0:
-                    self._load(number)
-                self._forward(number)
-                self._backward(number, first=micro == 0)
-            self._update(number)
-            if self.step.zero_grad == "after_step":
-                self.optimizer.zero_grad()
-        return None
-
-    def _run_with_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
-        self.recorder.note(
-            f"{type(optimizer).__name__} evaluates the loss as often as it likes: the first evaluations are followed, "
-            "what it remembers of later ones is not counted",
-            tier="partly symbolic",
-        )
-
-        def closure(number: int) -> Any:
-            optimizer.zero_grad()
-            self._forward(number)
-            self._backward(number, first=True)
-            return self.loss
-
-        for number in (1, 2):
-            self._load(number)
-            self.recorder.phase("optimizer", number)
-            optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
-            classify_states(self.recorder, optimizer)
-
-    def _infer(self) -> None:
-        with torch.no_grad():
-            for number in (1, 2):
-                self._load(number)
-                self._forward(number)
-
-    def _zero_grad(self, number: int) -> None:
-        assert self.optimizer is not None
-        self.recorder.phase("optimizer", number)
-        self.optimizer.zero_grad()
-
-    def _load(self, number: int) -> None:
-        self.recorder.batch_factor = self.step.accumulate if self.step.whole_batch else 1
-        real = self.source(self.batch_size)
-        self.recorder.phase("batch", number, "batch")
-        # The old batch dies first: ``for batch in loader`` gives its name to a batch on the host, and Lightning's and
-        # MMEngine's loops end the function that held it.
-        self.batch = None
-        self.batch = map_tensors(self._to_device, real)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_nested:
-            raise UnsupportedStepError("the batch holds a nested tensor: its rows have no common size to follow")
-        dtype = _TRUE.get(self.step.precision) if tensor.is_floating_point() else None
-        if is_symbolic(tensor):
-            moved = torch.empty_like(tensor, dtype=dtype)
-        else:
-            moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_META)
-            values.known(moved, tensor)
-        self.recorder.track(moved, "")
-        self.mode.meter.loaded(moved)
-        return moved.requires_grad_() if tensor.requires_grad else moved
-
-    def _forward(self, number: int) -> None:
-        self.recorder.phase("forward", number)
-        dtype = _AUTOCAST.get(self.step.precision)
-        region = torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
-        before = self.mode.operations
-        with region:
-            self.loss = scalar_loss(self.step.loss(self.model, self.batch))
-        if self.mode.operations == before:
-            raise UnsupportedStepError(
-                "the step ran no operation at all; check that loss(model, batch) calls the model"
-            )
-
-    def _backward(self, number: int, first: bool) -> None:
-        assert self.optimizer is not None
-        if first and self.step.zero_grad == "before_backward":
-            self.recorder.phase("optimizer", number)
-            self.optimizer.zero_grad()
-        self.recorder.phase("backward", number)
-        if self.loss is None:
-            raise UnsupportedStepError("loss(model, batch) returned None, so there is nothing to run backward")
-        loss = self.loss if self.step.accumulate == 1 else self.loss / self.step.accumulate
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        loss.backward()
-
-    def _update(self, number: int) -> None:
-        assert self.optimizer is not None
-        self.recorder.phase("optimizer", number)
-        if self.step.clip_grad_norm is not None or self.step.clip_grad_value is not None:
-            self._clip()
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        classify_states(self.recorder, self.optimizer)
-
-    def _clip(self) -> None:
-        assert self.optimizer is not None
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if self.step.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
-        if self.step.clip_grad_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def scalar_loss(result: Any) -> Any:
-    """The loss among what a loss callable may return: a tensor, a mapping or object with ``loss``, several losses."""
-    if isinstance(result, torch.Tensor) or result is None:
-        return result
-    if isinstance(result, dict) and "loss" in result:
-        return result["loss"]
-    if hasattr(result, "loss") and isinstance(result.loss, torch.Tensor):
-        return result.loss
-    if isinstance(result, (list, tuple)) and result and all(isinstance(item, torch.Tensor) for item in result):
-        return torch.stack(list(result)).sum() if len(result) > 1 else result[0]
-    raise UnsupportedStepError(
-        f"loss(model, batch) returned {type(result).__name__}; it must return a scalar tensor, a dict with 'loss', "
-        "an object with .loss, or several scalar tensors"
-    )
-
-
-def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-    """What the optimizer keeps for each parameter is optimizer state."""
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            for value in state.values():
-                kept = [tensor for tensor in inner_tensors(value) if is_symbolic(tensor)]
-                recorder.classify(kept, "optimizer_states")
-
-
-def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensor itself, or those that a wrapper holds (8-bit states)."""
-    if hasattr(value, "__tensor_flatten__"):
-        for name in value.__tensor_flatten__()[0]:
-            yield from inner_tensors(getattr(value, name))
-    elif isinstance(value, torch.Tensor):
-        yield value
 
 
 @contextlib.contextmanager
