@@ -40,7 +40,7 @@ demo-mmengine: $(STAMP) ## compare batch sizes and precisions of an MMEngine con
 		--cfg-options vram_guard.gpu="RTX 2060" vram_guard.budget=64MiB train_cfg.max_iters=100 train_cfg.val_interval=50
 
 test: $(STAMP) ## run the test suite
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ for python in $pythons; do
             continue
         fi
         # shellcheck disable=SC2086 # MATRIX_SELECT is several words on purpose
-        if "$folder/bin/python" -m pytest -n auto -q ${MATRIX_SELECT:-} 2>&1 | tee -a "$folder.log" | tail -n 3; then
+        if "$folder/bin/python" -m pytest -n auto --dist loadfile -q ${MATRIX_SELECT:-} 2>&1 | tee -a "$folder.log" | tail -n 3; then
             note "$python" "$torch" "passed: $(tail -n 1 "$folder.log")"
             passed=$((passed + 1))
         else
