@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import contextlib
 import json
 import os
 import signal
@@ -302,8 +303,12 @@ def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         script = int(out.read_text())
-        os.kill(process.pid if whom == "launcher" else script, number)
-        assert process.wait(60) == 128 + number
+        for _attempt in range(3):  # Python drops a Ctrl-C that arrives in a destructor: one presses again
+            os.kill(process.pid if whom == "launcher" else script, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+                break
+        assert process.wait(1) == 128 + number
         with pytest.raises(ProcessLookupError):
             os.kill(script, 0)
     finally:
