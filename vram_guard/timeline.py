@@ -236,13 +236,15 @@ class Timeline:
             curve: also record allocated and reserved bytes after every event.
         """
         timeline = self.exact(batch_size)
+        # Without a limit everything fits, and nothing has to be done without.
+        workspaces = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
         return replay(
             timeline.events,
             timeline.sizes(batch_size),
             settings=settings or AllocatorSettings(),
             capacity=capacity,
             curve=curve,
-            optional=frozenset(index for index, block in enumerate(timeline.blocks) if block.optional),
+            optional=workspaces,
         )
 
     def at(

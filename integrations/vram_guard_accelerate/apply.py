@@ -36,19 +36,19 @@ class Applied:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the orders."""
         from accelerate import Accelerator
 
-        _wrap(Accelerator, "prepare", self._prepare)
-        _wrap(Accelerator, "prepare_model", self._prepare)
+        wrap(Accelerator, "prepare", self._prepare)
+        wrap(Accelerator, "prepare_model", self._prepare)
         if self.orders.grown_batch_size != self.orders.batch_size and not self.orders.batch_option:
             from torch.utils.data import DataLoader
 
-            _wrap(DataLoader, "__init__", self._larger_batches)
+            wrap(DataLoader, "__init__", self._larger_batches)
         if self.orders.learning_rate_factor != 1:
             from torch.optim.lr_scheduler import LRScheduler
 
-            _wrap(LRScheduler, "__init__", self._remember_scheduler)
+            wrap(LRScheduler, "__init__", self._remember_scheduler)
         if self.orders.learning_rate_factor != 1 or self.orders.resumes_grown:
-            _wrap(Accelerator, "save_state", self._say_in_checkpoint)
-            _wrap(Accelerator, "load_state", self._after_checkpoint)
+            wrap(Accelerator, "save_state", self._say_in_checkpoint)
+            wrap(Accelerator, "load_state", self._after_checkpoint)
 
     # --- prepare ----------------------------------------------------------------------------------------------
 
@@ -190,6 +190,7 @@ def made_by_script(frame: Any) -> bool:
     return not name.startswith(("accelerate", "torch."))
 
 
-def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Put what ``around`` makes of a function in its place, under its name."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(around(original)))

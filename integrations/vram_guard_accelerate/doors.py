@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from vram_guard_accelerate import exposed, silence
 from vram_guard_accelerate.answers import stopped
-from vram_guard_accelerate.apply import made_by_script
+from vram_guard_accelerate.apply import made_by_script, wrap
 from vram_guard_accelerate.before_prepare import BeforePrepare
 from vram_guard_accelerate.dry_run import BATCHES_AHEAD, OTHER_BATCHES
 from vram_guard_accelerate.sharded_copy import made_by_trainer, stand_by
@@ -38,29 +37,24 @@ def open_for(run: DryRun) -> None:
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
     exposed.watch(run.options)
     run.watcher.install()
-    _wrap(Accelerator, "__init__", lambda original: _made(run, original))
-    _wrap(Accelerator, "prepare", lambda original: _prepare(run, original))
-    _wrap(Accelerator, "prepare_model", lambda original: _prepare(run, original))
-    _wrap(Accelerator, "accumulate", lambda original: _accumulate(run, original))
-    _wrap(Accelerator, "load_state", lambda _: _loads(run))
-    _wrap(Accelerator, "backward", lambda original: _backward(run, original))
+    wrap(Accelerator, "__init__", lambda original: _made(run, original))
+    wrap(Accelerator, "prepare", lambda original: _prepare(run, original))
+    wrap(Accelerator, "prepare_model", lambda original: _prepare(run, original))
+    wrap(Accelerator, "accumulate", lambda original: _accumulate(run, original))
+    wrap(Accelerator, "load_state", lambda _: _loads(run))
+    wrap(Accelerator, "backward", lambda original: _backward(run, original))
     for owner, name in ((Accelerator, "clip_grad_norm_"), (Accelerator, "clip_grad_value_")):
-        _wrap(owner, name, lambda original: _clips(run, original))
+        wrap(owner, name, lambda original: _clips(run, original))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        _wrap(torch.nn.utils, name, lambda original: _clips(run, original))
+        wrap(torch.nn.utils, name, lambda original: _clips(run, original))
     _watch_precision(run, Accelerator)
     _refuse_local_sgd()
-    _wrap(accelerate.data_loader, "send_to_device", lambda original: _loading(run, original))
-    _wrap(DataLoader, "__init__", lambda original: _without_workers(run, original))
-    _wrap(DataLoader, "__iter__", lambda original: lambda loader: Batches(run, loader, original))
+    wrap(accelerate.data_loader, "send_to_device", lambda original: _loading(run, original))
+    wrap(DataLoader, "__init__", lambda original: _without_workers(run, original))
+    wrap(DataLoader, "__iter__", lambda original: lambda loader: Batches(run, loader, original))
     before = BeforePrepare(run.capability)
     # Not earlier: libraries that are imported would believe in the GPU too, and look for its driver.
-    _wrap(accelerate.state.PartialState, "__init__", _after_imports)
-
-
-def _wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(around(original)))
+    wrap(accelerate.state.PartialState, "__init__", _after_imports)
 
 
 class Batches:

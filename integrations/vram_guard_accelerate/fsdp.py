@@ -19,9 +19,6 @@ from vram_guard_accelerate.saving import save_whole
 if TYPE_CHECKING:
     from torch import nn
 
-#: The oldest release whose FSDP2 Accelerate takes (``accelerate.utils.constants.FSDP2_PYTORCH_VERSION``).
-SINCE = (2, 6)
-
 #: What ``accelerate launch`` passes to a script (``accelerate.utils.launch``), and what is meant by it.
 VARIABLES = {
     "ACCELERATE_USE_FSDP": "true",

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.plan.words import not_possible
-from vram_guard_accelerate.fsdp import SINCE
+from vram_guard.techniques.sharding import check_torch
 from vram_guard_accelerate.private_api import FSDP2, missing
 from vram_guard_accelerate.saving import lines_that_save_shards
 
@@ -42,13 +43,10 @@ def why_not_sharded(run: DryRun, *, compiled: bool) -> str:
         run: the script, at its first training batch.
         compiled: whether ``torch.compile`` compiles a model as a whole.
     """
-    import torch
-
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < SINCE:
-        return f"FSDP2 needs torch 2.6 or later, and this is {torch.__version__}"
-    if not torch.distributed.is_available():
-        return "FSDP2 needs torch.distributed, which this torch lacks"
+    try:
+        check_torch()  # Accelerate wants no other torch than we do (``FSDP2_PYTORCH_VERSION``)
+    except UnsupportedTechniqueError as error:
+        return str(error)
     lacking = missing(FSDP2)
     if lacking:
         return f"FSDP2 needs Accelerate 1.6 or later; this one lacks {lacking[0]}"

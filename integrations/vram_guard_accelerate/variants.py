@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.language import _
+from vram_guard.plan.words import cheapest
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -145,7 +146,7 @@ class Varied:
         """A plan for the variant, as a plan for the launch as it was typed."""
         written = self.origin.plan
         slowdown = round((plan.slowdown or 1.0) * step_time(plan) / self.origin.seconds, 4)
-        own = [reason for reason in plan.reasons if reason != _cost(plan.slowdown or 1.0)] if plan.changed else []
+        own = [reason for reason in plan.reasons if reason != cheapest(plan.slowdown or 1.0)] if plan.changed else []
         return replace(
             plan,
             precision_before=written.precision_before,
@@ -160,7 +161,7 @@ class Varied:
                 _("The script is launched with {options}.", options=self.variant.words),
                 *(_("Launched so: {reason}", reason=reason) for reason in own[:1]),
                 *own[1:],
-                _cost(slowdown),
+                cheapest(slowdown),
             ),
         )
 
@@ -185,14 +186,6 @@ class Varied:
                 )
             )
         return found
-
-
-def _cost(slowdown: float) -> str:
-    """As a search says it (:mod:`vram_guard.plan.search`)."""
-    return _(
-        "The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.",
-        factor=f"{slowdown:.2f}",
-    )
 
 
 def step_time(plan: Plan) -> float:

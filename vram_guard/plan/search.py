@@ -37,7 +37,7 @@ from vram_guard.plan.options import (
     unchanged,
 )
 from vram_guard.plan.techniques import uses_batch_norm
-from vram_guard.plan.words import recipe_words
+from vram_guard.plan.words import cheapest, recipe_words
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -304,16 +304,12 @@ def _changed(trial: _Trial, before: Candidate, option: Option, after: Candidate)
     if option.recipe:
         reasons.append(_("{words}: as little of it as fits.", words="; ".join(recipe_words(option.recipe))))
     cost = trial.costs.relative(option)
-    reasons.append(
-        _(
-            "The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.",
-            factor=f"{cost:.2f}",
-        )
-    )
+    slowdown = round(cost, 4)
+    reasons.append(cheapest(slowdown))
     reasons += tier_reason(after.estimate)
     reasons += request.space.notes
     rejected = (*_misses(trial), *_dearer(trial, option, cost))
-    return make_plan(request, before, after, option, request.batch_size, True, tuple(reasons), rejected, round(cost, 4))
+    return make_plan(request, before, after, option, request.batch_size, True, tuple(reasons), rejected, slowdown)
 
 
 def _misses(trial: _Trial) -> tuple[Rejected, ...]:

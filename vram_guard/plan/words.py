@@ -32,6 +32,14 @@ def not_possible(technique: str, why: str, *, where: str = " here") -> str:
     return f"{_REFUSED.get(technique, f'{technique} is')} not possible{where}: {why}"
 
 
+def cheapest(factor: float) -> str:
+    """The last reason of a plan that changes something: what the change costs, in step times as written."""
+    return _(
+        "The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.",
+        factor=f"{factor:.2f}",
+    )
+
+
 def recipe_words(recipe: Recipe) -> list[str]:
     """The techniques that are on, each in a few words."""
     words = []
