@@ -40,7 +40,7 @@ ROWS = (
 def predicted_seconds(row: Row) -> float:
     """The cost model's seconds for the same samples, without whatever the Trainer does beside training."""
     from vram_guard import TrainingStep, trace
-    from vram_guard.plan.cost import step_seconds
+    from vram_guard.plan.step_time import step_seconds
 
     step = TrainingStep(
         model=_bert_large(checkpointing=row.checkpointing),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.budget import Budget
+from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.settings import Settings
-from vram_guard_accelerate.silence import SILENT_ENVIRONMENT
 
 HERE = Path(__file__).parent
 TRAINING = HERE / "accelerate_scripts" / "training.py"
@@ -53,7 +53,7 @@ def launch(
 def request(
     folder: Path, *command: object, budget: str = "1GiB", ranks: int = 1, gpu: str | None = None, **settings: Any
 ):
-    """What :mod:`vram_guard_accelerate.follow` is to answer."""
+    """What :mod:`vram_guard_accelerate.dry_run.worker` is to answer."""
     folder.mkdir(parents=True)
     given = Budget.resolve(budget, gpu, margin=0.0)
     given = replace(given, compute_capability=given.compute_capability or (8, 0))

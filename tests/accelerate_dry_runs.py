@@ -1,7 +1,7 @@
 """Several dry runs from one process, which is copied for each: importing the libraries takes longer than any of them.
 
 ``python accelerate_dry_runs.py FOLDER``: every folder in it that holds a request gets an answer. Variants of a launch
-are run as :mod:`vram_guard_accelerate.prediction` runs them, but for the process, which is a copy too.
+are run as :mod:`vram_guard_accelerate.planning.prediction` runs them, but for the process, which is a copy too.
 """
 
 import json
@@ -16,8 +16,8 @@ import torch
 import torch._dynamo
 from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 
-from vram_guard_accelerate import follow
-from vram_guard_accelerate.variants import Variant, settled
+from vram_guard_accelerate.dry_run import worker
+from vram_guard_accelerate.relaunch.relaunch import Variant, settled
 
 torch.set_num_threads(1)
 
@@ -30,7 +30,7 @@ def answered(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
         os.dup2(log, 2)
         os.environ.update(environment)
         sys.argv = ["follow", str(folder)]
-        follow.main()
+        worker.main()
     os.waitpid(process, 0)
     answer: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     return answer

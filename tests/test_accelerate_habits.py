@@ -21,10 +21,10 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
 
 from vram_guard.errors import InvalidInputError  # noqa: E402
-from vram_guard_accelerate.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
-from vram_guard_accelerate.guarding import guard  # noqa: E402
-from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
-from vram_guard_accelerate.programs import only_tells  # noqa: E402
+from vram_guard_accelerate.apply.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
+from vram_guard_accelerate.dry_run.subprocess_policy import only_tells  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.script_guard import guard  # noqa: E402
 
 HABITS = cases.HERE / "accelerate_scripts" / "habits.py"
 LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes", "tracked", "counted", "one_by_one")

@@ -24,10 +24,10 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
 
 from vram_guard.errors import InvalidInputError  # noqa: E402
-from vram_guard_accelerate import prediction  # noqa: E402
-from vram_guard_accelerate.answers import state_of  # noqa: E402
-from vram_guard_accelerate.apply import Applied  # noqa: E402
-from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.apply.applying import Applied  # noqa: E402
+from vram_guard_accelerate.dry_run.results import state_of  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.planning import prediction  # noqa: E402
 
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
 LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion")
@@ -144,12 +144,12 @@ def test_plans_do_not_pile_up(tmp_path: Path) -> None:
 def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, typed: str, started: bool) -> None:
     """With the plan that is remembered; what would be started is looked at, not run."""
     from vram_guard.cli import main
-    from vram_guard_accelerate import processes
+    from vram_guard_accelerate.cli import launchers
 
     _, out, options = launched
     starts: list[list[str]] = []
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
-    monkeypatch.setattr(processes, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
+    monkeypatch.setattr(launchers, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     monkeypatch.delenv(VARIABLE, raising=False)
     code = main(["launch", *options, "--ask", str(TRAINING), "plain", "--out", str(out)])
@@ -362,7 +362,7 @@ QUIET_FSDP = ("--num_processes", "2", *cases.QUIET)
 
 def test_several_machines_are_sent_to_the_guard_that_agrees(capsys: Any, monkeypatch: Any) -> None:
     from vram_guard.cli import main
-    from vram_guard_accelerate import launch as module
+    from vram_guard_accelerate.cli import launch as module
 
     several = ("--multi_gpu", "--num_machines", "2", "--num_processes", "16", "--machine_rank", "0")
     where = ("--main_process_ip", "127.0.0.1", "--main_process_port", "29511", "--mixed_precision", "no")
@@ -381,7 +381,7 @@ def test_several_machines_are_sent_to_the_guard_that_agrees(capsys: Any, monkeyp
 
 
 def test_arguments_are_sorted_by_accelerates_own_parser() -> None:
-    from vram_guard_accelerate.arguments import parsed
+    from vram_guard_accelerate.cli.arguments import parsed
 
     given = parsed(
         [
@@ -396,8 +396,8 @@ def test_arguments_are_sorted_by_accelerates_own_parser() -> None:
 
 
 def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path: Path, monkeypatch: Any) -> None:
-    from vram_guard_accelerate.arguments import parsed
-    from vram_guard_accelerate.target import target_of
+    from vram_guard_accelerate.cli.arguments import parsed
+    from vram_guard_accelerate.cli.target import target_of
 
     config = tmp_path / "config.yaml"
     config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 4\n"

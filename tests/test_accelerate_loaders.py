@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 from torch.utils.data import DataLoader  # noqa: E402 - what is tested has to be there
 
-from vram_guard_accelerate.loaders import Found, Made, Which  # noqa: E402
+from vram_guard_accelerate.dry_run.loaders import Found, Made, Which  # noqa: E402
 
 TRAINING, EVALUATION = list(range(8)), list(range(4))
 

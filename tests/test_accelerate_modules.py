@@ -16,7 +16,7 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import difference, launch  # noqa: E402
 
-from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
 
 MODULE = ("-m", "packaged.train")
 CONFIG = """\

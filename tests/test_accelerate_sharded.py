@@ -17,7 +17,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
 import accelerate_cases as cases
 
 from vram_guard.errors import UnsupportedTechniqueError
-from vram_guard_accelerate import fsdp
+from vram_guard_accelerate.apply import fsdp
 
 SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
@@ -274,7 +274,7 @@ def test_a_launch_on_the_cpu_is_refused_before_any_work(tmp_path: Any) -> None:
 
 
 def test_lines_that_would_save_shards_are_found(tmp_path: Any) -> None:
-    from vram_guard_accelerate.saving import lines_that_save_shards
+    from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
 
     script = tmp_path / "train.py"
     script.write_text(

@@ -15,9 +15,9 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard_accelerate import forks
-from vram_guard_accelerate.forks import BecomeCopy
-from vram_guard_accelerate.standby import Standby
+from vram_guard_accelerate.dry_run import forks
+from vram_guard_accelerate.dry_run.fork_server import Standby
+from vram_guard_accelerate.dry_run.forks import BecomeCopy
 
 
 def waiting(seen: list[str]) -> Standby:

@@ -20,10 +20,10 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, OPTIONS, TRAINER, TWO, difference, launch  # noqa: E402
 
 from vram_guard.apply.loss_terms import Term  # noqa: E402
-from vram_guard_accelerate.agreement import disagreement, why_not_accumulated  # noqa: E402
-from vram_guard_accelerate.conduct import Conduct  # noqa: E402
-from vram_guard_accelerate.orders import VARIABLE, Orders  # noqa: E402
-from vram_guard_accelerate.variants import MOST, Variant, settled  # noqa: E402
+from vram_guard_accelerate.dry_run.loop_profile import Conduct  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.relaunch.equivalence import disagreement, why_not_accumulated  # noqa: E402
+from vram_guard_accelerate.relaunch.relaunch import MOST, Variant, settled  # noqa: E402
 
 SET = ["--batch_size", "8", "--gradient_accumulation_steps", "2"]
 HALVED = Orders(batch_size=8, grown_batch_size=8, micro_batch_size=8, batch_option=SET[0],

@@ -17,7 +17,8 @@ from vram_guard import TrainingStep, trace
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan.activations import activation_bytes
-from vram_guard.plan.cost import (
+from vram_guard.plan.roofline import HOST_PER_OPERATOR, LAUNCH, PINNED_SHARE, flops_per_second
+from vram_guard.plan.step_time import (
     StepTime,
     assumed_gpu,
     forward_seconds_by_module,
@@ -26,7 +27,6 @@ from vram_guard.plan.cost import (
     relative_cost,
     step_seconds,
 )
-from vram_guard.plan.roofline import HOST_PER_OPERATOR, LAUNCH, PINNED_SHARE, flops_per_second
 from vram_guard.timeline import Affine, Block, Phase, Timeline, Work
 
 #: torch 2.4's own checkpoint.
@@ -221,7 +221,7 @@ def test_a_step_that_could_not_be_followed_has_a_lower_bound_only():
 
 
 def test_the_model_imports_nothing_heavy():
-    assert heavy_after("import vram_guard.plan.cost, vram_guard.plan.activations") == set()
+    assert heavy_after("import vram_guard.plan.step_time, vram_guard.plan.activations") == set()
 
 
 # --- real steps ------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vram_guard.simulate import autocast
-from vram_guard.simulate.attention import choose_backend
-from vram_guard.simulate.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.operators import autocast
+from vram_guard.simulate.operators.attention import choose_backend
+from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Block, Timeline
 

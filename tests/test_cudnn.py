@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate import cudnn
+from vram_guard.simulate.operators import cudnn
 from vram_guard.timeline import Timeline
 
 AMPERE = cudnn.Device.of((8, 6))

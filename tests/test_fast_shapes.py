@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vram_guard.simulate import fast
+from vram_guard.simulate.operators import shape_rules
 
 aten = torch.ops.aten
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
@@ -47,7 +47,7 @@ def tensors(draw: Any, shape: Any = SHAPES, dtype: Any = DTYPES) -> torch.Tensor
 
 def assert_as_torch_says(func: Any, *args: Any, **kwargs: Any) -> bool:
     """The rule's answer, if it gives one, is torch's; returns whether it gave one."""
-    rule = fast.rule_for(func)
+    rule = shape_rules.rule_for(func)
     assert rule is not None
     found = rule(args, kwargs)
     if found is None:
@@ -132,7 +132,7 @@ def test_updates_in_place(data: Any, dtype: torch.dtype) -> None:
     calls += [(getattr(aten, name).default, (target, other, third), {"value": 1}) for name in ("addcmul_", "addcdiv_")]
     for func, args, kwargs in calls:
         before = target.shape, target.stride(), target.dtype
-        found = fast.rule_for(func)(args, kwargs)
+        found = shape_rules.rule_for(func)(args, kwargs)
         assert found is None or found is target
         if found is not None:
             func(*args, **kwargs)  # torch refuses nothing that the rule takes

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import nn
 
-from vram_guard.simulate.following import Following
+from vram_guard.simulate.tracing.external_loop import Following
 
 
 def test_tensors_become_symbolic_where_they_are() -> None:
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from vram_guard import TrainingStep
 from vram_guard.simulate import estimate
-from vram_guard.simulate.following import Following
+from vram_guard.simulate.tracing.external_loop import Following
 
 def model():
     return nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 10))

@@ -11,7 +11,7 @@ from architectures import BY_NAME
 from torch.utils import _pytree as pytree
 
 from vram_guard.allocator import compare, read_recording, replay
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Timeline
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.simulate import estimate, trace
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 
 AMPERE = (8, 0)

@@ -14,7 +14,7 @@ from torch import nn
 from vram_guard.allocator import host_peak, pinned_size
 from vram_guard.report.as_json import as_json
 from vram_guard.simulate import trace
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Affine, HostBlock, Phase, Timeline, merge_affine
 

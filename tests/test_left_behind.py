@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.simulate import estimate, trace
-from vram_guard.simulate.pretend import TENSOR_ATTRIBUTES
+from vram_guard.simulate.device.fake_cuda import TENSOR_ATTRIBUTES
 from vram_guard.step import TrainingStep
 
 

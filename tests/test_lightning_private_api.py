@@ -44,7 +44,7 @@ def test_private_names_in_the_sources_are_in_the_table() -> None:
     """Attributes with a leading underscore of anything but self, in every module of the package."""
     listed = {name.attribute for name in private_api.TABLE}
     own = {"_fields"}
-    for path in Path(vram_guard_lightning.__file__).parent.glob("*.py"):
+    for path in Path(vram_guard_lightning.__file__).parent.rglob("*.py"):
         used = set(re.findall(r"(?<!self)(?<!cls)\.(_[a-z]\w+)", path.read_text()))
         used -= {name for name in used if f"def {name}" in path.read_text() or f"self.{name}" in path.read_text()}
         unlisted = {name for name in used if name not in listed | own and "pytree" not in name}

@@ -16,7 +16,7 @@ import oom_cases
 from test_watch_measured import Numbers
 
 from vram_guard.watch.corrections import Corrections, subject
-from vram_guard_lightning import VramGuard, namespaces, watching
+from vram_guard_lightning import VramGuard, metrics, namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PL = namespaces.installed()[0].__name__
@@ -26,7 +26,7 @@ PL = namespaces.installed()[0].__name__
 def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Numbers:
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
     numbers = Numbers()
-    monkeypatch.setattr(watching, "reader_of", lambda trainer: numbers)
+    monkeypatch.setattr(metrics, "reader_of", lambda trainer: numbers)
     return numbers
 
 

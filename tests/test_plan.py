@@ -275,8 +275,8 @@ def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> None:
     """The search leaves out what its floor says cannot fit: that must be true of each."""
-    from vram_guard.plan.costing import Costing
-    from vram_guard.plan.options import Option
+    from vram_guard.plan.cost_model import Costing
+    from vram_guard.plan.search_space import Option
     from vram_guard.plan.tracing import Traces
     from vram_guard.techniques.recipe import Recipe
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from vram_guard.budget import Budget
 from vram_guard.plan.growth import grown
-from vram_guard.plan.options import Candidate, Chain, Floor, Option, Request, Space
 from vram_guard.plan.search import search
+from vram_guard.plan.search_space import Candidate, Chain, Floor, Option, Request, Space
 from vram_guard.plan.techniques import growth_multiples, mixed_precision, resident_batch, splits_of
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Timeline
 

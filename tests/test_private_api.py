@@ -32,7 +32,7 @@ def test_every_row_names_a_test_that_exists() -> None:
 
 
 def test_every_private_name_that_the_source_uses_is_in_the_table() -> None:
-    source = "\n".join(path.read_text(encoding="utf-8") for path in SIMULATE.glob("*.py"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in SIMULATE.rglob("*.py"))
     used = set(re.findall(r"torch\._C\.(?:_autograd\.)?(_\w+)", source)) | set(
         re.findall(r"torch\.cuda\.(_\w+)", source)
     )

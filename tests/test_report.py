@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from vram_guard.budget import Budget
-from vram_guard.plan.options import Floor, Option, Request, Space
 from vram_guard.plan.search import search
+from vram_guard.plan.search_space import Floor, Option, Request, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
 from vram_guard.report.files import NotWrittenWarning, write_atomically

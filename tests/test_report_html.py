@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from vram_guard import Budget, Plan, TrainingStep, plan, trace
-from vram_guard.cli.pictures import add_picture_options, check_pictures, write_pictures
+from vram_guard.cli.plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import speaking
 from vram_guard.report import batch_figure, html_report, save_figure, save_html, save_trace

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from vram_guard.simulate import trace
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 
 AMPERE = (8, 0)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.simulate import trace
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe, find_blocks
 from vram_guard.techniques.checkpointing import checkpoint_modules

@@ -10,7 +10,7 @@ from torch import nn
 
 from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.frozen import frozen_candidates, keep_on_host
 

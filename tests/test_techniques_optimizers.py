@@ -11,7 +11,7 @@ from torch import nn
 
 from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe, optimizers
 from vram_guard.techniques.compatibility import incompatible
 from vram_guard.techniques.optimizers import repoint, with_form

@@ -12,7 +12,7 @@ from torch import nn
 
 from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.sharding import SINCE, offload_parameters
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from vram_guard import Timeline, TrainingStep, trace
-from vram_guard.simulate.run import run_step
-from vram_guard.simulate.work import launches_of
+from vram_guard.simulate.cost.op_cost import launches_of
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.timeline import Affine, Work, merge_affine
 
 #: torch 2.4's own checkpoint.

@@ -1,4 +1,4 @@
-"""The training loop, for real: the same order of events as the symbolic one (vram_guard.simulate.run)."""
+"""The training loop, for real: the same order of events as the symbolic one (vram_guard.simulate.tracing.run)."""
 
 from __future__ import annotations
 

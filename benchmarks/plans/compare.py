@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard import plan
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.cost import step_seconds
+from vram_guard.plan.step_time import step_seconds
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def in_words(made: Plan) -> str:
     """The plan in one line."""
     if not made.changed:
         return "as written" if made.fits else "nothing fits"
-    from vram_guard.plan.options import Option
+    from vram_guard.plan.search_space import Option
 
     words = Option(made.precision, made.splits, made.recipe).words(made.batch_size)
     return words.removeprefix(f"{made.precision_before}, ")

@@ -18,7 +18,7 @@ import liger
 import xmem
 from table import quantile
 
-from vram_guard.simulate import cudnn
+from vram_guard.simulate.operators import cudnn
 
 if TYPE_CHECKING:
     from records import Row

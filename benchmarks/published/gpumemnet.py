@@ -23,7 +23,7 @@ from source import Source, main
 from torch.nn import functional
 
 from vram_guard import Budget, TrainingStep
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 
 DATA = Path(__file__).parent / "data"
 CARD, CAPABILITY = "A100 40GB", (8, 0)

@@ -25,7 +25,7 @@ from source import Source, main
 from torch import nn
 
 from vram_guard import TrainingStep
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 
 DATA = Path(__file__).parent / "data"
 CAPABILITIES = {"A100": (8, 0), "RTX 3090": (8, 6), "RTX 4090": (8, 9), "B200": (10, 0)}

@@ -36,7 +36,7 @@ from source import Source, main
 from torch import nn
 
 from vram_guard import TrainingStep
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 
 DATA = Path(__file__).parent / "data"
 

@@ -24,7 +24,7 @@ from records import Row
 from source import Source, main
 
 from vram_guard import TrainingStep
-from vram_guard.simulate.run import run_step
+from vram_guard.simulate.tracing.run import run_step
 
 DATA = Path(__file__).parent / "data"
 

@@ -100,7 +100,7 @@ def predict(row: dict[str, str], title: str) -> list[Row]:
     from torch.nn import functional
 
     from vram_guard import TrainingStep
-    from vram_guard.simulate.run import run_step
+    from vram_guard.simulate.tracing.run import run_step
 
     channels_last, side = row["layout"] == "nhwc", int(row["img_size"])
     layout = torch.channels_last if channels_last else torch.contiguous_format

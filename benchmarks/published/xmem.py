@@ -91,7 +91,7 @@ def predict(row: dict[str, str]) -> Row:
     import torch
 
     from vram_guard import Budget, TrainingStep
-    from vram_guard.simulate.run import run_step
+    from vram_guard.simulate.tracing.run import run_step
 
     build, batch, run = _cnn(row) if row["kind"] == "cnn" else _transformer(row)
     kept: list[Any] = [None]

@@ -12,10 +12,10 @@ import sys
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.settings import disabled
-from vram_guard_accelerate import script
-from vram_guard_accelerate.arguments import own_arguments
-from vram_guard_accelerate.orders import VARIABLE, Orders
-from vram_guard_accelerate.saying import say
+from vram_guard_accelerate import run_script
+from vram_guard_accelerate.cli.arguments import own_arguments
+from vram_guard_accelerate.launch_plan import VARIABLE, Orders
+from vram_guard_accelerate.messages import say
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         if text is None and disabled():
             orders = None
         elif text is None:
-            from vram_guard_accelerate.ranks import agreed_orders
+            from vram_guard_accelerate.planning.ranks import agreed_orders
 
             orders = agreed_orders(settings, command, module=module)
         else:
@@ -35,8 +35,8 @@ def main() -> None:
         say(f"vram-guard: {error}")
         sys.exit(_exit_code(error))
     if orders is not None:
-        from vram_guard_accelerate.apply import Applied
-        from vram_guard_accelerate.fsdp import announce
+        from vram_guard_accelerate.apply.applying import Applied
+        from vram_guard_accelerate.apply.fsdp import announce
 
         if orders.precision:
             os.environ["ACCELERATE_MIXED_PRECISION"] = orders.precision
@@ -44,7 +44,7 @@ def main() -> None:
             announce(orders.wrapped)
         Applied(orders).install()
         command = [*command, *orders.script_arguments()]
-    script.run(command, module=module)
+    run_script.run(command, module=module)
 
 
 def _exit_code(error: VramGuardError) -> int:

@@ -14,11 +14,11 @@ from vram_guard.language import _
 from vram_guard.plan.checks import Mode
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
-from vram_guard_lightning import growth, namespaces, recovery, watching
+from vram_guard_lightning import growth, metrics, namespaces, recovery
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
+from vram_guard_lightning.metrics import Utilization
 from vram_guard_lightning.settings import Settings
-from vram_guard_lightning.watching import Utilization
 
 # ruff: noqa: ARG002 - Lightning decides what its hooks are given
 
@@ -192,14 +192,14 @@ class VramGuard(CallbackBase):
         """Say once, after the first steps, what was measured beside what was predicted."""
         if self._utilization is not None:
             self._utilization.log(trainer)
-        found = None if self._watch is None else watching.after_batch(self._watch, trainer)
+        found = None if self._watch is None else metrics.after_batch(self._watch, trainer)
         if found is None:
             return
         if trainer.is_global_zero:
             _write(f"vram_guard: {found.words()}\n")
         for logger in trainer.loggers:
-            metrics = {f"vram_guard/{name}": value for name, value in found.metrics().items()}
-            logger.log_metrics(metrics, step=trainer.global_step)
+            measured = {f"vram_guard/{name}": value for name, value in found.metrics().items()}
+            logger.log_metrics(measured, step=trainer.global_step)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Every rank validates with rank 0's buffers, as under DDP's wrapper."""
@@ -243,7 +243,7 @@ class VramGuard(CallbackBase):
         self.plan = decision.plan
         no_recovery = no_recovery or _offloaded(decision.plan)
         if not hands_off:  # BatchSizeFinder trains at other sizes than the predicted one
-            self._watch = watching.begin(
+            self._watch = metrics.begin(
                 trainer, module, _as_trained(decision.plan, acts=acts), remember=self.settings.remember
             )
         if hands_off:

@@ -13,7 +13,7 @@ import torch
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import namespaces, pretence, sample
+from vram_guard_lightning import namespaces, sample, trainer_proxy
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -44,7 +44,7 @@ class Captured:
     def lent(self) -> Iterator[None]:
         """The user's module may be run symbolically inside the block."""
         view = _view(self.trainer, self.sample)
-        with sample.random_state_kept(), pretence.lent_to_a_trace(self.trainer, self.module, view):
+        with sample.random_state_kept(), trainer_proxy.lent_to_a_trace(self.trainer, self.module, view):
             yield
 
 
@@ -239,7 +239,7 @@ def _preparation_of(trainer: Trainer, module: LightningModule) -> Callable[[Any]
     """What happens on the pretend device before the first step."""
 
     def prepare(model: Any) -> None:
-        pretence.move_to_pretend_device(model)
+        trainer_proxy.move_to_pretend_device(model)
         if not module.automatic_optimization:  # training_step will ask for them itself
             trainer.strategy.optimizers = optimizers_in(module.configure_optimizers())
 
@@ -254,12 +254,12 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # --- what the user's code sees ----------------------------------------------------------------------------
 
 
-def _view(trainer: Trainer, found: Sample) -> pretence.TrainerView:
+def _view(trainer: Trainer, found: Sample) -> trainer_proxy.TrainerView:
     """The Trainer during a trace: its step estimate loads nothing, and its loggers write nothing."""
     namespace = namespaces.of(trainer)
     silent = namespaces.part(namespace, "loggers.logger.DummyLogger")()
     batches = _batches_per_epoch(trainer, found)
-    return pretence.TrainerView(
+    return trainer_proxy.TrainerView(
         trainer,
         callbacks=[],
         logger=silent,
@@ -267,7 +267,7 @@ def _view(trainer: Trainer, found: Sample) -> pretence.TrainerView:
         train_dataloader=found.loader,
         num_training_batches=batches,
         estimated_stepping_batches=_stepping_batches(trainer, batches),
-        fit_loop=pretence.TrainerView(trainer.fit_loop, setup_data=lambda: None, max_batches=batches),
+        fit_loop=trainer_proxy.TrainerView(trainer.fit_loop, setup_data=lambda: None, max_batches=batches),
     )
 
 

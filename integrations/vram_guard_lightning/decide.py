@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.plan.words import not_possible
-from vram_guard_lightning import growth, namespaces, private_api, ranks, watching
+from vram_guard.plan.descriptions import not_possible
+from vram_guard_lightning import growth, metrics, namespaces, private_api, ranks
 from vram_guard_lightning.capture import Captured, capture
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
 
     from vram_guard.plan import plan
 
-    correction = watching.correction_for(captured.trainer, captured.module) if settings.remember else 1.0
+    correction = metrics.correction_for(captured.trainer, captured.module) if settings.remember else 1.0
     # A spinner on a terminal, nothing elsewhere: large models take some seconds.
     status = Console(stderr=True, quiet=not captured.trainer.is_global_zero).status("vram_guard: reading the training")
     with status, captured.lent():

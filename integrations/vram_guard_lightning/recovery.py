@@ -17,10 +17,10 @@ import torch
 
 from vram_guard.apply.loss_weight import LossWeight, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
-from vram_guard.watch.agreement import Agreement, Alone, DataParallel
 from vram_guard.watch.memory import reader_for
 from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.optimizer_step import guard_step
+from vram_guard.watch.rank_coordinator import Agreement, Alone, DataParallel
 from vram_guard.watch.recovery import Attempt, Ladder, Recovery
 from vram_guard_lightning import namespaces, private_api
 from vram_guard_lightning.closure import MicroBatchClosure, merged

@@ -12,10 +12,10 @@ from mmengine.optim import OptimWrapper
 from vram_guard.apply.microbatch import CannotSplitError, Splitter, telling_example
 from vram_guard.capture import ranks
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.plan.words import not_possible
+from vram_guard.plan.descriptions import not_possible
 from vram_guard.watch.first_steps import correction
 from vram_guard.watch.memory import reader_for
-from vram_guard_mmengine import rates, recovering
+from vram_guard_mmengine import rates, recovery
 from vram_guard_mmengine.capture import Captured, capture, checkpointed_by_config
 from vram_guard_mmengine.processes import Processes
 
@@ -167,7 +167,7 @@ def _named(settings: Settings) -> frozenset[str]:
 def _why_not_recover(runner: Any, settings: Settings, refused: dict[str, str]) -> str:
     if "accumulate" not in (settings.allow or ()):
         return "smaller micro-batches are not allowed"
-    return refused.get("accumulate", "") or recovering.why_not(runner)
+    return refused.get("accumulate", "") or recovery.why_not(runner)
 
 
 def _why_not_split(captured: Captured) -> str:

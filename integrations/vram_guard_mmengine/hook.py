@@ -19,7 +19,7 @@ from vram_guard.settings import disabled, filled
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS
 from vram_guard.watch.recovery import Ladder
-from vram_guard_mmengine import apply, rates, recovering, split_step
+from vram_guard_mmengine import apply, rates, recovery, split_step
 from vram_guard_mmengine.checkpoints import resumable
 from vram_guard_mmengine.decide import Decision, decide, reader_here
 from vram_guard_mmengine.processes import Processes
@@ -224,7 +224,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             if splitter is not None:
                 self._applied.on_undo(split_step.install(runner.model, splitter, self.settings.loss_weight))
             return
-        recovery = recovering.recovery_of(
+        armed = recovery.recovery_of(
             runner,
             most=self.settings.max_recoveries,
             outlook=lambda: f"What was predicted:\n{plan.explain()}",
@@ -232,7 +232,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         )
         batch = plan.batch_size if self._acts else plan.batch_size_before
         ladder = Ladder(None if splitter is None else splitter.micro_batch_size, batch)
-        undo = recovering.install(runner, recovery, decision.spare, ladder, self.settings.loss_weight)
+        undo = recovery.install(runner, armed, decision.spare, ladder, self.settings.loss_weight)
         self._applied.on_undo(undo)
 
     def _scale_learning_rates(self, runner: Any) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from vram_guard.apply.loss_weight import loss_weights, mean_shares
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
-from vram_guard.apply.rerun import RandomState, autocast_now, no_autocast, statistics_kept
+from vram_guard.apply.rng_state import RandomState, autocast_now, no_autocast, statistics_kept
 from vram_guard.apply.slice_gradients import SummedGradients, memory_of
 from vram_guard.errors import UnsupportedTechniqueError
 

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from vram_guard.apply.loss_weight import split_or_warn
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.apply.outputs import rows_of, tensors_of
-from vram_guard.apply.rerun import RandomState, statistics_kept
+from vram_guard.apply.rng_state import RandomState, statistics_kept
 from vram_guard.apply.slice_run import ITEMS_IN_BATCH, SlicedRun, needs_gradient
 from vram_guard.errors import UnsupportedTechniqueError
 

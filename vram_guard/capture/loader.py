@@ -172,7 +172,7 @@ def _collated(loader: Any, samples: list[Any]) -> Callable[[int], Any]:
 
 def _read_ready_batches(loader: Any, source: Any) -> Sample:
     """A loader of whole batches: one of them, its samples repeated or left out for other sizes."""
-    from vram_guard.simulate.batches import resized
+    from vram_guard.simulate.tracing.batches import resized
 
     if isinstance(source, IterableDataset):
         source = _copied(source)

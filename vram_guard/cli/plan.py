@@ -9,7 +9,7 @@ from typing import Any
 
 from vram_guard.cli.compare import configuration, parsed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.pictures import add_picture_options, check_pictures, write_pictures
+from vram_guard.cli.plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.printing import print_json
 from vram_guard.language import _
 

@@ -114,7 +114,7 @@ def _larger(timeline: Timeline, batch_size: int, budget: Budget, accumulate: int
 
 def modelled_speeds(timeline: Timeline, sizes: Iterable[int], budget: Budget) -> dict[int, float]:
     """Samples a second by batch size; none where the timeline does not say what its operators compute."""
-    from vram_guard.plan.cost import step_seconds
+    from vram_guard.plan.step_time import step_seconds
 
     try:
         return {size: size / step_seconds(timeline, size, budget.gpu).seconds for size in sizes}

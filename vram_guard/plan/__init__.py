@@ -8,9 +8,9 @@ from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
 from vram_guard.plan.checks import check_growth
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.options import Option, Request
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.search import search
+from vram_guard.plan.search_space import Option, Request
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
 from vram_guard.step import checked_count
 
@@ -96,7 +96,7 @@ def plan(
     pins.check(batch_size, capability, grow=grow, trains=step.optimizer is not None)
     precisions, why = _precisions(step.precision, techniques, capability)
 
-    from vram_guard.plan.costing import Costing
+    from vram_guard.plan.cost_model import Costing
     from vram_guard.plan.space import space_of
     from vram_guard.plan.tracing import Traces
 

@@ -156,7 +156,7 @@ def _compared(
 
 def _seconds(one: Configuration, made: Plan) -> float | None:
     """One optimizer step under the plan; the step as written where nothing fits."""
-    from vram_guard.plan.cost import step_seconds
+    from vram_guard.plan.step_time import step_seconds
 
     assert made.timeline_before is not None
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vram_guard.language import _
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.options import (
+from vram_guard.plan.search_space import (
     Candidate,
     Option,
     Request,

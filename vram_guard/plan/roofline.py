@@ -1,4 +1,4 @@
-"""Roofline: the time of single operators on a card, and what it is made of (see :mod:`vram_guard.plan.cost`)."""
+"""Roofline: the time of single operators on a card, and what it is made of (see :mod:`vram_guard.plan.step_time`)."""
 
 from __future__ import annotations
 

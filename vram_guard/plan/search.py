@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.activations import peak_outside
+from vram_guard.plan.descriptions import cheapest, recipe_words
 from vram_guard.plan.growth import grown
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.options import (
+from vram_guard.plan.search_space import (
     Candidate,
     Chain,
     Costs,
@@ -37,7 +38,6 @@ from vram_guard.plan.options import (
     unchanged,
 )
 from vram_guard.plan.techniques import uses_batch_norm
-from vram_guard.plan.words import cheapest, recipe_words
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.options import Chain, Option, Space
+from vram_guard.plan.search_space import Chain, Option, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.plan.options import Option
+from vram_guard.plan.descriptions import recipe_words
+from vram_guard.plan.search_space import Option
 from vram_guard.plan.space import Parts
 from vram_guard.plan.techniques import resident_batch
-from vram_guard.plan.words import recipe_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
 
-    from vram_guard.plan.costing import Costing
+    from vram_guard.plan.cost_model import Costing
     from vram_guard.step import TrainingStep
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Timeline
@@ -42,7 +42,7 @@ class Traces:
     def step(self) -> TrainingStep:
         """The step as written, its model built (symbolically, where it is a constructor)."""
         if self._built is None:
-            from vram_guard.simulate.run import with_built_model
+            from vram_guard.simulate.tracing.run import with_built_model
 
             self._built = with_built_model(self._step, self._capability)
         return self._built

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.options import Option
+from vram_guard.plan.search_space import Option
 from vram_guard.step import LARGEST_BATCH, TrainingStep, checked_count
 from vram_guard.units import format_bytes
 
@@ -205,7 +205,7 @@ def _variant(
     progress: Callable[[str], None],
 ) -> Variant:
     from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
-    from vram_guard.simulate.run import with_built_model
+    from vram_guard.simulate.tracing.run import with_built_model
 
     progress("building the model")
     step = with_built_model(step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)

@@ -49,7 +49,7 @@ def trace(
         UnsupportedStepError: the step cannot be run symbolically at all.
         Exception: whatever the user's own code raises, with its own traceback.
     """
-    from vram_guard.simulate.run import run_step, with_built_model
+    from vram_guard.simulate.tracing.run import run_step, with_built_model
 
     check_at = CHECKED_SIZE if check_at is None else checked_count("check_at", check_at)
     if check_at in TRACED_SIZES:
@@ -81,7 +81,7 @@ def trace_at(
         UnsupportedStepError: the step cannot be run symbolically at all.
         Exception: whatever the user's own code raises, with its own traceback.
     """
-    from vram_guard.simulate.run import run_step
+    from vram_guard.simulate.tracing.run import run_step
 
     exact = run_step(step, checked_count("batch_size", batch_size), compute_capability)
     return replace(exact, retrace=lambda size: trace_at(step, size, compute_capability=compute_capability))
@@ -102,6 +102,6 @@ def estimate(
 ) -> Estimate:
     """What the step takes at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked."""
     checked_count("batch_size", batch_size)
-    from vram_guard.simulate.run import run_step
+    from vram_guard.simulate.tracing.run import run_step
 
     return run_step(step, batch_size, compute_capability).at(batch_size)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch.agreement import Verdict
 from vram_guard.watch.memory import free, let_go
 from vram_guard.watch.oom import is_out_of_memory
+from vram_guard.watch.rank_coordinator import Verdict
 from vram_guard.watch.recovery import Recovery
 from vram_guard.watch.rollback import version
 

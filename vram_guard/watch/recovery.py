@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch.agreement import Agreement, Alone, Verdict
 from vram_guard.watch.gradients import SetAside
 from vram_guard.watch.memory import Failure, MemoryReader, free, let_go
 from vram_guard.watch.oom import is_out_of_memory
+from vram_guard.watch.rank_coordinator import Agreement, Alone, Verdict
 from vram_guard.watch.rollback import CannotRollBackError, StateKeeper
 
 if TYPE_CHECKING:

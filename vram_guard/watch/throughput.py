@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.simulate.batches import batch_source, map_tensors
-from vram_guard.simulate.loop import scalar_loss
+from vram_guard.simulate.tracing.batches import batch_source, map_tensors
+from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.watch.memory import free, let_go, reader_for
 from vram_guard.watch.oom import is_out_of_memory
 

@@ -1,0 +1,1 @@
+"""A launch plan on what a real launch prepares."""

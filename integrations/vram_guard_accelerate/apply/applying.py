@@ -1,0 +1,196 @@
+"""Puts orders into a process of the real launch: before the script starts, for everything that it will prepare."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from vram_guard_accelerate.apply import checkpoints, techniques
+from vram_guard_accelerate.apply.fsdp import sharding
+from vram_guard_accelerate.dry_run.loaders import Found, Which
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.techniques import Recipe
+    from vram_guard_accelerate.launch_plan import Orders
+
+
+class Applied:
+    """The orders of one process, as they are carried out."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self._models: list[nn.Module] = []
+        self._scaled: set[int] = set()
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every scheduler of torch: a script need not hand its own to ``prepare``."""
+
+    def install(self) -> None:
+        """From now on whatever the script hands to ``Accelerator.prepare`` follows the orders."""
+        from accelerate import Accelerator
+
+        wrap(Accelerator, "prepare", self._prepare)
+        wrap(Accelerator, "prepare_model", self._prepare)
+        if self.orders.grown_batch_size != self.orders.batch_size and not self.orders.batch_option:
+            from torch.utils.data import DataLoader
+
+            wrap(DataLoader, "__init__", self._larger_batches)
+        if self.orders.learning_rate_factor != 1:
+            from torch.optim.lr_scheduler import LRScheduler
+
+            wrap(LRScheduler, "__init__", self._remember_scheduler)
+        if self.orders.learning_rate_factor != 1 or self.orders.resumes_grown:
+            wrap(Accelerator, "save_state", self._say_in_checkpoint)
+            wrap(Accelerator, "load_state", self._after_checkpoint)
+
+    # --- prepare ----------------------------------------------------------------------------------------------
+
+    def _prepare(self, original: Any) -> Any:
+        def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            new = [
+                thing
+                for thing in args
+                if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
+            ]
+            self._models += new  # before: prepare itself calls prepare_model
+            with sharding(accelerator, new) if self.orders.sharded else nullcontext():
+                prepared = original(accelerator, *args, **kwargs)
+            for model in new:
+                self._treat(accelerator, model)
+            techniques.set_optimizers(accelerator, self.orders.technique())
+            self._scale(accelerator)
+            return prepared
+
+        return prepare
+
+    def _treat(self, accelerator: Any, model: nn.Module) -> None:
+        from vram_guard.techniques import install
+
+        install(model, self._recipe_of(model))
+        orders = self.orders
+        if orders.slices:
+            size, micro = orders.grown_batch_size, orders.micro_batch_size
+            about = {"loss_weight": orders.loss_weight, "returns_loss": orders.returns_loss}
+            techniques.set_slices(accelerator, [model], size, micro, **about)  # type: ignore[arg-type]
+
+    def _recipe_of(self, model: nn.Module) -> Recipe:
+        """Of several models, names begin with the model's number in the order of ``prepare``."""
+        recipe = self.orders.technique()
+        if self.orders.models == 1:
+            return recipe if model is self._models[0] else recipe.with_(checkpoint=(), offload_activations=())
+        number = next(at for at, known in enumerate(self._models) if known is model)
+        names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
+        return recipe.with_(
+            **{
+                key: tuple(name.removeprefix(f"{number}.") for name in value if name.startswith(f"{number}."))
+                for key, value in names.items()
+            }
+        )
+
+    # --- a larger batch ---------------------------------------------------------------------------------------
+
+    def _larger_batches(self, original: Any) -> Any:
+        """The training's loaders, told by where the script makes them, deliver more at once."""
+        signature = inspect.signature(original)
+        found = Found(Which(**self.orders.loader))
+
+        def made(loader: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(loader, *args, **kwargs)
+            maker = sys._getframe(1)  # noqa: SLF001 - who makes it is the question
+            its_size = given.arguments.get("batch_size") == self.orders.batch_size
+            if made_by_script(maker) and found.is_it(maker) and its_size:
+                given.arguments["batch_size"] = self.orders.grown_batch_size
+            original(*given.args, **given.kwargs)
+
+        return made
+
+    # --- learning rates ---------------------------------------------------------------------------------------
+
+    def _scale(self, accelerator: Any, factor: float | None = None) -> None:
+        """Multiply the rates of what is prepared, once each; with a factor: of all of it, by that."""
+        from vram_guard.apply.learning_rate import scale_learning_rates
+
+        wanted = self.orders.learning_rate_factor if factor is None else factor
+        if wanted == 1:
+            return
+        optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]  # noqa: SLF001
+        schedulers = [getattr(one, "scheduler", one) for one in accelerator._schedulers]  # noqa: SLF001
+        if factor is None:  # a checkpoint holds those of the Accelerator only
+            schedulers += [one for one in self._schedulers if not any(one is known for known in schedulers)]
+        for optimizer in optimizers:
+            own = [one for one in schedulers if getattr(one, "optimizer", None) is optimizer]
+            fresh = factor is not None or id(optimizer) not in self._scaled
+            late = [one for one in own if factor is not None or id(one) not in self._scaled]
+            self._scaled |= {id(optimizer), *(id(one) for one in own)}
+            if fresh:
+                scale_learning_rates(optimizer, late, wanted)
+            elif late and not _made_after(optimizer, late, wanted):
+                scale_learning_rates(cast("Any", _NoGroups()), late, wanted)
+
+    def _remember_scheduler(self, original: Any) -> Any:
+        def made(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scheduler, *args, **kwargs)
+            self._schedulers.add(scheduler)
+
+        return made
+
+    def _say_in_checkpoint(self, original: Any) -> Any:
+        def save_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            folder = original(accelerator, *args, **kwargs)
+            if accelerator.is_main_process and folder is not None:
+                checkpoints.write_factor(Path(folder), self.orders.learning_rate_factor)
+            return folder
+
+        return save_state
+
+    def _after_checkpoint(self, original: Any) -> Any:
+        """A checkpoint brings its own rates back: from what they contain to what this run's are to be."""
+
+        def load_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            folders: list[Path] = []  # without a name, Accelerate itself knows which is the newest
+            handle = accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(Path(folder)))
+            try:
+                loaded = original(accelerator, *args, **kwargs)
+            finally:
+                handle.remove()
+            contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
+            self._scale(accelerator, self.orders.learning_rate_factor / contained)
+            return loaded
+
+        return load_state
+
+
+class _NoGroups:  # it has what scaling asks an optimizer for
+    """An optimizer without parameter groups: for schedulers whose optimizer is scaled already."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[Any] = []
+        self.defaults: dict[str, Any] = {}
+
+
+def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:
+    """Whether schedulers were made over rates that were scaled already: their base is the optimizer's own."""
+    bases = [getattr(one, "base_lrs", None) for one in schedulers]
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    return factor == 1 or all(base is None or list(base) == rates for base in bases)
+
+
+def made_by_script(frame: Any) -> bool:
+    """Whether whoever calls is neither Accelerate nor torch."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return not name.startswith(("accelerate", "torch."))
+
+
+def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Put what ``around`` makes of a function in its place, under its name."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(around(original)))

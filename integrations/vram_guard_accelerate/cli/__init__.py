@@ -1,0 +1,1 @@
+"""``vram-guard launch``: arguments, accelerate's own launchers, and the target that they describe."""

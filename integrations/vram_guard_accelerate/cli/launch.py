@@ -1,0 +1,128 @@
+"""``vram-guard launch``: predict, plan, show, and then ``accelerate launch``, under the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.settings import disabled
+from vram_guard_accelerate import messages
+from vram_guard_accelerate.cli import launchers
+from vram_guard_accelerate.cli.arguments import Launch, parsed
+from vram_guard_accelerate.cli.target import Target, budget_for, target_of
+from vram_guard_accelerate.launch_plan import VARIABLE
+from vram_guard_accelerate.messages import say
+from vram_guard_accelerate.planning.prediction import Prediction, Question, predict
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from vram_guard_accelerate.launch_plan import Orders
+
+#: Exit code of a launch that a signal ended: this and the signal's number, as shells have it.
+SIGNAL_BASE = 128
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """The command; its exit code is the script's, 1 where it does not fit, 128 + n where signal n ended it.
+
+    Raises:
+        InvalidInputError: something typed makes no sense; nothing was started.
+        UnsupportedStepError: the script cannot be followed; it was not started.
+        NoDeviceError: no budget, no GPU's name, and no GPU here.
+    """
+    given = parsed(arguments)
+    target = target_of(given)
+    if disabled():
+        say("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed")
+        return EXIT_DONE if given.options.dry_run else _launch(given, target, None)
+    if target.machines > 1 and not given.options.dry_run:
+        raise UnsupportedStepError(
+            "on several machines every launcher would plan for itself, and the plans might differ; let the first "
+            "process plan for all of them: accelerate launch [accelerate's options] -m vram_guard_accelerate [the "
+            "guard's options] script.py ..."
+        )
+    if given.options.cpu and "offload_parameters" in given.settings.techniques and not given.options.dry_run:
+        raise InvalidInputError(
+            "--cpu and --allow offload_parameters contradict each other: Accelerate shards on GPUs only; leave one out"
+        )
+    local = max(1, target.ranks // target.machines)
+    budget = budget_for(given.settings, local, target.gpu_ids)
+    command = (given.script, *given.arguments)
+    question = Question(command, given.module, given.settings, budget, target.ranks, target.environment, local)
+    try:
+        with waiting() as status:
+            prediction = predict(question, fresh=given.options.fresh, progress=lambda line: _again(status, line))
+    except KeyboardInterrupt:
+        say("vram-guard: stopped while planning; nothing was started")
+        return SIGNAL_BASE + 2
+    show(prediction, as_json=given.options.json)
+    if not prediction.fits:
+        say("vram-guard: it does not fit, and is not started")
+        return EXIT_DOES_NOT_FIT
+    if given.options.dry_run:
+        return EXIT_DONE
+    if given.options.ask and not _agreed():
+        say("vram-guard: nothing was started")
+        return EXIT_DONE
+    return _launch(given, target, prediction.orders if prediction.changed else None)
+
+
+def waiting() -> Status:
+    """A sign of life on a terminal, nothing elsewhere."""
+    from rich.console import Console
+
+    return Console(stderr=True).status("vram-guard: running the script symbolically, up to two optimizer steps")
+
+
+def _again(status: Status, options: str) -> None:
+    status.update(f"vram-guard: running the script symbolically once more, launched with {options}")
+
+
+def show(prediction: Prediction, *, as_json: bool) -> None:
+    """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own."""
+    if as_json:
+        found = {
+            **prediction.plan,
+            "notes": list(prediction.notes),
+            "script_arguments": prediction.orders.script_arguments(),
+            "seconds": dict(prediction.seconds),
+            "host_memory": dict(prediction.host_memory),
+            "log": prediction.log,
+            "remembered": prediction.remembered,
+        }
+        messages.answer(json.dumps(found, indent=2))
+        return
+    lines = [prediction.text.rstrip(), *(f"  - {note}" for note in prediction.notes)]
+    if prediction.remembered:
+        lines.append("vram-guard: the plan of an equal launch before (--fresh plans anew)")
+    say("\n".join(lines))
+
+
+def _agreed() -> bool:
+    say("Launch with this plan? [Y/n]")
+    try:
+        answer = input()
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("", "y", "yes")
+
+
+def _launch(given: Launch, target: Target, orders: Orders | None) -> int:
+    """The real thing. A plan that changes nothing leaves the launch to accelerate alone."""
+    if orders is None:
+        module = ["-m"] if given.module else []
+        return launchers.run(_without_module(given), [*module, given.script, *given.arguments], simple=target.simple)
+    os.environ[VARIABLE] = orders.text()
+    environment = ["--mixed_precision", orders.precision] if orders.precision else []
+    own = ["--module"] if given.module else []
+    command = ["-m", "vram_guard_accelerate", *own, given.script, *given.arguments]
+    return launchers.run(_without_module(given), [*environment, *command], simple=target.simple)
+
+
+def _without_module(given: Launch) -> list[str]:
+    return [word for word in given.accelerate if word not in ("-m", "--module")]

@@ -1,0 +1,135 @@
+"""What accelerate would do with its options: which launcher, how many processes, which environment. It is asked."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard_accelerate.cli.arguments import Launch, launch_parser
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard_accelerate.settings import Settings
+
+#: Launchers that hand the model to somebody else, by accelerate's own option, and what to do about it.
+NOT_FOLLOWED = {
+    "use_deepspeed": "DeepSpeed builds an engine of its own around the model",
+    "use_fsdp": "FSDP shards the model over the processes",
+    "use_megatron_lm": "Megatron-LM builds the model itself",
+    "tpu": "a TPU has another memory",
+    "use_parallelism_config": "parallel dimensions beyond data parallelism shard the model",
+}
+
+#: What accelerate and torchrun put into the environment of a rank; a dry run is no rank.
+OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK", "MV2_COMM_WORLD_SIZE"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where and how a script will run."""
+
+    ranks: int
+    """Processes that train together."""
+    machines: int
+    """On which they are spread evenly."""
+    environment: Mapping[str, str]
+    """What accelerate adds to the environment of a script."""
+    gpu_ids: str
+    """accelerate's ``--gpu_ids``: "all", or numbers."""
+    simple: bool
+    """Whether accelerate starts one process by itself, without torchrun."""
+
+
+def target_of(launch: Launch) -> Target:
+    """What accelerate makes of its options, its config file and the environment.
+
+    Raises:
+        InvalidInputError: accelerate refuses its options or its config file.
+        UnsupportedStepError: a way of training that cannot be followed.
+    """
+    arguments = parsed(launch, [launch.script, *launch.arguments])
+    with _quiet():
+        arguments, environment = _asked(arguments)
+    for name, why in NOT_FOLLOWED.items():
+        if getattr(arguments, name, False) and not arguments.cpu:
+            raise UnsupportedStepError(
+                f"--{name}: {why}, which the guard cannot follow; start it with accelerate launch"
+            )
+    if str(arguments.mixed_precision).lower() == "fp8":
+        raise UnsupportedStepError("--mixed_precision fp8 cannot be predicted; start it with accelerate launch")
+    distributed = (arguments.multi_gpu and not arguments.cpu) or arguments.mpirun_hostfile is not None
+    return Target(
+        ranks=max(1, arguments.num_processes or 1) if distributed else 1,
+        machines=max(1, arguments.num_machines or 1) if distributed else 1,
+        environment={name: value for name, value in environment.items() if os.environ.get(name) != value},
+        gpu_ids=str(arguments.gpu_ids or "all"),
+        simple=not (arguments.multi_gpu and not arguments.cpu),
+    )
+
+
+def parsed(launch: Launch, command: list[str]) -> argparse.Namespace:
+    """What accelerate reads in its options, with this command in the script's place."""
+    return launch_parser().parse_args([*launch.accelerate, *command])
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Mapping[str, str]]:
+    from accelerate.commands.launch import _validate_launch_command
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    try:
+        arguments, _, _ = _validate_launch_command(arguments)
+        _, environment = prepare_simple_launcher_cmd_env(arguments)
+    except Exception as error:  # accelerate raises ValueError, YAML's errors, OSError, AssertionError, ...
+        where = f" (config file {arguments.config_file})" if arguments.config_file else ""
+        raise InvalidInputError(f"accelerate refuses its options{where}: {error}") from error
+    return arguments, environment
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """It says which defaults it takes; it says so again when it launches."""
+    logger = logging.getLogger("accelerate.commands.launch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
+    """What every process may take: that of the GPU with the least memory.
+
+    Raises:
+        NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.
+        DeviceQueryError: the GPU here cannot be read.
+    """
+    from dataclasses import replace
+
+    from vram_guard.budget import Budget
+    from vram_guard.errors import DeviceQueryError, NoDeviceError
+
+    if gpu_ids != "all":
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids  # as accelerate does for the script
+    if settings.budget is None and settings.gpu is None:
+        found = [Budget.resolve(margin=settings.margin, device=device) for device in range(ranks)] if ranks > 1 else []
+        return min(found, key=_usable, default=None) or Budget.resolve(margin=settings.margin)
+    budget = Budget.resolve(settings.budget, settings.gpu, settings.margin)
+    if budget.compute_capability is None:
+        with contextlib.suppress(NoDeviceError, DeviceQueryError):
+            return replace(budget, compute_capability=Budget.resolve().compute_capability)
+    return budget
+
+
+def _usable(budget: Any) -> int:
+    return int(budget.usable)

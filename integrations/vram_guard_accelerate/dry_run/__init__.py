@@ -1,0 +1,1 @@
+"""The dry run: the script followed symbolically in copies of its process."""

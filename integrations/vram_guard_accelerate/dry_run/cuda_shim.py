@@ -1,0 +1,117 @@
+"""The dry run until ``Accelerator.prepare``: the script's own code runs for real, on the CPU, and believes in a GPU.
+
+Models are built and loaded with real values, for their constructors may look at them. What the script moves to the GPU
+stays where it is and is remembered: from ``prepare`` on it is symbolic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from vram_guard.simulate.device.fake_cuda import as_device, cuda_answers, replaced, while_active
+from vram_guard.simulate.tracing.import_guard import imported_as_always
+
+# ruff: noqa: SLF001 - a storage has one key, and it is private
+
+#: What ``torch.cuda`` answers already. Its classes (streams, events) stay: libraries that are imported may inherit.
+_ANSWERED = (
+    *("is_available", "device_count", "current_device", "set_device", "get_device_name", "get_device_capability"),
+    *("get_device_properties", "is_bf16_supported", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"),
+    *("get_rng_state", "set_rng_state", "memory_allocated", "memory_reserved", "max_memory_allocated"),
+    *("max_memory_reserved", "reset_peak_memory_stats", "mem_get_info", "memory_stats", "_lazy_init", "_lazy_call"),
+)
+
+
+class BeforePrepare(TorchFunctionMode):
+    """Turns "cuda" into the CPU in every call, and remembers which memory was meant to be on the GPU."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__()
+        self._stack = contextlib.ExitStack()
+        answers = cuda_answers(capability, 80 * 2**30, "vram_guard pretend GPU")
+        self.active = False
+        """Off while a module is imported: what it finds out then, it keeps."""
+        self._answers = {name: while_active(self, answers[name], getattr(torch.cuda, name)) for name in _ANSWERED}
+        self._moved: dict[int, torch.UntypedStorage] = {}
+        self._begun = False
+
+    def begin(self) -> None:
+        """From here on there is a GPU, as far as the script can tell; called again, it does nothing."""
+        if self._begun:
+            return
+        self._begun = True
+        self._stack.enter_context(replaced(torch.cuda, self._answers))
+        torch.Generator = _Generator  # type: ignore[misc] # for good: scripts seed on their device
+        self._stack.enter_context(imported_as_always(self))
+        self.active = True
+        self._stack.enter_context(self)
+
+    def end(self) -> list[torch.Tensor]:
+        """No more of it; every tensor that was meant to be on the GPU and is still alive."""
+        self._stack.close()
+        moved, self._moved = self._moved, {}
+        alive = [
+            thing
+            for thing in gc.get_objects()
+            if isinstance(type(thing), type) and issubclass(type(thing), torch.Tensor)
+        ]
+        return [tensor for tensor in alive if _key(tensor) in moved]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is torch.device or name == "_parse_to":  # names only: nothing moves yet
+            return func(*args, **kwargs)
+        if name == "cuda":
+            self._remember(args[0])
+            return args[0]
+        to_gpu = [_is_gpu(value) for value in args]
+        named = _is_gpu(kwargs.get("device"))
+        if not named and not any(to_gpu):
+            return func(*args, **kwargs)
+        args = tuple(torch.device("cpu") if gpu else value for gpu, value in zip(to_gpu, args, strict=True))
+        out = func(*args, **{**kwargs, "device": torch.device("cpu")} if named else kwargs)
+        self._remember(out)
+        return out
+
+    def _remember(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            # The storage is kept alive, or its address could be given to another one.
+            self._moved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+
+_RealGenerator = torch.Generator
+
+
+class _AsReal(type):
+    """Whose instances are the real generators."""
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return isinstance(thing, _RealGenerator)
+
+
+class _Generator(metaclass=_AsReal):
+    """``torch.Generator``, which lies on the CPU whatever the device: nobody looks at its numbers."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _RealGenerator(device="cpu" if _is_gpu(device) else device)
+
+
+def _is_gpu(value: Any) -> bool:
+    if isinstance(value, str) and not value.startswith("cuda"):
+        return False
+    named = as_device(value)
+    return named is not None and named.type == "cuda"
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None  # sparse, quantised: there is no one storage
+    return key

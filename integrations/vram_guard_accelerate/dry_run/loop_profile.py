@@ -1,0 +1,328 @@
+"""What a script's loop does in an optimizer step, beside taking memory: what it differentiates, clips and schedules.
+
+A launch with other options is another training, unless it is shown to be the same: two dry runs are compared by this
+(:mod:`vram_guard_accelerate.relaunch.equivalence`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Optimizer steps for which learning rates are foretold.
+FORETOLD = 2000
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """What was seen of a loop between its first optimizer step and its second, and what follows from it."""
+
+    complete: bool
+    """Whether there was a second step."""
+    batch_size: int
+    batches_per_step: int
+    losses: tuple[tuple[Term, ...], ...]
+    """The terms of everything that ``backward`` was called for."""
+    counts: tuple[tuple[str, int], ...]
+    """How often gradients were clipped, and how often set to zero."""
+    rates: tuple[tuple[float, ...], ...]
+    """The learning rates at every optimizer step, each once: the first two as seen, the others as schedules go on."""
+    rates_unknown: str
+    """Why they could not be foretold; "" where they were."""
+    batches: int | None
+    """Of an epoch, where one process has all of it; None: it has no known end."""
+    samples: int | None
+    """That the sampler hands out in an epoch; None: not known."""
+    drops_last: bool
+    """Whether a short batch at the end is left out."""
+    bars: tuple[int, ...]
+    """Lengths of the progress bars that were made."""
+    counts_items: bool
+    """Whether losses are divided by the number of items of the whole optimizer step (Transformers' Trainer)."""
+
+
+class _Event(NamedTuple):
+    kind: str
+    what: Any = None
+
+
+class Watcher:
+    """Watches one process."""
+
+    def __init__(self, returned: Returned) -> None:
+        self._returned = returned
+        self._events: list[_Event] = []
+        self._ends: list[int] = []
+        """Where optimizer steps end among the events."""
+        self._schedulers: list[Any] = []
+        self._bars: list[int] = []
+        self._scaled: tuple[Any, Any] = (None, None)
+        self._inside = Counter[str]()
+        self.reads_losses = False
+        """Off where techniques are on: to look at what is saved for the backward pass would bring it back from the
+        host."""
+
+    def install(self) -> None:
+        """For good: the process is for nothing else."""
+        self._around(torch.autograd, "backward", self._differentiated)
+        self._around(torch.amp.GradScaler, "scale", self._scaled_up)
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            self._around(owner, "zero_grad", self._zeroed)
+        self._around(LRScheduler, "__init__", self._scheduler_made)
+        register_optimizer_step_pre_hook(self._before_step)
+        bars = sys.modules.get("tqdm.std")
+        if bars is not None:
+            self._around(bars.tqdm, "__init__", self._bar_made)
+
+    def _around(self, owner: Any, name: str, told: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        """Be told of every call that stands in no other call of the same function.
+
+        Args:
+            owner: whose function it is.
+            name: of the function.
+            told: called with the result, the arguments and the function itself; before, where it is ``backward``.
+        """
+        original, key = getattr(owner, name), f"{owner.__name__}.{name}"
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = name == "backward"
+            self._inside[key] += 1
+            try:
+                if before and self._inside[key] == 1:
+                    told(None, args, kwargs, original)
+                result = original(*args, **kwargs)
+                if not before and self._inside[key] == 1:
+                    told(result, args, kwargs, original)
+                return result
+            finally:
+                self._inside[key] -= 1
+
+        setattr(owner, name, watched)
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The training begins: what was seen before is not its own."""
+        self._events.clear()
+        self._ends.clear()
+
+    def stepped(self) -> None:
+        """An optimizer step of the loop has ended."""
+        self._ends.append(len(self._events))
+
+    def clipped(self) -> None:
+        """Gradients are clipped."""
+        self._events.append(_Event("clip"))
+
+    def _zeroed(self, *_call: Any) -> None:
+        self._events.append(_Event("zero"))
+
+    def _scaled_up(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _function: Any) -> None:
+        given = [*args[1:], *kwargs.values()]
+        if isinstance(result, torch.Tensor) and given:
+            self._scaled = (result, given[0])
+
+    def _differentiated(self, _result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _function: Any) -> None:
+        given = args[0] if args else kwargs.get("tensors")
+        given = given if self.reads_losses else None
+        for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
+            loss = self._scaled[1] if root is self._scaled[0] else root
+            self._events.append(_Event("loss", loss_terms(loss)))
+            self._returned.differentiated(loss)
+        self._scaled = (None, None)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        self._events.append(_Event("rates", (id(optimizer), _rates(optimizer))))
+
+    def _scheduler_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], _function: Any) -> None:
+        scheduler = args[0]
+        self._schedulers.append(scheduler)
+        step = scheduler.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._inside["scheduler"] += 1
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._inside["scheduler"] -= 1
+                if not self._inside["scheduler"]:
+                    self._events.append(_Event("schedule", scheduler))
+                    self._events.append(
+                        _Event("scheduled", (id(_raw(scheduler.optimizer)), _rates(scheduler.optimizer)))
+                    )
+
+        scheduler.step = counted
+
+    def _bar_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], _function: Any) -> None:
+        total = getattr(args[0], "total", None)
+        if isinstance(total, int):
+            self._bars.append(total)
+
+    # --- what follows -----------------------------------------------------------------------------------------
+
+    def conduct(self, loader: Any, batch_size: int, batches_per_step: int, *, counts_items: bool) -> Conduct:
+        """What was seen. Moves the schedules on: for a copy that is about to end.
+
+        Args:
+            loader: the training's.
+            batch_size: samples of one of its batches.
+            batches_per_step: of an optimizer step.
+            counts_items: see :class:`Conduct`.
+        """
+        complete = len(self._ends) > 1
+        window = self._events[self._ends[0] : self._ends[1]] if complete else self._events
+        happened = Counter(event.kind for event in window)
+        rates, unknown = _Schedules(self._schedulers, self._events, window).foretold()
+        batches, samples = _epoch(loader)
+        return Conduct(
+            complete=complete,
+            batch_size=batch_size,
+            batches_per_step=batches_per_step,
+            losses=tuple(event.what for event in window if event.kind == "loss"),
+            counts=tuple((kind, happened[kind]) for kind in ("clip", "zero")),
+            rates=rates,
+            rates_unknown=unknown,
+            batches=batches,
+            samples=samples,
+            drops_last=bool(getattr(loader, "drop_last", False)),
+            bars=tuple(self._bars),
+            counts_items=counts_items,
+        )
+
+
+class _Schedules:
+    """The learning rates of a loop: as far as it ran, and on from there."""
+
+    def __init__(self, schedulers: list[Any], events: list[_Event], window: list[_Event]) -> None:
+        inner = {id(one) for scheduler in schedulers for one in getattr(scheduler, "_schedulers", ())}
+        self._schedulers = [one for one in schedulers if id(one) not in inner]
+        self._events = events
+        self._window = window
+        self._optimizers = list(dict.fromkeys(event.what[0] for event in events if event.kind == "rates"))
+
+    def foretold(self) -> tuple[tuple[tuple[float, ...], ...], str]:
+        """The rates at every optimizer step, and why they are not known ("" where they are)."""
+        seen = [
+            [what[1] for kind, what in self._events if kind == "rates" and what[0] == key] for key in self._optimizers
+        ]
+        steps = [sum((one[at] for one in seen if len(one) > at), ()) for at in range(2)]
+        unknown = self._why_unknown()
+        if unknown:
+            return tuple(_distinct(rates) for rates in steps), unknown
+        return tuple(_distinct(rates) for rates in (*steps, *self._further())), ""
+
+    def _why_unknown(self) -> str:
+        moved = self._moved()
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in moved):
+            return "a schedule that follows a measured value moves at every optimizer step"
+        latest: dict[int, Any] = {}
+        for kind, what in self._events:
+            if kind == "rates" and latest.get(what[0], what[1]) != what[1]:
+                return "the loop sets learning rates by itself"
+            if kind in ("rates", "scheduled"):
+                latest[what[0]] = what[1]
+        return ""
+
+    def _moved(self) -> Counter[Any]:
+        return Counter(event.what for event in self._window if event.kind == "schedule")
+
+    def _further(self) -> Iterator[tuple[float, ...]]:
+        """From the third optimizer step on; where schedules move by epochs only, at every such move."""
+        moved = self._moved()
+        schedulers = [one for one in self._schedulers if not isinstance(one, ReduceLROnPlateau)]
+        moves = {one: moved[one] if moved else 1 for one in schedulers}
+        optimizers = list({id(_raw(one.optimizer)): one.optimizer for one in schedulers}.values())
+        for _ in range(FORETOLD):
+            with contextlib.suppress(ValueError):  # OneCycleLR: its steps are over
+                for scheduler, times in moves.items():
+                    for _ in range(times):
+                        scheduler.step()
+                yield sum((_rates(one) for one in optimizers), ())
+                continue
+            return
+
+
+def _raw(optimizer: Any) -> Any:
+    """Transformers' Trainer makes its schedule over what ``prepare`` returned."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _distinct(rates: tuple[float, ...]) -> tuple[float, ...]:
+    """Each rate once: a hundred parameter groups often share one."""
+    return tuple(dict.fromkeys(rates))
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    return tuple(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def _epoch(loader: Any) -> tuple[int | None, int | None]:
+    """The batches of an epoch, and the samples; None where they are not known."""
+    from torch.utils.data import BatchSampler
+
+    try:
+        batches = len(loader)
+    except (TypeError, NotImplementedError):
+        return None, None
+    sampler = getattr(loader, "batch_sampler", None)
+    if type(sampler) is not BatchSampler:
+        return batches, None
+    try:
+        return batches, len(sampler.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return batches, None
+
+
+class Returned:
+    """The terms of the numbers that models return and that carry gradient: their losses."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[tuple[Term, ...], ...]] = {}
+        self._numbers: set[int] = set()
+        self.beside = False
+        """Whether something else was differentiated than what models returned as their losses."""
+        self.items = False
+        """Whether the models are given a number to divide their loss by."""
+
+    def look(self, model: nn.Module, called: dict[str, Any], out: list[torch.Tensor]) -> None:
+        """After a forward.
+
+        Args:
+            model: that was called.
+            called: its keyword arguments.
+            out: the tensors that it returned.
+        """
+        from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH
+
+        self.items = self.items or called.get(ITEMS_IN_BATCH) is not None
+        self._numbers |= {number_of(one) or 0 for one in out if one.dim() == 0}
+        if id(model) not in self._of:
+            self._of[id(model)] = tuple(
+                loss_terms(one, behind=True)
+                for one in out
+                if one.dim() == 0 and one.requires_grad and one.is_floating_point()
+            )
+
+    def differentiated(self, loss: torch.Tensor) -> None:
+        """A backward pass begins."""
+        self.beside = self.beside or not is_made_of(loss, self._numbers)
+
+    @property
+    def terms(self) -> tuple[tuple[Term, ...], ...]:
+        """Of every number, model by model."""
+        return tuple(terms for of in self._of.values() for terms in of)

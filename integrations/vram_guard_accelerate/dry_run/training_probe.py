@@ -1,0 +1,62 @@
+"""Whether a loop over batches trains, where the models' mode does not say so.
+
+Models come from ``from_pretrained`` in evaluation mode, Transformers' Trainer loads the batches of a step before it
+calls ``train()``, and adapters are trained in evaluation mode altogether; on the other hand, evaluations often run
+without ``no_grad``. So at the first batch of which that cannot be told, a copy of the process goes on as in an
+evaluation. If it comes to a backward pass, the original knows which iteration over a loader is the training's; else the
+copy is the one that plans, and answers in the original's place.
+"""
+
+from __future__ import annotations
+
+import os
+
+from vram_guard_accelerate.dry_run import forks
+from vram_guard_accelerate.dry_run.forks import BecomeCopy, Home
+
+
+class Probe:
+    """One process's knowledge of its loops."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._latest = 0
+        self._training: int | None = None
+        self._home: Home | None = None
+        self._tried = False
+
+    def asked(self, began: int | None) -> int:
+        """A batch is asked for; the number of the first one of this iteration.
+
+        Args:
+            began: that number; None where this is the first one.
+        """
+        self._asked += 1
+        self._latest = self._asked if began is None else began
+        return self._latest
+
+    def trains_from_here(self, patience: float) -> bool:
+        """Whether the batch that is asked for is the training's first; called where the mode does not say so.
+
+        Args:
+            patience: seconds that a copy may take.
+
+        Raises:
+            UnsupportedStepError: the copy died, or did not come to an end in time.
+        """
+        if not self._tried:
+            self._tried = True
+            try:
+                copy = forks.Copy(None)
+            except BecomeCopy as became:
+                self._home = became.home
+                return False
+            self._training = copy.answer(patience, may_be_silent=True)
+            if self._training is None:
+                os._exit(0)  # it has answered for this process
+        return self._asked == self._training
+
+    def differentiated(self) -> None:
+        """A backward pass, before anything was planned; a copy has seen enough then."""
+        if self._home is not None:
+            self._home.send(self._latest)

@@ -1,0 +1,200 @@
+"""``guard``: the same plan for a script that is edited, around ``prepare``.
+
+There is no launcher that could plan beforehand. So at the first ``prepare`` the first process makes a copy of itself,
+which becomes the dry run: it prepares symbolically, runs on to the first training batch, plans, and sends the plan
+home. Then the real ``prepare`` goes on, under the plan, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.settings import disabled
+from vram_guard_accelerate.apply import techniques
+from vram_guard_accelerate.apply.applying import Applied
+from vram_guard_accelerate.dry_run import forks
+from vram_guard_accelerate.dry_run.forks import BecomeCopy, Home
+from vram_guard_accelerate.dry_run.results import Failure
+from vram_guard_accelerate.dry_run.run import DryRun
+from vram_guard_accelerate.launch_plan import Orders
+from vram_guard_accelerate.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from vram_guard_accelerate.planning.decide import Decision
+
+#: Seconds that planning may take.
+PATIENCE = 1800.0
+
+_logger = logging.getLogger("vram_guard")
+
+
+class guard:  # noqa: N801 - used like a function: `with guard(...):`
+    """Around ``Accelerator.prepare``: predicts the script's step, and makes it fit.
+
+    ::
+
+        with guard(budget="24GiB"):
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    The whole script is followed from there on, up to its second optimizer step, in a copy of the process that writes
+    nothing. What comes after the block needs no change. Under ``vram-guard launch``, which has planned already, and
+    under ``VRAM_GUARD_DISABLE=1`` it does nothing.
+
+    Args:
+        **settings: see :class:`vram_guard_accelerate.settings.Settings`: budget, gpu, margin, allow, host_budget.
+
+    Attributes:
+        text: the plan in words, on the first rank; "" before, and on other ranks.
+        fits: whether a plan was found that fits; None before.
+
+    Raises:
+        InvalidInputError: an unknown setting, or ``grow``: schedules are made before ``prepare``, and would not know.
+        DoesNotFitError: nothing that is allowed makes it fit; on every rank, nothing was prepared.
+        UnsupportedStepError: the script cannot be followed from here.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        known = Settings().as_dict()
+        for name in settings:
+            if name not in known:
+                raise InvalidInputError(f"guard: unknown setting {name!r}, known are {', '.join(known)}")
+        if settings.get("grow"):
+            raise InvalidInputError(
+                "guard: a larger batch has to be known before loaders and schedules are made; use vram-guard launch "
+                "--grow"
+            )
+        self.settings = Settings.of(settings)
+        if self.settings.grow:
+            _logger.warning(
+                "guard: the project's settings say grow, which is left out here: a larger batch has to be known before "
+                "loaders and schedules are made (vram-guard launch --grow)"
+            )
+            self.settings = replace(self.settings, grow=False)
+        self.text = ""
+        self.fits: bool | None = None
+        self._original: Any = None
+        self._original_of_one: Any = None
+        self._planned = False
+
+    def __enter__(self) -> Self:
+        from accelerate import Accelerator
+
+        from vram_guard_accelerate.launch_plan import VARIABLE
+
+        self._original, self._original_of_one = Accelerator.prepare, Accelerator.prepare_model
+        if VARIABLE not in os.environ and not disabled():
+
+            def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._prepare(accelerator, args, kwargs)
+
+            Accelerator.prepare = prepare
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        from accelerate import Accelerator
+
+        if self._original is not None:
+            # What is prepared later, by another training of this process, is not this plan's.
+            Accelerator.prepare, Accelerator.prepare_model = self._original, self._original_of_one
+            self._original = self._original_of_one = None
+
+    def _prepare(self, accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from accelerate import Accelerator
+
+        if self._planned:
+            return Accelerator.prepare(accelerator, *args, **kwargs)
+        self._planned = True
+        Accelerator.prepare = self._original
+        try:
+            answer = self._agreed(accelerator)
+        except BecomeCopy as copy:
+            self._original = None  # the copy keeps the doors of its dry run
+            _become_dry_run(copy.home, accelerator, self.settings)
+            return accelerator.prepare(*args, **kwargs)
+        self.text, self.fits = answer["text"], answer["fits"]
+        _logger.info("%s", self.text)
+        if not self.fits:
+            raise DoesNotFitError(f"the training does not fit, and was not prepared.\n{self.text}")
+        orders = Orders.read(answer["orders"])
+        if orders.precision:
+            techniques.set_precision(accelerator, orders.precision)
+        applied = Applied(orders)
+        applied.install()
+        return accelerator.prepare(*args, **kwargs)
+
+    def _agreed(self, accelerator: Any) -> dict[str, Any]:
+        """The first rank's answer, on every rank."""
+        from accelerate.utils import broadcast_object_list
+
+        answer: list[Any] = [None]
+        if accelerator.is_main_process:
+            try:
+                answer = [forks.Copy(None).answer(PATIENCE)]
+            except VramGuardError as error:
+                answer = [Failure(type(error).__name__, str(error))]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(answer)
+        if isinstance(answer[0], Failure):
+            raise answer[0].as_error()
+        return dict(answer[0])
+
+
+def _become_dry_run(home: Home, accelerator: Any, settings: Settings) -> None:
+    """In the copy: nothing is said or written from here on, and there is one process with a GPU."""
+    import torch
+
+    from vram_guard_accelerate.cli.target import budget_for
+    from vram_guard_accelerate.dry_run import patches
+
+    silent = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(silent, descriptor)
+    ranks = accelerator.num_processes
+    try:
+        budget = budget_for(settings, ranks, "all")
+    except VramGuardError as error:
+        home.send(Failure(type(error).__name__, str(error)))
+    run = DryRun(budget.compute_capability or (8, 0), ranks, lambda run: _decided(run, settings, budget, home))
+    run.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ends = _Ends(run, home)
+    sys.excepthook = ends.failed
+    atexit.register(ends.ended)
+    for state in (accelerator.state._shared_state, type(accelerator.state)._shared_state):  # noqa: SLF001 - see private_api.py
+        state.update(device=torch.device("cuda", 0), distributed_type="NO", num_processes=1, process_index=0)
+        state.update(local_process_index=0, backend=None)
+    patches.open_for(run)
+    patches.before.begin()
+    run.accelerator = accelerator
+
+
+def _decided(run: DryRun, settings: Settings, budget: Any, home: Home) -> NoReturn:
+    from vram_guard_accelerate.planning.decide import decide
+
+    made: Decision = decide(run, settings, budget)
+    forks.end_all()
+    lines = [made.plan.explain(), *(f"  - {note}" for note in made.notes)]
+    home.send({"text": "\n".join(lines), "fits": made.plan.fits, "orders": made.orders.text()})
+
+
+class _Ends:
+    """How a copy that came to no plan ended: its script failed, or was over."""
+
+    def __init__(self, run: DryRun, home: Home) -> None:
+        self._run, self._home = run, home
+
+    def failed(self, _kind: Any, error: BaseException, _traceback: Any) -> NoReturn:
+        home = self._run.home or self._home
+        home.send(Failure.of(error, sys.argv[0]))
+
+    def ended(self) -> NoReturn:
+        if self._run.home is not None:
+            self._run.home.send(self._run.ended_early())
+        self._home.send(Failure("UnsupportedStepError", "the script ended without asking for a training batch"))

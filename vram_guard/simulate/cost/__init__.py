@@ -1,0 +1,1 @@
+"""How much each operator computes and moves, for the cost model."""

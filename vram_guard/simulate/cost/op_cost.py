@@ -1,0 +1,280 @@
+"""Work: how much each operator of a step computes and moves, for the cost model (``vram_guard.plan.step_time``).
+
+Bytes are what the results and operands take, each once: an operator that overwrites its target reads it as well, except
+where it only fills it; what picks rows reads as much as it returns. Caches are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from vram_guard.simulate.cost.flops import RECURRENT, Args, Formula, formula_of, unit_of
+from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.timeline import Affine, Unit, Work
+
+#: Results that no kernel writes.
+_NO_KERNEL = frozenset(
+    {
+        *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
+        *("aten::_unsafe_view", "aten::resize_", "aten::resize_as_", "aten::set_", "aten::detach_", "aten::lift"),
+    }
+)
+#: These write their target without reading it.
+_FILLS = frozenset(
+    {
+        *("aten::fill_", "aten::zero_", "aten::copy_", "aten::normal_", "aten::uniform_", "aten::bernoulli_"),
+        *("aten::random_", "aten::exponential_", "aten::_foreach_zero_", "aten::_foreach_copy_"),
+    }
+)
+#: These read only the rows they return.
+_GATHERS = frozenset(
+    {
+        *("aten::embedding", "aten::gather", "aten::index_select", "aten::index", "aten::take"),
+        *("aten::nll_loss_forward", "aten::nll_loss2d_forward"),
+    }
+)
+#: These touch only the rows they are given.
+_SCATTERS = frozenset(
+    {
+        *("aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::index_add_", "aten::index_copy_"),
+        *("aten::scatter", "aten::scatter_", "aten::scatter_add", "aten::scatter_add_"),
+    }
+)
+#: Their gradients (second list) are read, and written only where a scaler's factor is given.
+_FUSED = frozenset({"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"})
+#: Between host and device these are copies over the link, and nothing else.
+_COPIES = frozenset({"aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "aten::clone"})
+
+#: ``MultiTensorApply.cuh``: tensors and blocks of one launch, by the number of lists, and elements of one block. The
+#: limits for 4 KB of kernel arguments; drivers since CUDA 12.1 take seven times as many.
+_TENSORS_A_LAUNCH = (110, 64, 48, 36, 30)
+_BLOCKS_A_LAUNCH = 320
+_CHUNK = 65536
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor: an expanded dimension is there once."""
+    size = tensor.numel() * tensor.element_size()
+    if size and not tensor.is_contiguous():
+        return min(size, tensor.untyped_storage().nbytes())
+    return size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def launches_of(lists: list[list[torch.Tensor]]) -> int:
+    """Kernels that ``multi_tensor_apply`` starts for these lists of tensors, all alike in length and sizes."""
+    if not lists:
+        return 1
+    tensors = lists[0]
+    chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in tensors)
+    most = _TENSORS_A_LAUNCH[min(len(lists), len(_TENSORS_A_LAUNCH)) - 1]
+    return max(1, -(-len(tensors) // most), -(-chunks // _BLOCKS_A_LAUNCH))
+
+
+class _Kind(NamedTuple):
+    """What is known of an operator before its arguments are."""
+
+    name: str
+    operator: str
+    flops: Formula | None
+    written: tuple[int, ...]
+    """Positions of the arguments that it overwrites."""
+    fills: bool
+    gathers: bool
+    scatters: bool
+    lists: bool
+
+
+def _kind(func: Any) -> _Kind | None:
+    """None: no kernel runs."""
+    schema = func._schema
+    name: str = schema.name
+    written = tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    view = not written and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
+    if view or name in _NO_KERNEL:
+        return None
+    return _Kind(
+        name=name,
+        operator=str(func),
+        flops=formula_of(func),
+        written=written,
+        fills=name in _FILLS,
+        gathers=name in _GATHERS,
+        scatters=name in _SCATTERS,
+        lists=name.startswith(("aten::_foreach_", "aten::_amp_foreach")) or name in _FUSED,
+    )
+
+
+_UNKNOWN: Any = object()
+
+
+class Meter:
+    """Weighs the operators of one step as they pass."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._kinds: dict[Any, _Kind | None] = {}
+        self._weighed: list[tuple[str, str, str, bool, int, int, Unit, int, int, int]] = []
+
+    def work(self) -> tuple[Work, ...]:
+        """Everything weighed so far, with the exact numbers of this batch size."""
+        return tuple(
+            Work(
+                operator,
+                module,
+                phase,  # type: ignore[arg-type]
+                recomputed,
+                Affine(flops, 0),
+                Affine(moved, 0),
+                unit,
+                launches,
+                Affine(transfer, 0),
+                micro,
+            )
+            for operator, module, phase, recomputed, flops, moved, unit, launches, transfer, micro in self._weighed
+        )
+
+    def loaded(self, tensor: torch.Tensor) -> None:
+        """A tensor of the batch came from the host."""
+        if self._recorder.measured:
+            self._add("aten.copy_.default", 0, 0, "vector", 1, _size(tensor) * self._recorder.batch_factor)
+
+    def weigh(self, func: Any, args: Args, kwargs: dict[str, Any], out: Any) -> None:
+        """Note what one operator has computed and moved."""
+        kind = self._kinds.get(func, _UNKNOWN)
+        if kind is _UNKNOWN:
+            kind = self._kinds[func] = _kind(func)
+        if kind is None:
+            return
+        try:
+            self._weigh(kind, args, kwargs, out)
+        except (RuntimeError, NotImplementedError):  # a sparse tensor, or an argument that is no dense memory
+            return
+
+    def _weigh(self, kind: _Kind, args: Args, kwargs: dict[str, Any], out: Any) -> None:
+        on_host = self._recorder.on_host if self._recorder.has_host_tensors else None
+        given = _look(args, on_host)
+        if kwargs:
+            given = _both(given, _look(kwargs.values(), on_host))
+        made = _look((out,), on_host)
+        if not (given.on_device or made.on_device):
+            if given.pretended or made.pretended:  # what real tensors do on the host is the user's own business
+                self._add(kind.operator, 0, self._moved(kind, args, kwargs, given.size, made.size), "host", 1, 0)
+            return
+        if kind.name in _COPIES and (given.on_host or made.on_host):
+            self._add(kind.operator, 0, 0, "vector", 1, _bytes((args[1 if kind.written else 0],)))
+            return
+        flops = 0
+        unit: Unit = "vector"
+        if kind.flops is not None:
+            dtype = next((tensor.dtype for tensor in _tensors(args)), torch.float32)
+            unit = unit_of(kind.name, dtype)
+            flops = int(kind.flops(args, kwargs, out))
+            if dtype.is_complex:
+                flops *= 4
+        moved = self._moved(kind, args, kwargs, given.size, made.size)
+        self._add(kind.operator, flops, moved, unit, self._launches(kind, args, out), 0)
+
+    def _moved(self, kind: _Kind, args: Args, kwargs: dict[str, Any], given: int, made: int) -> int:
+        if kind.gathers:
+            return 2 * made + _bytes(args[1:])
+        if kind.scatters:
+            return 2 * _bytes(args[1:])
+        if not kind.written:
+            return given + made
+        if kind.fills:
+            return given
+        written = [args[i] for i in kind.written if i < len(args)]
+        if kind.name in _FUSED and kwargs.get("grad_scale") is None and len(written) > 1:
+            del written[1]
+        return given + _bytes(tuple(written))
+
+    def _launches(self, kind: _Kind, args: Args, out: Any) -> int:
+        if kind.lists:
+            given = (*args, out) if isinstance(out, (list, tuple)) else args
+            return launches_of([list(v) for v in given if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])])
+        if kind.name in RECURRENT:
+            # One step after the other; layers of one step wait for each other too.
+            source, weights, per_layer = args[:3]
+            batch_first = args[14 if kind.name.endswith("backward") else 10]
+            steps = int(source.shape[1 if batch_first else 0])
+            return max(1, steps * (len(weights) // int(per_layer)))
+        return 1
+
+    def _add(self, operator: str, flops: int, moved: int, unit: Unit, launches: int, transfer: int) -> None:
+        recorder = self._recorder
+        # Only a recomputation runs with gradients on, inside one of the backward pass's nodes.
+        again = recorder.in_backward and torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+        self._weighed.append(
+            (
+                operator,
+                recorder.module_now(),
+                recorder.phases[-1].name,
+                again,
+                flops,
+                moved,
+                unit,
+                launches,
+                transfer,
+                recorder.micro_batch,
+            )
+        )
+
+
+class _Seen(NamedTuple):
+    """What a look at some tensors found."""
+
+    size: int
+    on_device: bool
+    on_host: bool
+    """Anything but numbers in host memory."""
+    pretended: bool
+    """Anything symbolic in host memory."""
+
+
+def _look(values: Iterable[Any], placed_on_host: Callable[[torch.Tensor], bool] | None) -> _Seen:
+    size, on_device, on_host, pretended = 0, False, False, False
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            size += _size(value)
+            if not is_symbolic(value):
+                on_host = on_host or value.dim() > 0
+            elif placed_on_host is not None and placed_on_host(value):
+                on_host = pretended = True
+            else:
+                on_device = True
+        elif isinstance(value, (list, tuple)):
+            found = _look(value, placed_on_host)
+            size += found.size
+            on_device = on_device or found.on_device
+            on_host = on_host or found.on_host
+            pretended = pretended or found.pretended
+    return _Seen(size, on_device, on_host, pretended)
+
+
+def _both(one: _Seen, other: _Seen) -> _Seen:
+    return _Seen(
+        one.size + other.size,
+        one.on_device or other.on_device,
+        one.on_host or other.on_host,
+        one.pretended or other.pretended,
+    )
+
+
+def _bytes(values: Args) -> int:
+    return sum(_size(tensor) for tensor in _tensors(values))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

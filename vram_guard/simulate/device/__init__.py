@@ -1,0 +1,1 @@
+"""The simulated CUDA device: what torch answers while a trace runs, and values that are known without computing."""

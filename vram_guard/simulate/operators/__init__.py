@@ -1,0 +1,1 @@
+"""What single operators allocate on CUDA: kernels, autocast, composite operators, shapes."""

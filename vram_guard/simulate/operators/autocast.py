@@ -1,0 +1,235 @@
+"""CUDA's autocast policy, applied to symbolic tensors.
+
+The tables below are PyTorch's own ("CUDA Op-Specific Behavior" in the documentation of ``torch.amp``; the macros
+``AT_FORALL_*`` in ``ATen/autocast_mode.h``), line by line, so that a reader can check them. While a trace runs, kernels
+for these operators stand at the dispatch key AutocastCUDA, where C++'s own look only at real CUDA tensors; calls from
+inside C++ composites meet them too. ``torch.autocast("cuda")`` switches the key on and off as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from vram_guard.simulate.device.fake_cuda import is_symbolic, replaced
+
+#: "CUDA Ops that can autocast to float16": inputs are cast to the autocast dtype.
+LOWER_PRECISION: tuple[str, ...] = (
+    *("_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc"),
+    *("conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu"),
+    *("addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm"),
+    *("baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
+    *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    *("_scaled_dot_product_flash_attention", "scaled_dot_product_attention"),
+)
+
+#: "CUDA Ops that can autocast to float32": inputs are cast to float32.
+FLOAT32: tuple[str, ...] = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal"),
+    *("rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm"),
+    *("nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss"),
+    *("nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
+    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss"),
+    *("multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm"),
+    *("logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d"),
+    *("_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d"),
+    *("upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d"),
+    *("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+)
+
+#: The same list: reductions that take float32 through their ``dtype`` argument, without a cast of the input.
+FLOAT32_BY_DTYPE: tuple[str, ...] = (
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
+)
+
+#: The same list: ``norm`` without a dtype is redispatched to the overload that has one.
+FLOAT32_BY_OVERLOAD: dict[str, str] = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+
+#: "CUDA Ops that promote to the widest input type".
+PROMOTE: tuple[str, ...] = (
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put"),
+    *("tensordot", "scatter_add"),
+)
+
+_KEY = DispatchKey.AutocastCUDA
+_KEYS = DispatchKeySet(_KEY)
+
+
+class CastCache:
+    """Low-precision copies of leaf weights, kept until the outermost autocast region ends.
+
+    As ``cached_cast`` in ``autocast_mode.cpp``: only float32 leaves that require grad and are no views.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor in ``dtype``: itself, its cached copy, or a new copy."""
+        if not is_symbolic(tensor) or tensor.dtype == dtype or not tensor.is_floating_point():
+            return tensor
+        if tensor.dtype == torch.float64:
+            return tensor
+        cacheable = (
+            dtype != torch.float32
+            and tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not cacheable:
+            return _to_dtype(tensor, dtype)
+        known = self._copies.get(id(tensor))
+        if known is None or known[0] is not tensor:
+            known = self._copies[id(tensor)] = (tensor, _to_dtype(tensor, dtype))
+        return known[1]
+
+    def clear(self) -> None:
+        """Forget all copies, as at the end of the outermost autocast region."""
+        self._copies.clear()
+
+
+def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    converted: torch.Tensor = torch.ops.aten.to.dtype(tensor, dtype)
+    return converted
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(function, item) for item in value)
+    return value
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _casting(op: Any, cache: CastCache, dtype_of: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            dtype = dtype_of(args)
+            args = _map_tensors(lambda tensor: cache.cast(tensor, dtype), args)
+            kwargs = {name: _map_tensors(lambda t: cache.cast(t, dtype), value) for name, value in kwargs.items()}
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _setting_dtype(op: Any) -> Callable[..., Any]:
+    """``fp32_set_opt_dtype``: the operator gets ``dtype=float32`` unless the caller named one."""
+    position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+    keyword = op._schema.arguments[position].kwarg_only
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            first = args[0]
+            eligible = is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64
+            if not eligible:
+                return op(*args, **kwargs)
+            if keyword:
+                if kwargs.get("dtype") is None:
+                    kwargs["dtype"] = torch.float32
+            elif len(args) <= position:
+                kwargs.setdefault("dtype", torch.float32)
+            elif args[position] is None:
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _appending_dtype(op: Any, with_dtype: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            first = args[0]
+            if not (is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64):
+                return op(*args, **kwargs)
+            filled = list(args)
+            rest = op._schema.arguments[len(args) :]
+            filled += [kwargs.get(argument.name, argument.default_value) for argument in rest]
+            return with_dtype(*filled, dtype=torch.float32)
+
+    return kernel
+
+
+def _low_precision(_args: tuple[Any, ...]) -> torch.dtype:
+    return torch.get_autocast_dtype("cuda")
+
+
+def _float32(_args: tuple[Any, ...]) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(args: tuple[Any, ...]) -> torch.dtype:
+    dtypes = {tensor.dtype for tensor in _tensors(args) if is_symbolic(tensor)}
+    return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cuda")
+
+
+def operator(name: str) -> Any | None:
+    """The operator overload for "softmax.int" or "mm" (default overload); None if this torch lacks it."""
+    packet, _, overload = name.partition(".")
+    found = getattr(torch.ops.aten, packet, None)
+    return None if found is None else getattr(found, overload or "default", None)
+
+
+def _kernels(cache: CastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
+    policies = ((LOWER_PRECISION, _low_precision), (FLOAT32, _float32), (PROMOTE, _widest))
+    for names, dtype_of in policies:
+        for name in names:
+            op = operator(name)
+            if op is not None:
+                yield name, _casting(op, cache, dtype_of)
+    for name in FLOAT32_BY_DTYPE:
+        op = operator(name)
+        if op is not None:
+            yield name, _setting_dtype(op)
+    for name, other in FLOAT32_BY_OVERLOAD.items():
+        op, with_dtype = operator(name), operator(other)
+        if op is not None and with_dtype is not None:
+            yield name, _appending_dtype(op, with_dtype)
+
+
+@contextlib.contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Inside the block ``torch.autocast("cuda")`` acts on symbolic tensors as it does on CUDA tensors."""
+    cache = CastCache()
+    library = torch.library.Library("aten", "IMPL")
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        cache.clear()
+        clear()
+
+    try:
+        with warnings.catch_warnings():
+            # torch warns once that a kernel is overridden: that is what is meant here.
+            warnings.simplefilter("ignore")
+            for name, kernel in _kernels(cache):
+                library.impl(name, kernel, "AutocastCUDA")
+        before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        try:
+            with replaced(torch, {"clear_autocast_cache": clear_both}):
+                yield
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, before)
+    finally:
+        cache.clear()
+        library._destroy()

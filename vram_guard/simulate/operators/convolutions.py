@@ -1,0 +1,163 @@
+"""Convolutions: results, copies into the layout that is used, and cuDNN's workspaces.
+
+Which library runs a convolution on CUDA, and in which layout, follows Convolution.cpp (``select_conv_backend``,
+``use_cudnn_depthwise``) and ConvShared.cpp; how much workspace cuDNN takes is asked of an installed cuDNN
+(:mod:`.cudnn`) where that can be. Where a workspace does not fit, PyTorch goes on to the next kernel
+that cuDNN proposes (Conv_v8.cpp, ``try_configs``): a replay under a limit does without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vram_guard.simulate.operators import cudnn
+from vram_guard.simulate.tracing.recorder import Recorder
+
+_ELEMENTS: dict[torch.dtype, cudnn.Element] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+_OF_TRANSPOSED: dict[cudnn.Direction, cudnn.Direction] = {
+    "forward": "backward_data",
+    "backward_data": "forward",
+    "backward_filter": "backward_filter",
+}
+
+
+def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One output; input and weight are copied for the call where their layouts differ from the one used."""
+    source, weight = args[:2]
+    layout = _format_for(source, weight)
+    shape = func(*args, **kwargs).shape
+    out = torch.empty(shape, dtype=source.dtype, device="meta", memory_format=layout)
+    name = str(func)
+    recorder.track(out, name)
+    workspace = _workspace("forward", source, weight, out, layout, args[3:9])
+    recorder.together([_copy_if_needed(source, layout), _copy_if_needed(weight, layout)], name, workspace=workspace)
+    return out
+
+
+def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients of input, weight and bias, in this order, in the layout of the forward pass, as the mask asks."""
+    grad, source, weight, bias_sizes = args[:4]
+    wanted = args[-1]
+    layout = _format_for(source, weight)
+    name = str(func)
+    made: list[torch.Tensor | None] = [None, None, None]
+    copied = _copy_if_needed(grad, layout)
+    for index, (tensor, other) in enumerate(((source, weight), (weight, source))):
+        if not wanted[index]:
+            continue
+        made[index] = out = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
+        recorder.track(out, name)
+        direction: cudnn.Direction = "backward_filter" if index else "backward_data"
+        workspace = _workspace(direction, source, weight, grad, layout, args[4:10])
+        recorder.together([copied, _copy_if_needed(other, layout)], name, workspace=workspace)
+    if wanted[2]:
+        made[2] = bias = torch.empty(bias_sizes, dtype=grad.dtype, device="meta")
+        recorder.track(bias, name)
+    return tuple(made)
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    if tensor.dim() == 4:
+        return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    if tensor.dim() == 5:
+        return tensor.is_contiguous(memory_format=torch.channels_last_3d) and not tensor.is_contiguous()
+    return False
+
+
+def _format_for(*tensors: torch.Tensor) -> torch.memory_format:
+    """CuDNN's layout: channels last as soon as the input or the weight is (``cudnn_conv_suggest_memory_format``)."""
+    if any(_channels_last(tensor) for tensor in tensors):
+        return torch.channels_last if tensors[0].dim() == 4 else torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def _copy_if_needed(tensor: torch.Tensor, layout: torch.memory_format) -> int:
+    if tensor.is_contiguous(memory_format=layout):
+        return 0
+    return tensor.numel() * tensor.element_size()
+
+
+# --- workspaces ------------------------------------------------------------------------------------------------------
+
+
+def _workspace(
+    direction: cudnn.Direction,
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    layout: torch.memory_format,
+    settings: tuple[Any, ...],
+) -> int:
+    """Bytes of cuDNN's workspace for one direction of a convolution; ``settings``: stride, ..., groups."""
+    stride, padding, dilation, transposed, _output_padding, groups = settings
+    element = _ELEMENTS.get(source.dtype)
+    if element is None or not torch.backends.cudnn.enabled or 0 in (source.numel(), weight.numel(), out.numel()):
+        return 0
+    if _is_depthwise(source, weight, transposed, groups) and layout is torch.contiguous_format and element == "float32":
+        return 0  # PyTorch's own kernels (``use_cudnn_depthwise``), which take none
+    if transposed:  # the forward pass of one is the backward pass of the other
+        source, out = out, source
+        direction = _OF_TRANSPOSED[direction]
+    found = cudnn.workspace(
+        cudnn.Convolution(
+            direction,
+            element,
+            _described(source, layout),
+            _described(weight, layout),
+            _described(out, layout),
+            padding=_planar(padding, 0),
+            stride=_planar(stride, 1),
+            dilation=_planar(dilation, 1),
+            allow_tf32=torch.backends.cudnn.allow_tf32,
+            deterministic=torch.backends.cudnn.deterministic,
+        )
+    )
+    if found is not None:
+        return found
+    return _transposed_copies(layout, groups, source, out)
+
+
+def _is_depthwise(source: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
+    """``ConvParams::is_depthwise`` in Convolution.cpp."""
+    return not transposed and groups > 1 and source.shape[1] == groups and weight.shape[0] % groups == 0
+
+
+def _described(tensor: torch.Tensor, layout: torch.memory_format) -> cudnn.Tensor:
+    """Sizes and strides in that layout; one spatial dimension becomes two (``view1d_as_2d``)."""
+    sizes = tuple(int(size) for size in tensor.shape)
+    if len(sizes) == 3:
+        sizes = (*sizes[:2], 1, sizes[2])
+    order = [*range(len(sizes))] if layout is torch.contiguous_format else [0, *range(2, len(sizes)), 1]
+    strides, step = [0] * len(sizes), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= sizes[dim]
+    return cudnn.Tensor(sizes, tuple(strides))
+
+
+def _planar(values: Any, neutral: int) -> tuple[int, ...]:
+    return (neutral, int(values[0])) if len(values) == 1 else tuple(int(value) for value in values)
+
+
+def _transposed_copies(layout: torch.memory_format, groups: int, *read: torch.Tensor) -> int:
+    """Where cuDNN cannot be asked: its copies for half-precision kernels in NCHW; 0 where nothing is known.
+
+    Half-precision kernels want NHWC and channels in multiples of 8: "NCHW can still be operated on by Tensor Cores, but
+    include some overhead due to automatic transpose operations" (NVIDIA, Convolutional Layers User's Guide), and packed
+    NCHW is padded automatically (NVIDIA's blog, "Tensor Ops Made Easier in cuDNN"). So a copy of each of the two
+    activations of the call, padded. Liger-Kernel's published peaks of a bfloat16 convolution with 4 channels show just
+    that: four times the size of one activation. Depthwise and grouped kernels are others, and are left out.
+    """
+    if layout is not torch.contiguous_format or groups != 1 or read[0].element_size() != 2:
+        return 0
+    return sum(t.numel() // t.shape[1] * (-(-t.shape[1] // 8) * 8) * t.element_size() for t in read)

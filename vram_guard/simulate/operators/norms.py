@@ -1,0 +1,97 @@
+"""Normalisations as CUDA's kernels allocate: results in plain order, copies of what is not, sums for a moment.
+
+torch derives the layout of a layer norm's gradient from its input's; the kernel does not. ConvNeXt, Swin and the
+transformers of diffusion models normalise transposed activations in every block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.tracing.recorder import Recorder
+
+_META = torch.device("meta")
+
+
+def layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Output, mean and inverse deviation (layer_norm_kernel.cu, ``layer_norm_cuda``).
+
+    The input is made contiguous for the call, and the output is; the statistics are in the accumulation type.
+    """
+    source, normalized = args[:2]
+    kept = source.dim() - len(normalized)
+    if not source.is_floating_point() or tuple(source.shape[kept:]) != tuple(normalized):
+        return func(*args, **kwargs)  # torch says what is wrong
+    name = str(func)
+    copied = _contiguous(recorder, source, name)
+    out = _tracked(recorder, _plain(source), name)
+    shape = [*source.shape[:kept], *[1] * len(normalized)]
+    accumulated = torch.float64 if source.dtype == torch.float64 else torch.float32
+    statistics = [
+        _tracked(recorder, torch.empty(shape, dtype=accumulated, device=_META), name)
+        for _which in ("mean", "deviation")
+    ]
+    del copied
+    return out, *statistics
+
+
+def layer_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients of input, weight and bias (layer_norm_kernel.cu, ``layer_norm_backward_cuda``).
+
+    Input and incoming gradient are made contiguous for the call; what comes out is contiguous.
+    """
+    gradient, source, _normalized, _mean, _deviation, weight, bias, wanted = args
+    if not source.is_floating_point() or gradient.shape != source.shape:
+        return func(*args, **kwargs)
+    name = str(func)
+    copied = [_contiguous(recorder, source, name)]
+    made = _gradients(recorder, name, zip((source, weight, bias), wanted, strict=True))
+    copied.append(_contiguous(recorder, gradient, name))
+    del copied
+    return made
+
+
+def group_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients; sums by (sample, channel) and by (sample, group) for a moment.
+
+    group_norm_kernel.cu, ``GroupNormBackwardKernelImplInternal``: ds, db and (with a weight) c1 of (N, C), c2 and c3 of
+    (N, groups), all in the accumulation type. Autograd hands it contiguous tensors (derivatives.yaml).
+    """
+    _gradient, source, _mean, _deviation, weight, samples, channels, _positions, groups, wanted = args
+    name = str(func)
+    if not source.is_floating_point():
+        return func(*args, **kwargs)
+    # The bias is of the weight's size; without a weight there is neither.
+    made = _gradients(recorder, name, zip((source, weight, weight), wanted, strict=True))
+    size = 8 if source.dtype == torch.float64 else 4
+    by_channel, by_group = samples * channels * size, samples * groups * size
+    by_channels = [by_channel] * (3 if weight is not None else 2)
+    recorder.together([*by_channels, by_group, by_group] if wanted[0] else by_channels[:2], name)
+    return made
+
+
+def _gradients(recorder: Recorder, name: str, wanted: Any) -> tuple[torch.Tensor | None, ...]:
+    return tuple(
+        _tracked(recorder, _plain(tensor), name) if asked and tensor is not None else None for tensor, asked in wanted
+    )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
+
+
+def _tracked(recorder: Recorder, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    recorder.track(tensor, name)
+    return tensor
+
+
+def _contiguous(recorder: Recorder, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+    """A copy that lives as long as the caller holds it, where one is needed."""
+    if not is_symbolic(tensor) or tensor.is_contiguous():
+        return None
+    copy = _tracked(recorder, _plain(tensor), name)
+    recorder.classify([copy], "temporaries")
+    return copy

@@ -1,0 +1,213 @@
+"""The training loop that is traced: two steps, as a plain loop of PyTorch runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.tracing.batches import batch_source, map_tensors
+
+if TYPE_CHECKING:
+    from vram_guard.simulate.tracing.dispatch import SymbolicMode
+    from vram_guard.simulate.tracing.recorder import Recorder
+    from vram_guard.step import TrainingStep
+
+_META = torch.device("meta")
+_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+#: Precisions in which weights and inputs themselves are of half precision.
+TRUE_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+class Run(Protocol):
+    """What a loop needs of the run that it belongs to."""
+
+    step: TrainingStep
+    batch_size: int
+    recorder: Recorder
+    mode: SymbolicMode
+
+
+class Loop:
+    """The training loop itself. Its attributes are the local names of a loop: they live until assigned again."""
+
+    def __init__(self, run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.step = run.step
+        self.recorder = run.recorder
+        self.mode = run.mode
+        self.model = model
+        self.optimizer = optimizer
+        self.source = batch_source(run.step.batch)
+        self.batch_size = run.batch_size
+        fp16 = run.step.precision == "16-mixed" and optimizer is not None
+        self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
+        self.batch: Any = None
+        self.loss: Any = None
+
+    def run(self) -> None:
+        """Two optimizer steps; two forwards where nothing is trained."""
+        if self.optimizer is None:
+            return self._infer()
+        if _needs_closure(self.optimizer):
+            return self._run_with_closure(self.optimizer)
+        # Two micro-batches show all there is to see: the first makes gradients, every other one adds to them.
+        rounds = min(self.step.accumulate, 2)
+        for number in (1, 2):
+            if self.step.zero_grad == "before_forward":
+                self._zero_grad(number)
+            for micro in range(rounds):
+                if not self.step.whole_batch or micro == 0:
+                    self._load(number)
+                self._forward(number)
+                self._backward(number, first=micro == 0)
+            self._update(number)
+            if self.step.zero_grad == "after_step":
+                self.optimizer.zero_grad()
+        return None
+
+    def _run_with_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
+        self.recorder.note(
+            f"{type(optimizer).__name__} evaluates the loss as often as it likes: the first evaluations are followed, "
+            "what it remembers of later ones is not counted",
+            tier="partly symbolic",
+        )
+
+        def closure(number: int) -> Any:
+            optimizer.zero_grad()
+            self._forward(number)
+            self._backward(number, first=True)
+            return self.loss
+
+        for number in (1, 2):
+            self._load(number)
+            self.recorder.phase("optimizer", number)
+            optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
+            classify_states(self.recorder, optimizer)
+
+    def _infer(self) -> None:
+        with torch.no_grad():
+            for number in (1, 2):
+                self._load(number)
+                self._forward(number)
+
+    def _zero_grad(self, number: int) -> None:
+        assert self.optimizer is not None
+        self.recorder.phase("optimizer", number)
+        self.optimizer.zero_grad()
+
+    def _load(self, number: int) -> None:
+        self.recorder.batch_factor = self.step.accumulate if self.step.whole_batch else 1
+        real = self.source(self.batch_size)
+        self.recorder.phase("batch", number, "batch")
+        # The old batch dies first: ``for batch in loader`` gives its name to a batch on the host, and Lightning's and
+        # MMEngine's loops end the function that held it.
+        self.batch = None
+        self.batch = map_tensors(self._to_device, real)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_nested:
+            raise UnsupportedStepError("the batch holds a nested tensor: its rows have no common size to follow")
+        dtype = TRUE_DTYPES.get(self.step.precision) if tensor.is_floating_point() else None
+        if is_symbolic(tensor):
+            moved = torch.empty_like(tensor, dtype=dtype)
+        else:
+            moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_META)
+            constants.known(moved, tensor)
+        self.recorder.track(moved, "")
+        self.mode.meter.loaded(moved)
+        return moved.requires_grad_() if tensor.requires_grad else moved
+
+    def _forward(self, number: int) -> None:
+        self.recorder.phase("forward", number)
+        dtype = _AUTOCAST.get(self.step.precision)
+        region = torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
+        before = self.mode.operations
+        with region:
+            self.loss = scalar_loss(self.step.loss(self.model, self.batch))
+        if self.mode.operations == before:
+            raise UnsupportedStepError(
+                "the step ran no operation at all; check that loss(model, batch) calls the model"
+            )
+
+    def _backward(self, number: int, first: bool) -> None:
+        assert self.optimizer is not None
+        if first and self.step.zero_grad == "before_backward":
+            self.recorder.phase("optimizer", number)
+            self.optimizer.zero_grad()
+        self.recorder.phase("backward", number)
+        if self.loss is None:
+            raise UnsupportedStepError("loss(model, batch) returned None, so there is nothing to run backward")
+        loss = self.loss if self.step.accumulate == 1 else self.loss / self.step.accumulate
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    def _update(self, number: int) -> None:
+        assert self.optimizer is not None
+        self.recorder.phase("optimizer", number)
+        if self.step.clip_grad_norm is not None or self.step.clip_grad_value is not None:
+            self._clip()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        classify_states(self.recorder, self.optimizer)
+
+    def _clip(self) -> None:
+        assert self.optimizer is not None
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.step.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
+        if self.step.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def scalar_loss(result: Any) -> Any:
+    """The loss among what a loss callable may return: a tensor, a mapping or object with ``loss``, several losses."""
+    if isinstance(result, torch.Tensor) or result is None:
+        return result
+    if isinstance(result, dict) and "loss" in result:
+        return result["loss"]
+    if hasattr(result, "loss") and isinstance(result.loss, torch.Tensor):
+        return result.loss
+    if isinstance(result, (list, tuple)) and result and all(isinstance(item, torch.Tensor) for item in result):
+        return torch.stack(list(result)).sum() if len(result) > 1 else result[0]
+    raise UnsupportedStepError(
+        f"loss(model, batch) returned {type(result).__name__}; it must return a scalar tensor, a dict with 'loss', "
+        "an object with .loss, or several scalar tensors"
+    )
+
+
+def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
+    """What the optimizer keeps for each parameter is optimizer state."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            for value in state.values():
+                kept = [tensor for tensor in inner_tensors(value) if is_symbolic(tensor)]
+                recorder.classify(kept, "optimizer_states")
+
+
+def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensor itself, or those that a wrapper holds (8-bit states)."""
+    if hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value

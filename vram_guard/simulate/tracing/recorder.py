@@ -1,0 +1,321 @@
+"""Recorder: turns tensors that come and go into the events of a Timeline."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from vram_guard.simulate.tracing.host_memory import HostMemory
+from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
+
+_TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
+_OWN_ROOT = str(Path(__file__).resolve().parent.parent) + os.sep
+#: How the packages of our adapters begin: what they wrap is somebody else's.
+_ADAPTERS = "vram_guard_"
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows which block it stands for.
+
+    On the storage, not on the tensor: a view keeps the memory of a tensor that is gone.
+    """
+
+    __slots__ = ("block", "key")
+
+    block: int
+    key: int
+
+
+class Recorder:
+    """Collects blocks and events while a step runs symbolically, all at one batch size.
+
+    A block's category is decided as late as possible: what becomes a gradient or optimizer state is known when
+    torch stores it there, what is an activation when the forward pass ends and it is still alive.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.phases: list[Phase] = []
+        self.notes: dict[Note, None] = {}
+        self.tier: Tier = "symbolic"
+        self.modules: list[str] = [""]
+        """Stack of the module paths whose forward is running; the last one is current."""
+        self.in_backward = False
+        self.batch_factor = 1
+        """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
+        self.measured = False
+        """Whether the second step is running, whose work is weighed: the first one still sets things up."""
+        self.micro_batch = 0
+        """Which micro-batch of the optimizer step is running, from 0."""
+        self._sizes: list[int] = []
+        self._categories: list[Category | None] = []
+        self._origins: list[tuple[str, str, str]] = []
+        self._gates: dict[int, tuple[int, int]] = {}
+        self._optional: set[int] = set()
+        self._live: dict[int, _StorageRef] = {}
+        self.host = HostMemory()
+        self._default_category: Category | None = None
+        self._nodes: list[int] = []
+        self._node_origins: list[tuple[str, str]] = []
+        self._labels: dict[CodeType, str | None] = {}
+        self._closed = False
+
+    # --- phases -------------------------------------------------------------------------------------------
+
+    def phase(self, name: str, step: int, category: Category | None = None) -> None:
+        """A new phase begins; what it allocates has ``category`` unless something better is known."""
+        if self.phases and self.phases[-1].name == "forward" and name != "forward":
+            self._settle_forward()
+        self._count_micro_batches(name, step)
+        self.phases.append(Phase(name, step, len(self.events)))  # type: ignore[arg-type]
+        self._default_category = category
+        self.in_backward = name == "backward"
+
+    def _count_micro_batches(self, name: str, step: int) -> None:
+        self.measured = step == 2
+        before = self.phases[-1] if self.phases else None
+        if before is None or before.step != step:
+            self.micro_batch = 0
+        elif before.name == "backward" and name in ("batch", "forward"):
+            self.micro_batch += 1
+
+    def _settle_forward(self) -> None:
+        """What the forward pass made and left alive are the activations; the rest were temporaries."""
+        start = self.phases[-1].start
+        alive = {ref.block for ref in self._live.values()}
+        for event in self.events[start:]:
+            if event >= 0 and self._categories[event] is None:
+                self._categories[event] = "activations" if event in alive else "temporaries"
+
+    # --- allocations --------------------------------------------------------------------------------------
+
+    def track(self, tensor: torch.Tensor, operator: str) -> None:
+        """Count the tensor's storage, if it is new."""
+        if tensor.layout != torch.strided:
+            self.note(f"{operator} makes a sparse tensor, which is not counted", operator, tier="partly symbolic")
+            return
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key in self._live or self.host.holds(tensor):
+            return
+        size = storage.nbytes()
+        if size == 0 or self._closed:
+            return
+        if self._default_category == "batch":
+            size *= self.batch_factor
+        ref = _StorageRef(storage, self._freed)
+        ref.block = self._allocate(size, operator)
+        ref.key = key
+        self._live[key] = ref
+
+    def temporary(self, size: int, operator: str, category: Category = "temporaries") -> None:
+        """Bytes that an operator takes from the allocator and gives back before it returns."""
+        if size > 0 and not self._closed:
+            block = self._allocate(size, operator)
+            self._categories[block] = category
+            self.events.append(~block)
+
+    def together(self, sizes: Iterable[int], operator: str, *, workspace: int = 0) -> None:
+        """Several temporaries that an operator holds at the same time, and a workspace that it can do without."""
+        if self._closed:
+            return
+        held = [self._allocate(size, operator) for size in sizes if size > 0]
+        for block in held:
+            self._categories[block] = "temporaries"
+        if workspace > 0:
+            held.append(block := self._allocate(workspace, operator))
+            self._categories[block] = "workspace"
+            self._optional.add(block)
+        self.events.extend(~block for block in held)
+
+    def gated_temporary(self, size: int, quantity: int, threshold: int, operator: str) -> None:
+        """A temporary that exists only where ``quantity`` (affine in the batch size) exceeds ``threshold``."""
+        if size > 0 and not self._closed:
+            block = self._allocate(size, operator)
+            self._categories[block] = "temporaries"
+            self._gates[block] = (quantity, threshold)
+            self.events.append(~block)
+
+    def permanent(self, size: int, operator: str, category: Category) -> None:
+        """Bytes that are taken and never given back (library workspaces)."""
+        if not self._closed:
+            self._categories[self._allocate(size, operator)] = category
+
+    def _allocate(self, size: int, operator: str) -> int:
+        block = len(self._sizes)
+        self._sizes.append(size)
+        recomputing = self.in_backward and torch.is_grad_enabled()
+        self._categories.append("activations" if recomputing else self._default_category)
+        module, source = self._origin()
+        self._origins.append((module, source, operator))
+        self.events.append(block)
+        return block
+
+    def _freed(self, ref: _StorageRef) -> None:
+        # The same address may already belong to a younger storage: only the reference that stands there goes.
+        if self._live.get(ref.key) is ref:
+            del self._live[ref.key]
+        if not self._closed:
+            self.events.append(~ref.block)
+
+    def resized(self, tensor: torch.Tensor, operator: str) -> None:
+        """The storage of a tensor changed its size in place: the old block goes once the new one stands."""
+        storage = tensor.untyped_storage()
+        ref = self._live.get(storage._cdata)
+        if ref is None:
+            self.track(tensor, operator)
+        elif storage.nbytes() != self._sizes[ref.block]:
+            old = ref.block
+            ref.block = self._allocate(storage.nbytes(), operator)
+            self.events.append(~old)
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was emptied, or filled again: its block is freed, and a new one taken, while tensors keep it."""
+        key: int = storage._cdata
+        known = self._live.pop(key, None)  # with the reference goes its callback: the block dies here, not later
+        if self._closed:
+            return
+        if known is not None:
+            self.events.append(~known.block)
+        if storage.nbytes():
+            ref = _StorageRef(storage, self._freed)
+            ref.block, ref.key = self._allocate(storage.nbytes(), "resize_"), key
+            self._live[key] = ref
+
+    def close(self) -> None:
+        """Nothing after this is recorded (objects may die in any order)."""
+        self._closed = True
+        self._live.clear()
+        self.host.close()
+
+    # --- categories ---------------------------------------------------------------------------------------
+
+    def classify(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        """Give the blocks behind these tensors their category."""
+        for tensor in tensors:
+            if tensor is not None and tensor.layout == torch.strided:
+                ref = self._live.get(tensor.untyped_storage()._cdata)
+                if ref is not None:
+                    self._categories[ref.block] = category
+
+    # --- host tensors -------------------------------------------------------------------------------------
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether this symbolic tensor lives in host memory (it was moved there)."""
+        if not self.host:
+            return False
+        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper lies where what it wraps lies
+            return self.on_host(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
+        return tensor.layout == torch.strided and self.host.holds(tensor)
+
+    def mark_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
+        """This symbolic tensor lives in host memory: it takes nothing from the GPU."""
+        if tensor.untyped_storage()._cdata not in self._live:
+            self.host.add(tensor, pinned=pinned)
+
+    @property
+    def has_host_tensors(self) -> bool:
+        """Whether any symbolic tensor lives in host memory: only then does an operator's place need a look."""
+        return bool(self.host)
+
+    # --- where it came from -------------------------------------------------------------------------------
+
+    def module_now(self) -> str:
+        """Path of the module whose forward, or whose backward, is running; "" outside any."""
+        if not self.in_backward or len(self.modules) > 1:
+            return self.modules[-1]
+        node = torch._C._current_autograd_node()
+        if self._nodes and node is not None:
+            at = bisect_left(self._nodes, node._sequence_nr())
+            if at < len(self._nodes):
+                return self._node_origins[at][0]
+        return self.modules[-1]
+
+    def _origin(self) -> tuple[str, str]:
+        if self.in_backward:
+            return self._backward_origin()
+        module, source = self.modules[-1], self.source()
+        if torch.is_grad_enabled():
+            self._remember_node(module, source)
+        return module, source
+
+    def _remember_node(self, module: str, source: str) -> None:
+        # The autograd node of the operator that is running was numbered just before the operator began.
+        node = torch._C._autograd._get_sequence_nr() - 1
+        if not self._nodes or node > self._nodes[-1]:
+            self._nodes.append(node)
+            self._node_origins.append((module, source))
+
+    def _backward_origin(self) -> tuple[str, str]:
+        """The module and line whose forward made the node that runs now (nodes carry sequence numbers)."""
+        if len(self.modules) > 1:  # a recomputation runs the module's own forward again
+            return self.modules[-1], self.source()
+        node = torch._C._current_autograd_node()
+        if self._nodes and node is not None:
+            at = bisect_left(self._nodes, node._sequence_nr())
+            if at < len(self._nodes):
+                return self._node_origins[at]
+        return self.modules[-1], self.source()
+
+    def source(self) -> str:
+        """Where the innermost frame that is neither torch's nor ours stands, as "folder/file.py:123"; "" if nowhere."""
+        frame: FrameType | None = sys._getframe(1)
+        labels = self._labels
+        while frame is not None:
+            code = frame.f_code
+            if code in labels:
+                label = labels[code]
+            else:
+                label = labels[code] = _label(frame)
+            if label is not None:
+                return f"{label}:{frame.f_lineno}" if label else ""
+            frame = frame.f_back
+        return ""
+
+    def note(self, message: str, operator: str = "", tier: Tier | None = None) -> None:
+        """Remember something the reader must know; ``tier`` lowers the answer's tier, never raises it."""
+        self.notes[Note(message, self.source(), operator)] = None
+        order: tuple[Tier, ...] = ("symbolic", "partly symbolic", "formula")
+        if tier is not None and order.index(tier) > order.index(self.tier):
+            self.tier = tier
+
+    # --- result -------------------------------------------------------------------------------------------
+
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks, with exact sizes of this batch size."""
+        made = []
+        for index, (size, category) in enumerate(zip(self._sizes, self._categories, strict=True)):
+            module, source, operator = self._origins[index]
+            gate = self._gates.get(index)
+            made.append(
+                Block(
+                    Affine(size, 0),
+                    category or "temporaries",
+                    module,
+                    source,
+                    operator,
+                    None if gate is None else Gate(Affine(gate[0], 0), gate[1]),
+                    index in self._optional,
+                )
+            )
+        return tuple(made)
+
+
+def _label(frame: FrameType) -> str | None:
+    """The file of a frame's code; None: look further out; "": the trace itself began here, look no further."""
+    code = frame.f_code
+    name = code.co_filename
+    if str(frame.f_globals.get("__name__")).startswith(_ADAPTERS):
+        return None
+    if code.co_name == "run_step" and name.startswith(_OWN_ROOT):
+        return ""
+    if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
+        return None
+    return "/".join(Path(name).parts[-2:])

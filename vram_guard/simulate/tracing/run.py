@@ -1,0 +1,330 @@
+"""Two consecutive training steps on symbolic tensors, in the order in which a training loop does things."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
+from vram_guard.simulate.device.data_dependent import Questions
+from vram_guard.simulate.device.fake_cuda import Pretence, is_symbolic, pretend_cuda, replaced
+from vram_guard.simulate.operators.autocast import cuda_autocast
+from vram_guard.simulate.operators.composite_ops import cuda_composites
+from vram_guard.simulate.private_api import check_torch
+from vram_guard.simulate.tracing.dispatch import SymbolicMode, device_of_factories
+from vram_guard.simulate.tracing.interrupts import Interrupts, interrupts_held_back
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states
+from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_followed
+from vram_guard.simulate.tracing.substitution import (
+    build_symbolically,
+    check_module,
+    process_state_restored,
+    symbolic_model,
+)
+from vram_guard.step import TrainingStep
+from vram_guard.techniques import install
+from vram_guard.techniques.placing import import_libraries, optimizer_for, place
+from vram_guard.timeline import Timeline
+
+_META = torch.device("meta")
+
+#: DistributedDataParallel's default buckets: the first of 1 MiB, then 25 MiB each (``bucket_cap_mb``).
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
+
+_one_at_a_time = threading.Lock()
+
+
+def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> Timeline:
+    """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
+
+    Raises:
+        UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
+        Exception: whatever the user's own code raises, unchanged.
+    """
+    if step.runner is not None:
+        return step.runner(step, batch_size, capability)
+    with _alone() as interrupts:
+        return _Run(step, batch_size, capability, interrupts).timeline()
+
+
+def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> TrainingStep:
+    """The step with its model built, symbolically, so that several traces share it."""
+    if isinstance(step.model, nn.Module):
+        return step
+    with _alone() as interrupts:
+        return step.with_(model=_Run(step, 1, capability, interrupts).build())
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[Interrupts]:
+    """One trace at a time, in a process that afterwards is as before."""
+    check_torch()
+    # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
+    importlib.import_module("torch._dynamo")
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UnsupportedStepError("a trace is running already; traces cannot be nested or run in two threads")
+    try:
+        with (
+            interrupts_held_back() as interrupts,
+            process_state_restored(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _garbage_collector_paused(),
+        ):
+            yield interrupts
+    finally:
+        _one_at_a_time.release()
+
+
+@contextlib.contextmanager
+def _fake_tensors_refused() -> Iterator[None]:
+    """Higher-order operators (flex_attention) make fake tensors of their operands, which symbolic ones cannot be."""
+    try:
+        yield
+    except AssertionError as error:
+        if "must be 'meta'" not in str(error):
+            raise
+        raise UnsupportedStepError(
+            "the step uses an operator that runs torch's own FakeTensorMode (flex_attention and other higher-order "
+            "operators): it cannot be followed symbolically"
+        ) from error
+
+
+@contextlib.contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    # When a cycle dies depends on the collector's counters: two traces must not differ by that.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Run:
+    """One trace: its recorder, its pretence, and the loop."""
+
+    def __init__(
+        self, step: TrainingStep, batch_size: int, capability: tuple[int, int], interrupts: Interrupts
+    ) -> None:
+        self.step = step
+        self.batch_size = batch_size
+        self.capability = capability
+        self.interrupts = interrupts
+        self.recorder = Recorder()
+        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, Questions(self.recorder))
+        self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
+        self.take_off: Callable[[], None] = lambda: None
+
+    def timeline(self) -> Timeline:
+        step = self.step
+        import_libraries(step.recipe)
+        with contextlib.ExitStack() as stack, self._as_if_on_cuda():
+            stack.callback(self.mode.journal.restore)
+            model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
+            check_module(model)
+            self._note_hooks(model)
+            # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
+            with (
+                symbolic_model(model, TRUE_DTYPES.get(step.precision)) as moved,
+                module_paths(model, self.recorder),
+                _eager(model, self.recorder),
+                self.mode,
+                _fake_tensors_refused(),
+            ):
+                self._train(model, moved)
+        return Timeline(
+            blocks=self.recorder.blocks(),
+            events=tuple(self.recorder.events),
+            phases=tuple(self.recorder.phases),
+            traced=(self.batch_size,),
+            tier=self.recorder.tier,
+            notes=tuple(self.recorder.notes),
+            compute_capability=self.capability,
+            precision=step.precision,
+            work=self.mode.meter.work(),
+            host_blocks=self.recorder.host.blocks(),
+            host_events=tuple(self.recorder.host.events),
+        )
+
+    def build(self) -> nn.Module:
+        """The model of the step's constructor, on symbolic parameters."""
+        with self._as_if_on_cuda():
+            return self._build(self.step.model)
+
+    @contextlib.contextmanager
+    def _as_if_on_cuda(self) -> Iterator[None]:
+        with (
+            device_of_factories(),
+            pretend_cuda(self.pretence, capability=self.capability),
+            cuda_composites(self.capability),
+            cuda_autocast(),
+        ):
+            yield
+
+    def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
+        """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
+        thrown_away, asked = Recorder(), self.pretence.questions
+        self.pretence.questions = Questions(thrown_away)  # initialisers look at what they have drawn
+        try:
+            with SymbolicMode(thrown_away, self.pretence, self.capability, self.interrupts):
+                return build_symbolically(constructor)
+        finally:
+            self.pretence.questions = asked
+
+    def _note_hooks(self, model: nn.Module) -> None:
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+            self.recorder.note("hooks on parameters (optimizer in backward) are not followed", tier="partly symbolic")
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def _train(self, model: nn.Module, moved: list[torch.Tensor]) -> None:
+        recorder = self.recorder
+        try:
+            with self._default_dtype(), self._sharding(model) as mesh:
+                self._set_up(model, moved, mesh)
+                optimizer = self._optimizer(model)
+                loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
+                try:
+                    loop.run()
+                except UnsupportedOperatorError as error:
+                    self._lower_bound(model, optimizer, str(error))
+                recorder.close()
+        finally:
+            recorder.close()
+            self.take_off()
+
+    @contextlib.contextmanager
+    def _default_dtype(self) -> Iterator[None]:
+        dtype = TRUE_DTYPES.get(self.step.precision)
+        before = torch.get_default_dtype()
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def _sharding(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        if not self.step.recipe.parameters_on_host:
+            return contextlib.nullcontext()
+        return fsdp_followed(model, self.recorder, self.pretence)
+
+    def _set_up(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
+        """Weights arrive on the GPU; DistributedDataParallel makes its buckets."""
+        recorder = self.recorder
+        recorder.phase("setup", 0)
+        self._place(model, moved, mesh)
+        for tensor in moved:
+            recorder.track(tensor, "")
+        recorder.classify(model.buffers(), "buffers")
+        recorder.classify(model.parameters(), "parameters")
+        if self.step.prepare is not None:
+            self.step.prepare(model)
+        self.take_off = install(model, self.step.recipe)
+        for parameter in model.parameters():
+            if parameter.requires_grad and not hasattr(parameter, "__tensor_flatten__"):
+                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+        if self.step.data_parallel_ranks > 1:
+            make_buckets(model, self.recorder)
+
+    def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
+        """What waits on the host never takes the GPU's memory for longer than it is used."""
+        recipe = self.step.recipe
+        waiting = [model.get_submodule(name).parameters() for name in recipe.frozen_on_host]
+        for tensor in moved if recipe.parameters_on_host else itertools.chain(*waiting):
+            self.recorder.mark_host(tensor)
+        if recipe.parameters_on_host:
+            moved.clear()  # what FSDP replaces dies, as for real
+            self.recorder.note(STREAMS)
+        place(model, recipe, "cuda", self.step.precision, mesh)
+        for name in recipe.frozen_on_host:
+            for parameter in model.get_submodule(name).parameters():
+                self.mode.waiting[parameter.untyped_storage()._cdata] = name
+
+    def _new_gradient(self, parameter: torch.Tensor) -> None:
+        self.recorder.classify([parameter.grad], "gradients")
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
+        if self.step.optimizer is None or not any(p.requires_grad for p in model.parameters()):
+            return None
+        optimizer = optimizer_for(self.step.optimizer(model.parameters()), self.step.recipe)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all(is_symbolic(p) for p in own):
+            raise UnsupportedStepError(
+                "optimizer(parameters) returned an optimizer over other parameters than those it was given; a trace "
+                "must not train them. Build it inside the callable: lambda parameters: torch.optim.AdamW(parameters)"
+            )
+        return optimizer
+
+    def _lower_bound(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, why: str) -> None:
+        """The step could not be followed: weights, gradients and optimizer state are known all the same."""
+        self.recorder.note(f"{why}. What follows from there on is not counted", tier="formula")
+        if optimizer is None:
+            return
+        self.recorder.phase("backward", 1, "gradients")
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+                self.recorder.track(parameter.grad, "")
+        self.recorder.classify([p.grad for p in model.parameters()], "gradients")
+        self.recorder.phase("optimizer", 1)
+        optimizer.step()
+        classify_states(self.recorder, optimizer)
+
+
+def make_buckets(model: nn.Module, recorder: Recorder) -> None:
+    """DistributedDataParallel's gradient buckets, which stay for the whole training."""
+    pending, limit = 0, _FIRST_BUCKET
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        pending += parameter.numel() * parameter.element_size()
+        if pending >= limit:
+            recorder.permanent(pending, "DistributedDataParallel", "gradients")
+            pending, limit = 0, _BUCKET
+    if pending:
+        recorder.permanent(pending, "DistributedDataParallel", "gradients")
+
+
+@contextlib.contextmanager
+def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """While the block runs, the recorder knows which module's forward is running."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    stack = recorder.modules
+    original = nn.Module.__call__
+
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = paths.get(id(self))
+        if path is None:
+            path = type(self).__name__
+        stack.append(path)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            stack.pop()
+
+    with replaced(nn.Module, {"__call__": called}):
+        yield
+
+
+@contextlib.contextmanager
+def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """What is compiled runs uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
+    compiled = [m for m in model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None]
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    if compiled:
+        recorder.note("torch.compile is not followed: counted as eager", tier="partly symbolic")
+        if set_stance is None:
+            raise UnsupportedStepError("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+    with set_stance("force_eager") if set_stance is not None else contextlib.nullcontext():
+        yield

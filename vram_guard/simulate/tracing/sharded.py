@@ -1,0 +1,145 @@
+"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does beside operators is followed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.simulate.device.fake_cuda import Pretence, replaced
+from vram_guard.simulate.private_api import FSDP_NAMES, missing_names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.simulate.tracing.recorder import Recorder
+
+
+#: What a trace cannot see of it, for the reader of a prediction.
+STREAMS = (
+    "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps apart: reserved "
+    "memory can be higher than said by the gradients of the largest module"
+)
+
+
+@contextlib.contextmanager
+def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence, ranks: int = 1) -> Iterator[Any]:
+    """While the block runs, ``fully_shard`` on the model is followed; afterwards torch has forgotten the model.
+
+    Args:
+        model: what is sharded.
+        recorder: of the trace.
+        state: of the trace.
+        ranks: processes over which the model is sharded; this one is the first of them.
+
+    Yields:
+        A device mesh of so many processes, whose collectives do nothing.
+
+    Raises:
+        UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
+    """
+    missing = missing_names(FSDP_NAMES)
+    if missing:
+        raise UnsupportedTechniqueError(
+            f"parameters_on_host cannot be traced: torch {torch.__version__} has no "
+            + ", ".join(name.path.replace(":", ".") for name in missing)
+        )
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed import _composable_state
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(torch.UntypedStorage, {"resize_": _resize(recorder)}))
+        stack.enter_context(replaced(FakeTensorMode, _shapes_only(state)))
+        # The mesh that `fully_shard` makes where it is given none.
+        stack.enter_context(replaced(torch._C, {"_get_accelerator": lambda *_args: torch.device("cuda")}))
+        if hasattr(torch, "accelerator"):  # FSDP asks it for a stream where gradients are carried to the host last
+            stack.enter_context(replaced(torch.accelerator, _accelerator_answers()))
+        stack.enter_context(
+            replaced(_fsdp_param.FSDPParam, {"init_unsharded_param": _named(recorder, _fsdp_param.FSDPParam)})
+        )
+        for module in model.modules():
+            stack.callback(_composable_state._module_state_mapping.pop, module, None)
+        yield stack.enter_context(_mesh_of(ranks))
+
+
+def _accelerator_answers() -> dict[str, Any]:
+    """``torch.accelerator`` answers as ``torch.cuda`` does."""
+    return {
+        "is_available": lambda: True,
+        "current_accelerator": lambda *_args, **_kwargs: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "current_stream": lambda *_args: torch.cuda.current_stream(),
+    }
+
+
+def _resize(recorder: Recorder) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+    """FSDP frees and takes unsharded parameters' memory by resizing storages (``free_storage``, ``alloc_storage``)."""
+    original = torch._C.StorageBase.resize_  # type: ignore[attr-defined]
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        original(self, size)
+        recorder.storage_resized(self)
+        return self
+
+    return resize_
+
+
+def _shapes_only(state: Pretence) -> dict[str, Any]:
+    """DTensor derives the shapes of its results within a ``FakeTensorMode``: no memory of the step's.
+
+    The trace's own mode is asked before that one, whichever was entered last.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    enter, leave = FakeTensorMode.__enter__, FakeTensorMode.__exit__
+
+    def entered(self: Any) -> Any:
+        state.shapes_only += 1
+        return enter(self)
+
+    def left(self: Any, *error: Any) -> Any:
+        state.shapes_only -= 1
+        return leave(self, *error)
+
+    return {"__enter__": entered, "__exit__": left}
+
+
+def _named(recorder: Recorder, kind: Any) -> Callable[[Any], None]:
+    """The unsharded parameter is a parameter, and what autograd stores there a gradient."""
+    original = kind.init_unsharded_param
+
+    def init_unsharded_param(self: Any) -> None:
+        first = not hasattr(self, "_unsharded_param")
+        original(self)
+        recorder.classify(self.all_gather_outputs, "parameters")
+        if first and self._unsharded_param.requires_grad:
+            self._unsharded_param.register_post_accumulate_grad_hook(
+                lambda parameter: recorder.classify([parameter.grad], "gradients")
+            )
+
+    return init_unsharded_param
+
+
+@contextlib.contextmanager
+def _mesh_of(ranks: int) -> Iterator[Any]:
+    """A process group whose collectives do nothing: what other processes would send has no values either."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        group = dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True)
+        try:
+            yield DeviceMesh.from_group(group, "cuda")
+        finally:
+            dist.destroy_process_group(group)
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cuda", (ranks,))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,260 @@
+"""The user's objects are lent to a trace and come back bit-identical: symbolic stand-ins in, everything restored."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.simulate.device.fake_cuda import is_dense
+
+_CONTAINERS = (list, dict, set, deque, tuple)
+
+
+@contextlib.contextmanager
+def process_state_restored() -> Iterator[None]:
+    """RNG of torch, NumPy and Python, default dtype and device, and torch's switches (below): as before."""
+    torch_rng = torch.get_rng_state()
+    python_rng = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_rng = numpy.random.get_state() if numpy is not None else None
+    default_dtype = torch.get_default_dtype()
+    grad_enabled = torch.is_grad_enabled()
+    default_device = _default_device()
+    switches = [(setter, getter()) for getter, setter in _switches()]
+    try:
+        yield
+    finally:
+        for setter, value in switches:
+            setter(value)
+        if _default_device() != default_device:
+            _set_default_device(default_device)
+        torch.set_grad_enabled(grad_enabled)
+        torch.set_default_dtype(default_dtype)
+        if numpy is not None:
+            numpy.random.set_state(numpy_rng)
+        random.setstate(python_rng)
+        torch.set_rng_state(torch_rng)
+
+
+def _default_device() -> torch.device | None:
+    """What ``torch.set_default_device`` was last told; None where it never was."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _set_default_device(device: torch.device | None) -> None:
+    torch.set_default_device(device)
+    if device is None and hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context  # torch 2.4 cannot read the None that it leaves there
+
+
+def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Getter and setter of each global switch that a training step may touch."""
+    for kind in ("cuda", "cpu"):
+        yield partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+        yield partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
+    yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    yield torch.is_anomaly_enabled, torch.set_anomaly_enabled
+    yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    for name in ("benchmark", "deterministic", "enabled", "allow_tf32"):
+        yield partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)
+    sdp = torch.backends.cuda
+    yield sdp.flash_sdp_enabled, sdp.enable_flash_sdp
+    yield sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp
+    yield sdp.math_sdp_enabled, sdp.enable_math_sdp
+    yield sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp
+
+
+def check_module(model: nn.Module) -> None:
+    """Refuse models that are no plain torch modules, before anything is touched.
+
+    Raises:
+        UnsupportedStepError: lazy modules whose shapes are not known yet, sharded or quantised parameters.
+    """
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):
+            raise UnsupportedStepError(
+                f"{path or 'the model'} is wrapped in {kind}, which cannot be run symbolically; give vram_guard the "
+                "model before it is wrapped"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise UnsupportedStepError(
+                f"{name} belongs to a lazy module whose shape is not known yet; run one real batch through the "
+                "model (on the CPU) or replace Lazy* layers by their sized kin"
+            )
+        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around other tensors: DTensor, quantised weights
+            raise UnsupportedStepError(
+                f"{name} is a {type(tensor).__name__}, which cannot be run symbolically; give vram_guard the model "
+                "before it is sharded or quantised"
+            )
+
+
+class Substitution:
+    """Symbolic stand-ins for the parameters and buffers of a module, by identity, so that ties stay ties."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The symbolic twin of a tensor, made at its first mention."""
+        known = self._made.get(id(tensor))
+        if known is None:
+            known = self._made[id(tensor)] = (tensor, self._make(tensor))
+        return known[1]
+
+    def known(self, value: Any) -> torch.Tensor | None:
+        """The twin of a tensor that has one already."""
+        found = self._made.get(id(value))
+        return None if found is None else found[1]
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if is_dense(tensor):
+            twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
+        else:
+            twin = torch.empty(tensor.size(), dtype=dtype, device="meta")
+        return self._dressed(tensor, twin)
+
+    def _dressed(self, tensor: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        elif tensor.requires_grad and tensor.is_leaf:
+            twin.requires_grad_()
+        for name, value in vars(tensor).items():
+            setattr(twin, name, value)
+        return twin
+
+    def flatten_rnn(self, module: nn.RNNBase) -> None:
+        """CuDNN keeps all weights of an RNN in one buffer (``flatten_parameters`` on moving to the GPU)."""
+        weights = [p for p in module._parameters.values() if p is not None]
+        if len({id(weight) for weight in weights}) != len(weights) or any(self.known(w) is not None for w in weights):
+            return
+        dtype = self._dtype or weights[0].dtype
+        flat = torch.empty(sum(weight.numel() for weight in weights), dtype=dtype, device="meta")
+        offset = 0
+        for weight in weights:
+            view = flat[offset : offset + weight.numel()].view(weight.shape)
+            offset += weight.numel()
+            self._made[id(weight)] = (weight, self._dressed(weight, view.detach()))
+
+
+@contextlib.contextmanager
+def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[list[torch.Tensor]]:
+    """The module with symbolic parameters and buffers; afterwards every module's attributes are as they were.
+
+    Attributes that hold the same tensors (``_flat_weights`` of RNNs, lists of parameters) follow. Lists, dicts and sets
+    that modules keep are copied before and put back after, so that what a forward pass appends is gone again.
+
+    Yields:
+        The symbolic parameters and buffers in the order in which ``module.to("cuda")`` would move them.
+    """
+    modules = list(model.modules())
+    saved = [(module, type(module), dict(vars(module)), _contents(module)) for module in modules]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield _substituted(modules, Substitution(dtype))
+    finally:
+        for module, kind, attributes, contents in saved:
+            if type(module) is not kind:  # FSDP gives a module a class of its own
+                module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, content in contents:
+                _refill(container, content)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:  # the user's own code may know the real parameters
+                parameter.grad = gradient
+
+
+def _substituted(modules: list[nn.Module], substitution: Substitution) -> list[torch.Tensor]:
+    """Put stand-ins into the modules; only these and the result hold them, so that they die with their use."""
+    moved: list[torch.Tensor] = []
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            substitution.flatten_rnn(module)
+        for kind in ("_parameters", "_buffers"):
+            own = getattr(module, kind)
+            module.__dict__[kind] = {
+                name: None if tensor is None else substitution.stand_in(tensor) for name, tensor in own.items()
+            }
+            moved += [tensor for tensor in module.__dict__[kind].values() if tensor is not None]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                follows = _followed(value, substitution)
+                if follows is not value:
+                    module.__dict__[name] = follows
+    return moved
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The mutable containers among a module's attributes, nested ones too, each with a copy of what it holds."""
+    found: list[tuple[Any, Any]] = []
+    pending: list[Any] = [value for name, value in vars(module).items() if name != "_modules"]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or not isinstance(value, _CONTAINERS):
+            continue
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            found.append((value, value.copy()))
+        pending += value.values() if isinstance(value, dict) else value
+    # The modules themselves are restored as they are, but which of them there are may change.
+    return [*found, (module._modules, module._modules.copy())]
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, deque):
+        container.clear()
+        container.extend(content)
+    elif isinstance(container, list):
+        if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+            container[:] = content
+    elif isinstance(container, dict):
+        if list(container) != list(content) or any(container[key] is not content[key] for key in content):
+            container.clear()
+            container.update(content)
+    elif container != content:
+        container.clear()
+        container.update(content)
+
+
+def _followed(value: Any, substitution: Substitution) -> Any:
+    """``value`` with every tensor that has a twin replaced by it; the value itself where there is none."""
+    if isinstance(value, torch.Tensor):
+        twin = substitution.known(value)
+        return value if twin is None else twin
+    if type(value) in (list, tuple):
+        items = [_followed(item, substitution) for item in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if type(value) is dict:
+        items_by_key = {key: _followed(item, substitution) for key, item in value.items()}
+        return items_by_key if any(items_by_key[key] is not value[key] for key in value) else value
+    return value
+
+
+def build_symbolically(constructor: Any) -> nn.Module:
+    """Call a model's constructor so that its weights take no memory.
+
+    Raises:
+        UnsupportedStepError: what the callable returned is no ``nn.Module``.
+    """
+    with torch.device("meta"):
+        model = constructor()
+    if not isinstance(model, nn.Module):
+        raise UnsupportedStepError(f"model() returned a {type(model).__name__}, not an nn.Module")
+    return model
