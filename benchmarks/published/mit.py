@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.harness.networks.convolutional import conv_bn
+
 HEADS = (1, 2, 5, 8)
 REDUCTIONS = (8, 4, 2, 1)
 """Keys and values are taken from a map smaller by this factor."""
@@ -197,8 +199,8 @@ class Head(nn.Module):
 
     def __init__(self, size: Size, classes: int) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(_pointwise(size.width * heads, HEAD_WIDTH) for heads in HEADS)
-        self.fuse = _pointwise(4 * HEAD_WIDTH, HEAD_WIDTH)
+        self.convs = nn.ModuleList(conv_bn(size.width * heads, HEAD_WIDTH, 1) for heads in HEADS)
+        self.fuse = conv_bn(4 * HEAD_WIDTH, HEAD_WIDTH, 1)
         self.dropout = nn.Dropout2d(0.1)
         self.classify = nn.Conv2d(HEAD_WIDTH, classes, 1)
 
@@ -227,10 +229,6 @@ class SegFormer(nn.Module):
         _, found = logits.detach().topk(1, dim=1)
         found.transpose(0, 1).eq(labels.unsqueeze(0)).sum()
         return loss
-
-
-def _pointwise(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 def _to_map(x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

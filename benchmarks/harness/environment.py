@@ -1,4 +1,4 @@
-"""What the machine is: GPU, driver, libraries, and how much of the GPU is in use, read outside any CUDA context."""
+"""The machine and its software: GPU, driver, libraries, and the GPU memory in use, read outside any CUDA context."""
 
 from __future__ import annotations
 
@@ -7,11 +7,70 @@ import platform
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
-from benchmarks.gpu.records import Machine
-
 MIB = 2**20
+
+#: Libraries whose releases change what a step takes.
+LIBRARIES = ("torch", "transformers", "torchvision", "timm", "peft", "diffusers")
+
+#: For every worker. The first keeps torch.cuda.is_available() from opening CUDA in a process that others are forked
+#: from; nothing is downloaded; warnings about ways of training say nothing about memory.
+QUIET = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a GPU. Sizes in bytes."""
+
+    gpu: str
+    torch: str
+    python: str
+    transformers: str
+    cuda: str
+    driver: str
+    cudnn: int
+    compute_capability: list[int]
+    multiprocessors: int
+    total: int
+    """As ``torch.cuda.mem_get_info`` says."""
+    free: int
+    """The same, right after the CUDA context was made: what the allocator could reserve at most."""
+    used_before: int | None
+    """By anybody, before the process, as NVML counts."""
+    context: int | None
+    """Taken by the CUDA context, as NVML counts."""
+
+
+def version(distribution: str) -> str:
+    """The installed release, "" where there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def libraries() -> dict[str, str]:
+    """Python's version and those of the installed libraries that matter."""
+    found = {name: version(name) for name in LIBRARIES}
+    return {"python": platform.python_version(), **{name: each for name, each in found.items() if each}}
+
+
+def environment() -> dict[str, Any]:
+    """Python, torch and cores; GPU and driver where there is one."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+    driver = driver_version()
+    return {**found, "gpu": _through_smi("name") or "", "driver": driver} if driver else found
 
 
 def device_used() -> int | None:
@@ -73,7 +132,7 @@ def machine(used_before: int | None, device: str) -> Machine:
     common: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
         "cuda": torch.version.cuda or "",
         "driver": driver_version(),
     }
@@ -96,15 +155,6 @@ def machine(used_before: int | None, device: str) -> Machine:
         used_before=used_before,
         context=used - used_before if used is not None and used_before is not None else None,
     )
-
-
-def _version(distribution: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 def folder_name(found: Machine) -> str:
