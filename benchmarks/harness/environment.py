@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from vram_guard import VramGuardError
+from vram_guard.budget.nvml import NvmlUnavailableError, read_device
+
 MIB = 2**20
 
 #: Libraries whose releases change what a step takes.
@@ -78,8 +81,12 @@ def device_used() -> int | None:
 
     Through nvidia-ml-py where that is installed, else through nvidia-smi. Neither makes a CUDA context.
     """
-    used = _through_pynvml()
-    return used if used is not None else _smi_mebibytes("memory.used")
+    try:
+        device = read_device(0)
+    except (NvmlUnavailableError, VramGuardError):
+        used = _through_smi("memory.used")
+        return int(used) * MIB if used is not None and used.isdigit() else None
+    return None if device.unified else device.total - device.free
 
 
 def driver_version() -> str:
@@ -87,37 +94,12 @@ def driver_version() -> str:
     return _through_smi("driver_version") or ""
 
 
-def _through_pynvml() -> int | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(_first_visible())
-            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-
-
-def _first_visible() -> int:
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    return int(first) if first.isdigit() else 0
-
-
-def _smi_mebibytes(field: str) -> int | None:
-    text = _through_smi(field)
-    return int(text) * MIB if text is not None and text.isdigit() else None
-
-
 def _through_smi(field: str) -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [program, f"--id={_first_visible()}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+    command = [program, f"--id={first}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
