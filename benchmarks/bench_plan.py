@@ -1,4 +1,4 @@
-"""How long does planning take? Every technique allowed, a budget far too small for the step as written.
+"""Seconds of planning: every technique allowed, a budget far too small for the step as written.
 
 Each plan is made in a worker of its own. Seconds contain building the model, all traces and the search; they exclude
 imports, also those that torch does on first use. "cpu" is processor time, which other work on the machine hardly

@@ -1,4 +1,4 @@
-"""How fast is a trace, beside PyTorch's own MemTracker and beside bare FakeTensorMode?
+"""Seconds of a trace, beside PyTorch's own MemTracker and beside bare FakeTensorMode.
 
 Every measurement runs in a worker of its own, on the same model, the same batch and the same AdamW:
 

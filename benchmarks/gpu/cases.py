@@ -57,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What tables call it; unique in the suite."""
+        """The case's name in tables; unique in the suite."""
         size = f"fill{self.fill:g}" if self.fill else f"b{self.batch_size}"
         parts = [self.network, size, self.precision, self.optimizer]
         parts += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
@@ -86,7 +86,7 @@ class Case:
         )
 
     def same_step(self) -> tuple[tuple[str, Any], ...]:
-        """What decides the trace: equal for cases that differ in batch size or in the allocator only."""
+        """The settings that decide the trace: equal for cases that differ in batch size or in the allocator only."""
         aside = {"batch_size", "fill", "allocator", "history", "seconds", "tf32"}
         return tuple((name, value) for name, value in asdict(self).items() if name not in aside)
 

@@ -117,7 +117,7 @@ def _as_segment(segment: _Segment, where: str) -> dict[str, Any]:
 
 
 def library_workspaces(snapshot: Mapping[str, Any], first_after: int, device: int = 0) -> list[dict[str, Any]]:
-    """Which blocks were cuBLAS's workspaces: those that were freed when the workspaces were given up.
+    """The blocks that were cuBLAS's workspaces: those that were freed when the workspaces were given up.
 
     Args:
         snapshot: taken after ``torch._C._cuda_clearCublasWorkspaces()``.

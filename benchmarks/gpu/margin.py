@@ -1,4 +1,4 @@
-"""How far predictions fall short, and the safety margin that follows from it.
+"""The shortfall of predictions, and the safety margin that follows from it.
 
     python -m benchmarks.gpu.margin [--write] FILE [FILE ...]
 
@@ -77,12 +77,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def is_sure(rows: int) -> bool:
-    """Whether so many rows would show one beyond the true percentile, if they were drawn alike."""
+    """True where so many rows, drawn alike, would show one beyond the true percentile."""
     return 1 - DEFAULT_QUANTILE**rows >= CONFIDENCE
 
 
 def as_json(rows: Sequence[Row], made: str) -> dict[str, Any]:
-    """What ``margins.json`` holds; ``made`` is the date.
+    """The contents of ``margins.json``; ``made`` is the date.
 
     Raises:
         InvalidInputError: too few rows.

@@ -43,7 +43,7 @@ class Measured:
     """After every iteration, so far: [max_memory_allocated, max_memory_reserved, number of allocations]."""
     updates: int = 0
     skipped_updates: int = 0
-    """What a GradScaler refused."""
+    """Updates that a GradScaler refused."""
     free: int | None = None
     """After the context was made, before anything was allocated."""
     used_before: int | None = None
@@ -53,7 +53,7 @@ class Measured:
     outside: int | None = None
     """Taken by the process between context and end beside what the allocator reserved: kernels, library handles."""
     alloc_retries: int = 0
-    """How often the allocator gave back its cache because the device was full."""
+    """Times that the allocator gave back its cache because the device was full."""
     workspaces: list[dict[str, Any]] | None = None
     """cuBLAS's workspaces that lived to the end: size, stream, thread, allocations_before."""
     has_history: bool = False

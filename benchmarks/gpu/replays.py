@@ -60,7 +60,7 @@ def _difference(followed: Comparison) -> str:
 
 
 def requests(measured: Measured, recording: Recording, timeline: Timeline) -> str:
-    """Where the predicted requests of the first two updates leave the recorded ones, and which are too many."""
+    """The predicted requests of the first two updates beside the recorded ones: common beginning, and differences."""
     if measured.status != "ok" or len(measured.peaks) < 2 or measured.skipped_updates:
         return "not comparable"
     exact = timeline.exact(measured.batch_size)

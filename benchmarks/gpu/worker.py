@@ -86,7 +86,7 @@ def run_case(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the device was full: the allocator's own error, or a library that could not get its part."""
+    """True where the device was full: the allocator's own error, or a library that could not get its part."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
 
 
@@ -134,7 +134,7 @@ class _OnCuda:
         return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), allocations]
 
     def after(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What the device shows at the end; the history, and which blocks were cuBLAS's workspaces."""
+        """The state of the device at the end; the history, and which blocks were cuBLAS's workspaces."""
         torch.cuda.synchronize()
         still_free, _ = torch.cuda.mem_get_info()
         found: dict[str, Any] = {

@@ -24,5 +24,5 @@ def chosen(names: Iterable[str], words: Sequence[str]) -> list[str]:
 
 
 def is_chosen(name: str, words: Sequence[str]) -> bool:
-    """Whether the name contains one of the words, or there are no words."""
+    """True where the name contains one of the words, or there are no words."""
     return not words or any(word in name for word in words)

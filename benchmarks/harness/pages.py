@@ -37,7 +37,7 @@ def write_pages(name: str, languages: Mapping[str, Texts], page: Callable[[Texts
 
 
 def machine(results: Results) -> str:
-    """Where the results were made."""
+    """The machine that the results were made on."""
     found = results.environment
     return f"torch {found['torch']}, Python {found['python']}, CPU x {found['cores']}"
 

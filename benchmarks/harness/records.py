@@ -33,11 +33,11 @@ class Row:
     predicted: int | None
     """None: there is no answer; ``reason`` says why."""
     tier: str
-    """How our answer came about: "symbolic", "partly symbolic" or "formula"; "" where the answer is not ours."""
+    """The tier of our answer: "symbolic", "partly symbolic" or "formula"; "" where the answer is not ours."""
     seconds: float | None
     """That the answer took."""
     ran: bool | None = None
-    """Whether the step ran on that card; None: nothing was said about it. False: ``measured`` is no peak."""
+    """The step ran on that card; None: nothing was said about it. False: ``measured`` is no peak."""
     fits: bool | None = None
     """Our verdict; None where there is none to give."""
     tools: dict[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def has_peak(self) -> bool:
-        """Whether the peak of a whole step was measured, and counts."""
+        """True where the peak of a whole step was measured, and counts."""
         return bool(self.measured and self.predicted) and self.ran is not False and self.judged
 
     @property
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def right_verdict(self) -> bool | None:
-        """Whether it was said to fit where it did, and not to where it did not; None where one is not known."""
+        """True where our verdict is that of the run; None where one of them is not known."""
         return None if self.fits is None or self.ran is None else self.fits == self.ran
 
 
@@ -83,7 +83,7 @@ class Results:
     made_with: dict[str, dict[str, str]] = field(default_factory=dict)
     """Source -> library -> version."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """Where it was made: Python, torch, cores; GPU and driver where there was one."""
+    """Python, torch and cores of the machine; GPU and driver where there was one."""
 
     def add(self, other: Results) -> None:
         """Take over the rows of another run."""

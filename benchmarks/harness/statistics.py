@@ -79,7 +79,7 @@ def _line(tool: str, errors: list[float], right: list[bool], seconds: float | No
 
 
 class Shortfall(NamedTuple):
-    """How far the predictions of one tier fall short of the measurements."""
+    """The shortfall of one tier's predictions below the measurements."""
 
     tier: str
     rows: int
@@ -90,7 +90,7 @@ class Shortfall(NamedTuple):
     """The wanted percentile of the shortfall: a fraction."""
     largest: float
     confidence: float
-    """How probable it is that as many rows, drawn alike, would show one beyond the true percentile."""
+    """Probability that as many rows, drawn alike, would show one beyond the true percentile."""
 
 
 def shortfall(row: Row) -> float:

@@ -35,7 +35,7 @@ LONGEST_MESSAGE = 6000
 
 
 class Answer(NamedTuple):
-    """What a worker said."""
+    """The result of a worker, or the way in which it failed."""
 
     result: Any
     error: str
@@ -99,7 +99,7 @@ def _serve(connection: Any, job: Callable[..., Any], arguments: tuple[Any, ...])
 
 
 def _heard(receiver: Connection, limit: float | None) -> bytes | None:
-    """What the worker sent; b"" where it died first, None where it took too long."""
+    """The bytes that the worker sent; b"" where it died first, None where it took too long."""
     try:
         return receiver.recv_bytes() if receiver.poll(limit) else None
     except EOFError:

@@ -1,4 +1,4 @@
-"""What is planned for large models on small budgets, and what halving the batch until it fits would have done.
+"""Plans for large models on small budgets, beside halving the batch until it fits.
 
     python -m benchmarks.plans [--json FILE] [--only WORD ...] [--budgets AMOUNT ...] [--gpu NAME] [--out DIR]
 

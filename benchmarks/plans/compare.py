@@ -40,7 +40,7 @@ def rows(workload: Workload, budgets: list[str], gpu: str, say: Callable[[str], 
 
 
 def row(workload: Workload, budget: Budget, say: Callable[[str], None], name: str = "") -> Row:
-    """What is planned (the row's prediction is its peak) and what halving does; times relative to the step as written.
+    """The plan (the row's prediction is its peak) and the result of halving; times relative to the step as written.
 
     Args:
         workload: what is trained.

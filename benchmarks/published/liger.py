@@ -52,7 +52,7 @@ class Published(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How the row is called in the table."""
+        """The row's name in the table."""
         return f"{self.operator} {self.mode} {self.size} {self.gpu.split()[-1]}"
 
 

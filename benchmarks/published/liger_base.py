@@ -10,7 +10,7 @@ class Operator(nn.Module):
     """One operator with its inputs; a parameter is an input that wants a gradient, a buffer is one that does not."""
 
     keeps_graph = True
-    """Whether the benchmark asks backward to retain the graph."""
+    """The benchmark asks backward to retain the graph."""
 
     def wants(self, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         """An input that wants a gradient."""
@@ -21,7 +21,7 @@ class Operator(nn.Module):
         self.register_buffer(name, tensor)
 
     def gradient(self, output: Tensor) -> Tensor | None:
-        """What backward starts from; None: the output is a scalar."""
+        """The gradient that backward starts from; None: the output is a scalar."""
         return torch.randn_like(output)
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> None:

@@ -35,7 +35,7 @@ class Source:
     rows: Callable[[], Sequence[Any]]
     """Every row of the source's file."""
     name: Callable[[Any], str]
-    """How a row is called in the table."""
+    """A row's name in the table."""
     predict: Callable[[Any], list[Row]]
     """Raises NotReproducible where the row cannot be run here."""
 

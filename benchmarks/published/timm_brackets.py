@@ -63,7 +63,7 @@ class Harness:
 
 
 def name(row: Record) -> str:
-    """How a row is called in the table."""
+    """The row's name in the table."""
     return f"{row['model']} {row['layout']}"
 
 

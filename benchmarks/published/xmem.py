@@ -67,7 +67,7 @@ def rows() -> list[Record]:
 
 
 def name(row: Record) -> str:
-    """How a row is called in the table."""
+    """The row's name in the table."""
     gpu = row["gpu_name"].removeprefix("NVIDIA ").removeprefix("GeForce ")
     return f"{row['model'].split('/')[-1]} {row['optimizer']} {row['batch_size']} {gpu}"
 
