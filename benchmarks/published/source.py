@@ -94,8 +94,8 @@ def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None]
         found.rows += rows
         for row in rows:
             tell(told(row))
-    for reason, names in reasons.items():
-        found.not_reproduced[f"{source.title}: {_listed(names)}"] = reason
+    for why, names in reasons.items():
+        found.not_reproduced[f"{source.title}: {_listed(names)}"] = why
     return found
 
 
