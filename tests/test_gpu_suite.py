@@ -196,6 +196,18 @@ def dying():
     os._exit(3)
 
 
+def failing():
+    raise ValueError("no such thing")
+
+
+def test_a_job_that_fails_is_told_with_its_traceback():
+    answer = workers.ask(failing, limit=60)
+    assert answer.result is None
+    assert "in failing" in answer.error
+    with pytest.raises(RuntimeError, match="ValueError: no such thing"):
+        answer.checked()
+
+
 def test_a_case_that_hangs_is_ended():
     answer = workers.ask(sleepy, limit=0.5)
     assert answer.timed_out

@@ -13,8 +13,6 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.history import compacted, library_workspaces
 from benchmarks.harness import environment
 from benchmarks.harness.workers import LONGEST_MESSAGE
-from vram_guard import trace
-from vram_guard.timeline import largest_that_fits
 
 #: Optimizer steps of every case: the second is the first with optimizer state, the third shows whether the peak of
 #: reserved memory still moves.
@@ -45,6 +43,10 @@ def probes_of_operators() -> Any:
 def size_that_fills(case: Case, free: int, capability: tuple[int, int]) -> int:
     """The batch size at which the predicted peak takes ``case.fill`` of ``free`` bytes. Sees no GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Imported here: a process that measures holds nothing of the simulation.
+    from vram_guard import trace
+    from vram_guard.timeline import largest_that_fits
+
     timeline = trace(case.step(), compute_capability=capability)
     wanted = int(free * case.fill)
     return max(1, largest_that_fits(lambda size: timeline.replay(size).peak_reserved <= wanted, 2**20))
