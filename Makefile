@@ -55,9 +55,9 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a plan, and what the guard adds to an iteration
-	$(BIN)/python benchmarks/bench_trace.py
-	$(BIN)/python benchmarks/bench_plan.py
-	$(BIN)/python benchmarks/bench_mmengine.py
+	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_trace.py
+	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_plan.py
+	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_mmengine.py
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.measure
@@ -79,7 +79,7 @@ bench-published: $(STAMP) ## predict what others measured and published, beside 
 		--target $(PUBLISHED)/transformers-4.51.3 -r benchmarks/published/transformers-4.51.3.txt
 	test -d $(PUBLISHED)/torchvision || { $(PYTHON) -m venv $(PUBLISHED)/torchvision && \
 		$(PUBLISHED)/torchvision/bin/python -m pip install --quiet torch torchvision timm rich nvidia-ml-py; }
-	$(BIN)/python benchmarks/published --rows --libraries $(PUBLISHED) --json bench-published.json
+	PYTHONPATH=.:integrations $(BIN)/python benchmarks/published --rows --libraries $(PUBLISHED) --json bench-published.json
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"

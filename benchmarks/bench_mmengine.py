@@ -1,4 +1,4 @@
-"""What does the guard add to an iteration of MMEngine, once training has started?
+"""The time that the guard adds to an iteration of MMEngine, once training has started.
 
 A training whose step is next to nothing shows what an iteration costs around it, to the microsecond: with no guard,
 with the guard, with the guard and ``recover=True``. Put beside a real iteration (the bird's-eye view example, on this

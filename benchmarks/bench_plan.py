@@ -1,23 +1,27 @@
-"""How long does planning take? Every technique allowed, a budget far too small for the step as written.
+"""Seconds of planning: every technique allowed, a budget far too small for the step as written.
 
-Each plan is made in a fresh process. Seconds contain building the model, all traces and the search; they exclude
+Each plan is made in a worker of its own. Seconds contain building the model, all traces and the search; they exclude
 imports, also those that torch does on first use. "cpu" is processor time, which other work on the machine hardly
 changes. Exits with 1 where a plan takes longer than --limit.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-#: Case of benchmarks/models.py -> the budget that is planned for, and samples of the batch: two or more, so that
-#: accumulation is among the techniques.
+from benchmarks.harness.command import arguments_of
+from benchmarks.harness.environment import environment
+from benchmarks.harness.records import Results, Row, write
+from benchmarks.harness.workers import ask
+from benchmarks.harness.workloads import WORKLOADS
+from vram_guard import plan
+from vram_guard.plan.techniques import TECHNIQUES
+
+#: Workload -> the budget that is planned for, and samples of the batch: two or more, so that accumulation is among the
+#: techniques.
 ASKED = {"gpt2": ("4GiB", 8), "resnet50": ("2GiB", 64), "llama7b": ("24GiB", 4)}
 GPU = "A100 80GB"
 HOST_BUDGET = "256GiB"
@@ -25,89 +29,60 @@ LIMIT = 30.0
 
 
 def main() -> int:
-    """Measure everything and print it; or, as a worker, make one plan and print it as JSON."""
-    options = _options()
-    if options.worker:
-        print(json.dumps(_measure(options.worker)))
-        return 0
-    results = [_fastest(model, options.repeat) for model in options.models]
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    _print(results)
-    return int(any(result["seconds"] > options.limit for result in results))
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    """Measure everything and print it."""
+    parser = arguments_of("bench_plan.py", __doc__, json="everything measured")
     parser.add_argument("--models", nargs="+", default=list(ASKED), choices=list(ASKED))
     parser.add_argument("--repeat", type=int, default=1, help="fresh processes for each; the fastest counts")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
-    parser.add_argument("--worker", metavar="MODEL", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    results = Results(environment=environment())
+    for model in options.models:
+        runs = []
+        for number in range(options.repeat):
+            print(f"{model}, {number + 1} of {options.repeat}", file=sys.stderr, flush=True)
+            runs.append(Row(**ask(planned, model, limit=None).checked()))
+        results.rows.append(min(runs, key=lambda row: row.seconds or 0.0))
+    if options.json:
+        write(results, options.json)
+    _print(results.rows)
+    return int(any((row.seconds or 0.0) > options.limit for row in results.rows))
 
 
-def _measure(model: str) -> dict[str, Any]:
-    import torch._dynamo  # noqa: F401 - imported by the first optimizer step of any process
-    from models import CASES, adamw
-
-    from vram_guard import TrainingStep, plan
-    from vram_guard.plan.techniques import TECHNIQUES
-
-    case, (budget, batch_size) = CASES[model], ASKED[model]
-    case.prepare()
-    step = TrainingStep(model=case.build, batch=case.batch, loss=case.loss, optimizer=adamw)
+def planned(model: str) -> dict[str, Any]:
+    """In a worker: one plan."""
+    workload, (budget, size) = WORKLOADS[model], ASKED[model]
+    workload.prepare()
     said: list[str] = []
-    wall, cpu = time.perf_counter(), time.process_time()
-    made = plan(step, batch_size, budget, gpu=GPU, allow=TECHNIQUES, host_budget=HOST_BUDGET, progress=_heard_by(said))
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return {
-        "model": model,
-        "title": case.title.partition(",")[0],
-        "batch_size": batch_size,
-        "budget": budget,
-        "seconds": wall,
-        "cpu_seconds": cpu,
-        "traces": sum(line.startswith("tracing") for line in said),
-        "fits": made.fits,
-        "slowdown": made.slowdown,
-        "changes": [list(change) for change in made.changes()],
-    }
 
-
-def _heard_by(said: list[str]) -> Any:
-    def hear(line: str) -> None:
+    def heard(line: str) -> None:
         said.append(line)
         print(f"  {line}", file=sys.stderr, flush=True)
 
-    return hear
+    wall, cpu = time.perf_counter(), time.process_time()
+    made = plan(workload.step, size, budget, gpu=GPU, allow=TECHNIQUES, host_budget=HOST_BUDGET, progress=heard)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    details = {
+        "batch_size": size,
+        "cpu_seconds": cpu,
+        "traces": sum(line.startswith("tracing") for line in said),
+        "slowdown": made.slowdown,
+        "changes": [list(change) for change in made.changes()],
+    }
+    title = workload.title.partition(",")[0]
+    row = Row(title, budget, None, made.peak, made.estimate.tier, wall, fits=made.fits, details=details)
+    return asdict(row)
 
 
-def _fastest(model: str, repeat: int) -> dict[str, Any]:
-    runs = []
-    for number in range(repeat):
-        print(f"{model}, {number + 1} of {repeat}", file=sys.stderr, flush=True)
-        runs.append(_in_fresh_process(model))
-    return min(runs, key=lambda run: float(run["seconds"]))
-
-
-def _in_fresh_process(model: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", __file__, "--worker", model]
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True, text=True)
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
-
-
-def _print(results: list[dict[str, Any]]) -> None:
+def _print(rows: list[Row]) -> None:
     head = f"{'model':<14}{'batch':>6}{'budget':>8}{'seconds':>9}{'cpu s':>8}{'traces':>8}{'step time':>11}  plan"
     print(head, "-" * len(head), sep="\n")
-    for run in results:
-        time_ = f"x {run['slowdown']:.2f}" if run["fits"] else "-"
-        changes = "; ".join(f"{name}: {after}" for name, _, after in run["changes"]) or "nothing fits"
+    for row in rows:
+        facts = row.details
+        time_ = f"x {facts['slowdown']:.2f}" if row.fits else "-"
+        changes = "; ".join(f"{name}: {after}" for name, _, after in facts["changes"]) or "nothing fits"
         print(
-            f"{run['title']:<14}{run['batch_size']:>6}{run['budget']:>8}{run['seconds']:>9.1f}{run['cpu_seconds']:>8.1f}"
-            f"{run['traces']:>8}{time_:>11}  {changes}"
+            f"{row.source:<14}{facts['batch_size']:>6}{row.name:>8}{row.seconds:>9.1f}{facts['cpu_seconds']:>8.1f}"
+            f"{facts['traces']:>8}{time_:>11}  {changes}"
         )
 
 

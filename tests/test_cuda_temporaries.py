@@ -11,9 +11,9 @@ import torch
 from vram_guard import TrainingStep, trace
 from vram_guard.timeline import Timeline
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "published"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import liger
+from benchmarks.published import liger
 
 # One row for each rule; measured on A100, RTX 3090, RTX 4090 and B200 by others.
 ROWS = [

@@ -13,16 +13,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu import compare, margin, measure, probes, worker
+from benchmarks.gpu import compare, margin, measure, probes, replays, table, worker
 from benchmarks.gpu.cases import CASES, Case, find_cases
-from benchmarks.gpu.facts import folder_name
 from benchmarks.gpu.history import AUTOGRAD_THREAD, MAIN_THREAD, compacted, expanded, library_workspaces
 from benchmarks.gpu.loop import RealLoop
-from benchmarks.gpu.networks import NETWORKS
 from benchmarks.gpu.records import (
     HISTORIES,
     RESULTS,
-    Machine,
     Measured,
     Results,
     read_histories,
@@ -30,6 +27,11 @@ from benchmarks.gpu.records import (
     write_histories,
     write_results,
 )
+from benchmarks.harness import records, workers
+from benchmarks.harness.environment import Machine, folder_name
+from benchmarks.harness.networks import NETWORKS
+from benchmarks.harness.records import Row
+from benchmarks.harness.statistics import shortfalls
 from vram_guard import trace
 from vram_guard.allocator import AllocatorSettings, read_recording
 from vram_guard.allocator import compare as follow
@@ -182,29 +184,39 @@ def test_no_case_of_that_name(capsys):
     assert "no case contains 'nonsense'" in capsys.readouterr().err
 
 
-def sleepy(connection, job, arguments):
+def sleepy():
     import time
 
     time.sleep(60)
 
 
-def dying(connection, job, arguments):
+def dying():
     import os
 
     os._exit(3)
 
 
-def test_a_case_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(worker, "serve", sleepy)
-    answer = measure.run_child("case", (), 0.5)
+def failing():
+    raise ValueError("no such thing")
+
+
+def test_a_job_that_fails_is_told_with_its_traceback():
+    answer = workers.ask(failing, limit=60)
+    assert answer.result is None
+    assert "in failing" in answer.error
+    with pytest.raises(RuntimeError, match="ValueError: no such thing"):
+        answer.checked()
+
+
+def test_a_case_that_hangs_is_ended():
+    answer = workers.ask(sleepy, limit=0.5)
     assert answer.timed_out
     assert answer.result is None
     assert answer.seconds < 30
 
 
-def test_a_case_that_dies_is_told(monkeypatch):
-    monkeypatch.setattr(worker, "serve", dying)
-    answer = measure.run_child("case", (), 60)
+def test_a_case_that_dies_is_told():
+    answer = workers.ask(dying, limit=60)
     assert (answer.result, answer.timed_out) == (None, False)
     assert "exit code 3" in answer.error
 
@@ -212,7 +224,7 @@ def test_a_case_that_dies_is_told(monkeypatch):
 def test_the_batch_size_fills_what_it_should(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     case = Case("fno", fill=0.5, optimizer="adam")
-    size = worker._fill(case, 2 * GIB, (9, 0))
+    size = worker.size_that_fills(case, 2 * GIB, (9, 0))
     timeline = trace(case.step(), compute_capability=(9, 0))
     assert timeline.replay(size).peak_reserved <= GIB < timeline.replay(size + 1).peak_reserved
 
@@ -252,7 +264,7 @@ def pretended_gpu(monkeypatch, fno):
     monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda *_, **__: None)
     monkeypatch.setattr(cuda.memory, "_snapshot", taken)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: state.update(cleared=True), raising=False)
-    monkeypatch.setattr("benchmarks.gpu.facts.device_used", lambda: 11 * GIB)
+    monkeypatch.setattr("benchmarks.harness.environment.device_used", lambda: 11 * GIB)
     flags = (torch.backends.cudnn, torch.backends.cuda.matmul)  # the worker sets them
     before = [flag.allow_tf32 for flag in flags]
     yield
@@ -278,7 +290,7 @@ class PretendedLoop:
 def test_a_case_on_the_gpu_records_everything(pretended_gpu, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.loop.RealLoop", PretendedLoop)
     data, history = worker.run_case(FNO, 4, "cuda", GIB)
-    measured = worker.measured_from(FNO, json.loads(json.dumps(data)), 1.234)
+    measured = Measured(FNO, seconds=1.23, **json.loads(json.dumps(data)))
     assert measured.status == "ok"
     assert measured.peaks == [[2 * GIB, 3 * GIB, 99]] * 3
     assert (measured.used_before, measured.used_context, measured.used_after) == (GIB, 11 * GIB, 11 * GIB)
@@ -362,10 +374,10 @@ def test_exact_measurements_compare_as_exact(folder, capsys):
     printed = capsys.readouterr().out
     assert "verdicts: 1 of 1 right" in printed
     assert "histories: 1 of 1 replayed segment by segment" in printed
-    data = json.loads((folder / "compared.json").read_text())
-    (row,) = data["rows"]
-    assert row["predicted_reserved"] == row["measured_reserved"]
-    (history,) = data["histories"]
+    (row,) = records.read(folder / "compared.json").rows
+    assert row.predicted == row.measured
+    assert row.details["predicted_allocated"] == row.details["allocated"]
+    history = row.details["history"]
     assert history["recorded_reserved"] == history["followed_reserved"] == history["replayed_reserved"]
     assert history["requests"].startswith("all ")
 
@@ -376,8 +388,8 @@ def test_errors_have_their_sign_and_quantiles():
         as_if_measured(replace(FNO, batch_size=size, history=False), factor=factor)[0] for size, factor in sizes
     ]
     compared = compare.compare_results(Results(H100, measured))
-    assert [round(row.reserved_error, 6) for row in compared.rows] == [0, -0.2, 0, 0]
-    lines = "\n".join(compare.summary(compared))
+    assert [round(row.error, 6) for row in compared.rows] == [0, -0.2, 0, 0]
+    lines = "\n".join(table.summary(compared))
     assert "-20.00%  fno b2" in lines
     assert "symbolic: 20.00% (4 rows, 1 of them too low)" in lines
 
@@ -389,14 +401,14 @@ def test_verdicts_are_taken_under_the_memory_that_was_free(fno):
     failed = replace(measured, free=little, status="out of memory")
     wrong = replace(measured, status="out of memory", case=replace(FNO, batch_size=5), batch_size=5)
     compared = compare.compare_results(Results(H100, [ran, failed, wrong]))
-    assert [(row.said_to_fit, row.really_fits) for row in compared.rows] == [
+    assert [(row.fits, row.ran) for row in compared.rows] == [
         (False, True),
         (False, False),
         (True, False),
     ]
     assert [row.right_verdict for row in compared.rows] == [False, True, False]
-    assert compared.rows[0].reserved_error == 0  # told from a replay without the limit
-    assert "verdicts: 1 of 3 right" in "\n".join(compare.summary(compared))
+    assert compared.rows[0].error == 0  # told from a replay without the limit
+    assert "verdicts: 1 of 3 right" in "\n".join(table.summary(compared))
 
 
 def test_a_row_that_fails_is_told_and_the_rest_goes_on(folder, fno, capsys):
@@ -420,18 +432,19 @@ def test_a_history_that_differs_is_told(folder, fno):
     segment = next(s for s in history["segments"] if s["address"] == history["addr"][last])
     segment["blocks"].append([2**21, 0, "inactive"])
     compared = compare.compare_results(Results(H100, [fno[0]]), {FNO.name: history}, predict=False)
-    (row,) = compared.histories
-    assert not row.same_segments
-    assert f"recorded segment_alloc {history['size'][last]} bytes" in row.first_difference
-    assert "histories: 0 of 1" in "\n".join(compare.summary(compared))
+    (row,) = compared.rows
+    facts = row.details["history"]
+    assert not facts["same_segments"]
+    assert f"recorded segment_alloc {history['size'][last]} bytes" in facts["first_difference"]
+    assert "histories: 0 of 1" in "\n".join(table.summary(compared))
 
 
 def test_requests_that_were_not_predicted_are_named(fno):
     measured, recorded = fno
-    predictor = compare.Predictor((9, 0))
+    predictor = compare.Predictor("a card", (9, 0))
     recording = read_recording(recorded)
     more = replace(recording, events=(len(recording.sizes), *recording.events), sizes=(*recording.sizes, 123456))
-    told = compare._requests(measured, more, predictor)
+    told = replays.requests(measured, more, predictor.timeline(measured))
     assert told.startswith("the first 0 of ")
     assert "not predicted: 1 x 123456" in told
 
@@ -548,10 +561,14 @@ def test_histories_that_would_become_too_large_are_left_out(tmp_path, fno, monke
 # The margin
 
 
+def predicted(amount, tier="symbolic", source=""):
+    """A row of 100 measured bytes."""
+    return Row(source, "a", 100, amount, tier, 0.1)
+
+
 def test_the_margin_is_what_the_worst_shortfalls_need():
-    rows = [margin.Prediction(100, 100, "symbolic")] * 98
-    rows += [margin.Prediction(90, 100, "symbolic"), margin.Prediction(80, 100, "symbolic")]
-    (found,) = margin.margins(rows)
+    rows = [predicted(100)] * 98 + [predicted(90), predicted(80)]
+    (found,) = shortfalls(rows, margin.QUANTILE)
     assert found.margin == pytest.approx(0.1)  # 99 of 100 rows need no more
     assert found.largest == pytest.approx(0.2)
     assert (found.rows, found.too_low, found.median) == (100, 2, 0)
@@ -562,8 +579,8 @@ def test_the_margin_is_what_the_worst_shortfalls_need():
 
 
 def test_tiers_have_margins_of_their_own():
-    rows = [margin.Prediction(100, 100, "symbolic"), margin.Prediction(50, 100, "formula")]
-    assert [(each.tier, each.margin) for each in margin.margins(rows)] == [
+    rows = [predicted(100), predicted(50, "formula")]
+    assert [(each.tier, each.margin) for each in shortfalls(rows, margin.QUANTILE)] == [
         ("symbolic", 0.0),
         ("formula", 0.5),
         ("all", 0.5),
@@ -575,7 +592,7 @@ def published(path, *rows, **changes):
     row = {"source": margin.COUNTED[0], "name": "a", "tier": "symbolic", "seconds": 0.1, "ran": None, "fits": None}
     row |= {"tools": {}, "verdicts": {}, "judged": True}
     listed = [{**row, "predicted": predicted, "measured": measured} for predicted, measured in rows]
-    data = {"format": margin.PUBLISHED_FORMAT, "version": 1, "not_reproduced": {}, "failed": {}, "made_with": {}}
+    data = {"format": "vram_guard published rows", "version": 1, "not_reproduced": {}, "failed": {}, "made_with": {}}
     path.write_text(json.dumps({**data, "rows": listed, **changes}))
     return path
 
@@ -589,7 +606,7 @@ def test_margins_come_from_published_rows_and_from_comparisons(folder, tmp_path,
     capsys.readouterr()
     assert margin.main([str(path), str(folder / "c.json"), str(folder / RESULTS)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    rows = len(margin.read_predictions(folder / "c.json")) * 2 + 2
+    rows = len(margin.read_rows(folder / "c.json")) * 2 + 2
     assert printed[1].split()[:4] == ["symbolic", str(rows), "1", "0.00%"]
 
 
@@ -598,7 +615,7 @@ def test_rows_of_other_quantities_make_no_margin(tmp_path):
     data = json.loads(path.read_text())
     data["rows"][0]["source"] = "Liger-Kernel's operators"
     path.write_text(json.dumps(data))
-    assert margin.read_predictions(path) == []
+    assert margin.read_rows(path) == []
 
 
 @pytest.mark.parametrize(
@@ -614,14 +631,14 @@ def test_rows_that_are_wrong_are_refused_by_file_and_field(tmp_path, content, re
     path = tmp_path / "rows.json"
     path.write_text(content)
     with pytest.raises(InvalidInputError, match=reason):
-        margin.read_predictions(path)
+        margin.read_rows(path)
     assert margin.main([str(path)]) == 2
     assert "rows.json" in capsys.readouterr().err
 
 
 def test_the_default_margin_is_a_percentile_of_enough_rows():
-    rows = [margin.Prediction(100 - each % 10, 100, "symbolic", "s") for each in range(50)]
-    made = margin.as_json([*rows, margin.Prediction(40, 100, "formula")], "2026-01-02")
+    rows = [predicted(100 - each % 10, source="s") for each in range(50)]
+    made = margin.as_json([*rows, predicted(40, "formula")], "2026-01-02")
     assert made["sources"] == {"s": 50}  # a lower bound promises nothing, so it asks for no margin
     assert made["tiers"]["symbolic"]["margin"] == pytest.approx(0.08)
     assert made["tiers"]["partly symbolic"]["tier"] == "all tiers"

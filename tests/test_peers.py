@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness.records import Results, Row, read
 from benchmarks.peers import bench, formulas, pages, tools
-from benchmarks.peers.workloads import Measurement, Workload, workloads
+from benchmarks.peers.workloads import workloads
 
 GB = 10**9
 MEM_TRACKER = "torch.distributed._tools.mem_tracker"
-
-
-def no_model():
-    raise RuntimeError("cannot be built")
 
 
 # Formulas, held to the examples that their sources print
@@ -55,11 +52,11 @@ def test_the_twin_guides_formula():
 
 
 def small(**changes):
-    step = workloads()["fno"]
-    step.batch_size = 2
-    for name, value in changes.items():
-        setattr(step, name, value)
-    return step
+    return replace(workloads()["fno"], batch_size=2, **changes)
+
+
+def asked(tool):
+    return Row(**tools.answer(tool, "fno"))
 
 
 @pytest.fixture
@@ -71,22 +68,33 @@ def one_small(monkeypatch):
 def test_a_tool_answers(one_small, tool):
     if tool == "MemTracker":
         pytest.importorskip(MEM_TRACKER, reason="this torch has no MemTracker")
-    row = tools.ask(tool, "fno")
-    assert row["why"] == ""
-    assert row["predicted"] > 0
-    assert row["seconds"] >= 0
+    row = asked(tool)
+    assert row.reason == ""
+    assert row.predicted > 0
+    assert row.seconds >= 0
 
 
 def test_ours_and_torchs_tracker_agree_on_the_order_of_magnitude(one_small):
     pytest.importorskip(MEM_TRACKER, reason="this torch has no MemTracker")
-    ours, theirs = (tools.ask(tool, "fno")["predicted"] for tool in ("vram_guard", "MemTracker"))
+    ours, theirs = (asked(tool).predicted for tool in ("vram_guard", "MemTracker"))
     assert 0.3 < theirs / ours < 1.1
 
 
 def test_accelerate_counts_the_weights_four_times(one_small):
     pytest.importorskip("accelerate")
     parameters = tools._counted(small()).parameters
-    assert tools.ask("Accelerate", "fno")["predicted"] == 4 * 4 * parameters
+    assert asked("Accelerate").predicted == 4 * 4 * parameters
+
+
+def test_published_measurements_are_those_of_the_data_files():
+    measured = {name: step.measured.peak for name, step in workloads().items() if step.measured}
+    assert measured == {
+        "distilbert/distilgpt2": 6_920_601_600,
+        "facebook/opt-125m": 7_319_060_480,
+        "EleutherAI/gpt-neo-125M": 3_982_491_648,
+        "T5-small": 6_517_948_416,
+        "vgg16": 11_274_289_152,
+    }
 
 
 def test_frozen_and_tied_parameters():
@@ -98,15 +106,15 @@ def test_frozen_and_tied_parameters():
 
 def test_what_does_not_apply_says_so(monkeypatch):
     monkeypatch.setattr(tools, "workloads", lambda: {"fno": small(layers=None)})
-    row = tools.ask("guide: grid", "fno")
-    assert row["predicted"] is None
-    assert "layers of different sizes" in row["why"]
+    row = asked("guide: grid")
+    assert row.predicted is None
+    assert "layers of different sizes" in row.reason
 
 
 def test_what_is_not_installed_is_listed_with_the_reason(one_small, monkeypatch):
     monkeypatch.setitem(sys.modules, "kitsune", None)
-    row = tools.ask("torch-kitsune", "fno")
-    assert (row["predicted"], row["why"]) == (None, "not installed: pip install torch-kitsune")
+    row = asked("torch-kitsune")
+    assert (row.predicted, row.reason) == (None, "not installed: pip install torch-kitsune")
 
 
 def test_a_tool_that_fails_is_told_with_its_traceback(one_small, monkeypatch):
@@ -114,14 +122,14 @@ def test_a_tool_that_fails_is_told_with_its_traceback(one_small, monkeypatch):
         raise ValueError("no such thing")
 
     monkeypatch.setitem(tools.TOOLS, "bad", tools.Tool("bad", fails))
-    row = tools.ask("bad", "fno")
-    assert row["why"] == "failed: ValueError: no such thing"
-    assert "in fails" in row["traceback"]
+    row = asked("bad")
+    assert row.reason == "failed: ValueError: no such thing"
+    assert "in fails" in row.details["traceback"]
 
 
 def test_a_sample_has_no_batch_dimension():
-    assert workloads()["resnet50"].sample_shape == (3, 224, 224)
-    assert workloads()["T5-small"].sample_shape == (128,)
+    assert workloads()["resnet50"].sample_shape() == (3, 224, 224)
+    assert workloads()["T5-small"].sample_shape() == (128,)
 
 
 # The command
@@ -132,34 +140,35 @@ def asked_slowly(tool, step):
 
 
 def test_a_tool_that_hangs_is_left_behind(monkeypatch):
-    monkeypatch.setattr(bench, "ask", asked_slowly)
+    monkeypatch.setattr(bench, "answer", asked_slowly)
     began = time.monotonic()
     answers = bench.ask_everything(["fno"], ["MemTracker"], limit=0.5)
-    assert answers["MemTracker", "fno"]["why"] == "no answer within 0.5 s"
+    (row,) = answers.rows
+    assert (row.source, row.predicted) == ("MemTracker", None)
+    assert row.reason == "gave no answer within 0.5 s and was ended"
     assert time.monotonic() - began < 25
 
 
 @pytest.fixture
-def report():
-    measured = Measurement(10 * 2**30, "RTX 3060", (8, 6))
-    steps = {
-        "a": Workload(
-            "a", "A, 1 x 2, AdamW", 1, no_model, lambda size: {}, lambda model, batch: None, measured=measured
-        ),
-        "b": Workload("b", "B, 3 x 4, AdamW", 1, no_model, lambda size: {}, lambda model, batch: None),
-    }
-    answers = {
-        ("vram_guard", "a"): {"predicted": 9 * 2**30, "seconds": 0.5, "why": ""},
-        ("vram_guard", "b"): {"predicted": 2**30, "seconds": 1.5, "why": ""},
-        ("guide: grid", "a"): {"predicted": None, "seconds": None, "why": "does not apply"},
-        ("guide: grid", "b"): {"predicted": None, "seconds": None, "why": "does not apply"},
-    }
-    return bench.as_report(steps, ["vram_guard", "guide: grid"], answers)
+def results():
+    ours = {"source": "vram_guard", "tier": "symbolic"}
+    none = {"source": "guide: grid", "predicted": None, "seconds": None, "tier": "", "reason": "does not apply"}
+    first = {"name": "A, 1 x 2, AdamW", "measured": 10 * 2**30, "details": {"gpu": "RTX 3060"}}
+    second = {"name": "B, 3 x 4, AdamW", "measured": None}
+    return Results(
+        rows=[
+            Row(**ours, **first, predicted=9 * 2**30, seconds=0.5),
+            Row(**none, **first),
+            Row(**ours, **second, predicted=2**30, seconds=1.5),
+            Row(**none, **second),
+        ],
+        environment={"python": "3.11", "torch": "2.13", "cores": 2},
+    )
 
 
-@pytest.mark.parametrize(("words", "missing"), [(pages.EN, "no answer"), (pages.ZH, "无法回答")])
-def test_the_page_shows_answers_errors_seconds_and_reasons(report, words, missing):
-    page = pages.page(report, words)
+@pytest.mark.parametrize(("language", "missing"), [("en", "no answer"), ("zh_cn", "无法回答")])
+def test_the_page_shows_answers_errors_seconds_and_reasons(results, language, missing):
+    page = pages.page(results, pages.TEXTS[language])
     assert f"| A, 1 x 2, AdamW | 10.00 (RTX 3060) | 9.00 (-10.0%) | {missing} |" in page
     assert f"| B, 3 x 4, AdamW | - | 1.00 | {missing} |" in page
     assert "10.0% (1/1) | - |" in page
@@ -168,13 +177,14 @@ def test_the_page_shows_answers_errors_seconds_and_reasons(report, words, missin
 
 
 def test_both_languages_say_what_every_tool_cannot_answer():
-    assert set(pages.EN.limits) == set(pages.ZH.limits) == set(tools.TOOLS)
+    assert set(pages.TEXTS["en"]) == set(pages.TEXTS["zh_cn"])
+    assert set(pages.TEXTS["en"]["limits"]) == set(pages.TEXTS["zh_cn"]["limits"]) == set(tools.TOOLS)
 
 
-def test_the_chart_is_drawn_also_where_a_tool_has_no_answer(report, tmp_path):
+def test_the_chart_is_drawn_also_where_a_tool_has_no_answer(results, tmp_path):
     from benchmarks.peers.chart import draw
 
-    draw(report, tmp_path / "images" / "peers.png")
+    draw(results, tmp_path / "images" / "peers.png")
     assert (tmp_path / "images" / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -182,8 +192,9 @@ def test_the_command_writes_everything(tmp_path, capsys):
     arguments = ["--only", "fno", "--tools", "vram_guard", "guide: grid", "--out", str(tmp_path)]
     assert bench.main([*arguments, "--json", str(tmp_path / "peers.json")]) == 0
     assert "FNO" in capsys.readouterr().out
-    (row,) = json.loads((tmp_path / "peers.json").read_text())["rows"]
-    assert row["answers"]["vram_guard"]["predicted"] > row["answers"]["guide: grid"]["predicted"] > 0
+    ours, grid = read(tmp_path / "peers.json").rows
+    assert (ours.source, grid.source) == ("vram_guard", "guide: grid")
+    assert ours.predicted > grid.predicted > 0
     written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert written == ["en/peers.md", "images/peers.png", "peers.json", "zh_cn/peers.md"]
 

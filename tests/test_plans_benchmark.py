@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.networks import video_unlearning
+from benchmarks.harness.networks.language import gpt2_medium, vit_large
+from benchmarks.harness.networks.latent_unet import UNet
+from benchmarks.harness.records import Results, Row
+from benchmarks.harness.workloads import Workload
 from benchmarks.plans import __main__ as command
-from benchmarks.plans import compare, diffusion, pages
+from benchmarks.plans import compare, pages
 from benchmarks.plans.compare import halving
-from benchmarks.plans.unet import UNet
-from benchmarks.plans.workloads import WORKLOADS, Workload, gpt2_medium, vit_large
 from vram_guard import Budget, TrainingStep, plan, trace
 
 GIB = 2**30
@@ -43,7 +46,7 @@ def test_the_unet_gives_noise_of_the_latents_shape():
 def test_the_diffusion_transformer_trains_beside_frozen_ones():
     pytest.importorskip("diffusers")
     with torch.device("meta"):
-        model = diffusion.Unlearning()
+        model = video_unlearning.Unlearning()
     assert count(model.unlearned) == count(model.original) == 5_570_283_072
     assert count(model.text_encoder) == 4_762_310_656
     trained = {name.partition(".")[0] for name, weight in model.named_parameters() if weight.requires_grad}
@@ -62,34 +65,27 @@ def test_halving_stops_at_the_first_size_that_fits():
     assert halving(timeline, 48, Budget.resolve(2**20, gpu="A100 80GB", margin=0)) is None
 
 
-def row(**changes):
-    return {
-        "workload": "a",
-        "title": "A, 16 x 2",
-        "budget": "12GiB",
+def row(budget="12GiB", peak=11 * GIB, fits=True, **changes):
+    details = {
         "usable": 12 * GIB,
         "as_written": 20 * GIB,
         "batch_size": 16,
-        "fits": True,
         "changed": True,
         "plan": "4 micro-batches of 4",
-        "peak": 11 * GIB,
         "slowdown": 1.25,
         "host_peak": 0,
         "halving": {"batch_size": 4, "peak": 9 * GIB, "slowdown": 1.5},
-        "seconds": 3.21,
         **changes,
     }
+    return Row("A, 16 x 2", budget, None, peak, "symbolic", 3.21, fits=fits, details=details)
 
 
-REPORT = {
-    "machine": {"python": "3.11", "torch": "2.13", "cores": 2},
-    "gpu": "A100 80GB",
-    "rows": [
+REPORT = Results(
+    rows=[
         row(),
-        row(budget="8GiB", fits=False, changed=False, plan="nothing fits", peak=20 * GIB, halving=None),
+        row("8GiB", fits=False, changed=False, plan="nothing fits", peak=20 * GIB, halving=None),
         row(
-            budget="24GiB",
+            "24GiB",
             changed=False,
             plan="as written",
             slowdown=1.0,
@@ -97,18 +93,20 @@ REPORT = {
             halving={"batch_size": 16, "peak": 20 * GIB, "slowdown": 1.0},
         ),
     ],
-    "failed": {"b": "not installed: pip install diffusers"},
-}
+    failed={"b": "not installed: pip install diffusers"},
+    environment={"python": "3.11", "torch": "2.13", "cores": 2, "planned_for": "A100 80GB"},
+)
 
 
 @pytest.mark.parametrize(
-    ("words", "fails", "kept"), [(pages.EN, "fails", "16 (unchanged)"), (pages.ZH, "失败", "16（不变）")]
+    ("language", "fails", "kept"), [("en", "fails", "16 (unchanged)"), ("zh_cn", "失败", "16（不变）")]
 )
-def test_the_page_shows_plan_cost_and_halving(words, fails, kept):
+def test_the_page_shows_plan_cost_and_halving(language, fails, kept):
+    words = pages.TEXTS[language]
     page = pages.page(REPORT, words)
     assert "| 12 GiB | 4 micro-batches of 4 | 11.00 GiB | × 1.25 | - | 16 → 4 | × 1.50 | 3.2 " in page
-    assert f"| 8 GiB | {words.nothing_fits} | - | - | - | {fails} | - |" in page
-    assert f"| 24 GiB | {words.unchanged} | 20.00 GiB | × 1.00 | - | {kept} | × 1.00 |" in page
+    assert f"| 8 GiB | {words['nothing_fits']} | - | - | - | {fails} | - |" in page
+    assert f"| 24 GiB | {words['unchanged']} | 20.00 GiB | × 1.00 | - | {kept} | × 1.00 |" in page
     assert "not installed: pip install diffusers" in page
 
 
@@ -122,22 +120,23 @@ def test_the_table_in_the_terminal(capsys):
 
 def test_no_training_of_that_name(capsys):
     assert command.main(["--only", "nonsense"]) == 2
-    assert f"there are {', '.join(WORKLOADS)}" in capsys.readouterr().err
+    assert f"there are {', '.join(command.TRAININGS)}" in capsys.readouterr().err
 
 
 def test_a_row_says_what_the_plan_and_halving_come_to():
     found = compare.row(Workload("small", 48, STEP), Budget.resolve("40MiB", gpu="A100 80GB"), [].append)
     made = plan(STEP, 48, Budget.resolve("40MiB", gpu="A100 80GB"), host_budget=compare.HOST_BUDGET)
-    assert found["fits"]
-    assert found["changed"]
-    assert (found["peak"], found["slowdown"]) == (made.peak, made.slowdown)
-    assert found["peak"] <= found["usable"] < found["as_written"]
-    assert found["halving"]["batch_size"] < 48
-    assert f"micro-batches of {made.micro_batch_size}" in found["plan"] or made.splits == 1
-    assert found["traces"] >= 2
+    facts = found.details
+    assert found.fits
+    assert facts["changed"]
+    assert (found.predicted, facts["slowdown"]) == (made.peak, made.slowdown)
+    assert found.predicted <= facts["usable"] < facts["as_written"]
+    assert facts["halving"]["batch_size"] < 48
+    assert f"micro-batches of {made.micro_batch_size}" in facts["plan"] or made.splits == 1
+    assert facts["traces"] >= 2
 
 
 def test_a_budget_beyond_the_card_is_left_out():
     said = []
-    assert not list(compare.rows("small", Workload("small", 48, STEP), ["24GiB"], "RTX 3060 12GB", said.append))
+    assert not list(compare.rows(Workload("small", 48, STEP), ["24GiB"], "RTX 3060 12GB", said.append))
     assert "more than RTX 3060" in said[0]

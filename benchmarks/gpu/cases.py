@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
+
+from benchmarks.harness.command import is_chosen
+from benchmarks.harness.networks import NETWORKS
+from benchmarks.harness.workloads import optimizer_of
+from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError
-from vram_guard.step import Precision, TrainingStep, ZeroGrad
-
-if TYPE_CHECKING:
-    import torch
+from vram_guard.step import Precision, ZeroGrad
 
 T = TypeVar("T")
 
@@ -20,7 +23,7 @@ class Case:
     """One training step to measure: plain values, so that a results file can carry it.
 
     Attributes:
-        network: a key of ``networks.NETWORKS``.
+        network: a key of ``harness.networks.NETWORKS``.
         batch_size: samples per micro-batch; 0 where ``fill`` decides.
         fill: choose the batch size whose predicted reserved peak takes this share of what the allocator may reserve
             on the card; above 1, the step is meant to run out of memory. 0: off.
@@ -54,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What tables call it; unique in the suite."""
+        """The case's name in tables; unique in the suite."""
         size = f"fill{self.fill:g}" if self.fill else f"b{self.batch_size}"
         parts = [self.network, size, self.precision, self.optimizer]
         parts += [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
@@ -70,8 +73,6 @@ class Case:
         Raises:
             InvalidInputError: a results file names a network or an optimizer that this version does not have.
         """
-        from benchmarks.gpu.networks import NETWORKS
-
         network = _known(NETWORKS, self.network, "network")
         return TrainingStep(
             model=lambda: self._formatted(network.build(self.checkpointing)),
@@ -85,19 +86,15 @@ class Case:
         )
 
     def same_step(self) -> tuple[tuple[str, Any], ...]:
-        """What decides the trace: equal for cases that differ in batch size or in the allocator only."""
+        """The settings that decide the trace: equal for cases that differ in batch size or in the allocator only."""
         aside = {"batch_size", "fill", "allocator", "history", "seconds", "tf32"}
         return tuple((name, value) for name, value in asdict(self).items() if name not in aside)
 
     def _formatted(self, model: torch.nn.Module) -> torch.nn.Module:
-        import torch
-
         formatted: Any = model  # torch's annotations do not know `memory_format` alone
         return formatted.to(memory_format=torch.channels_last) if self.channels_last else model
 
     def _formatted_batch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        import torch
-
         if not self.channels_last:
             return batch
         return {k: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for k, t in batch.items()}
@@ -114,36 +111,18 @@ _FLAGS = ("tf32", "channels_last", "checkpointing", "save_on_cpu")
 
 def _saved_on_cpu(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def saved(model: Any, batch: Any) -> Any:
-        from torch.autograd.graph import save_on_cpu
-
-        with save_on_cpu():
+        with torch.autograd.graph.save_on_cpu():
             return loss(model, batch)
 
     return saved
 
 
-def _adamw_fused(parameters: Any) -> torch.optim.Optimizer:
-    import torch
-
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
-def _torch_optim(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        import torch
-
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-4, **settings)
-        return optimizer
-
-    return make
-
-
 #: foreach is what PyTorch chooses on CUDA by itself.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": _torch_optim("SGD", momentum=0.9),
-    "adam": _torch_optim("Adam"),
-    "adamw": _torch_optim("AdamW"),
-    "adamw_fused": _adamw_fused,
+    "sgd": optimizer_of("SGD", lr=1e-4, momentum=0.9),
+    "adam": optimizer_of("Adam", lr=1e-4),
+    "adamw": optimizer_of("AdamW", lr=1e-4),
+    "adamw_fused": optimizer_of("AdamW", lr=1e-4, fused=True),
 }
 
 #: In order of importance: where the minutes do not suffice, the end is left out, and the results say so.
@@ -230,4 +209,4 @@ CASES: tuple[Case, ...] = (
 
 def find_cases(wanted: list[str]) -> list[Case]:
     """The cases whose names contain one of the words; all of them for no word."""
-    return [case for case in CASES if not wanted or any(word in case.name for word in wanted)]
+    return [case for case in CASES if is_chosen(case.name, wanted)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.checked import built
 from vram_guard.errors import InvalidInputError
 
 COLUMNS = ("action", "addr", "size", "stream", "thread")
@@ -53,6 +55,27 @@ def _segment(segment: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _Segment:
+    address: int
+    stream: int
+    type: str
+    expandable: bool
+    pool: list[int]
+    blocks: list[Any]
+
+
+@dataclass(frozen=True)
+class _History:
+    conf: str
+    segments: list[_Segment]
+    action: list[Any]
+    addr: list[Any]
+    size: list[Any]
+    stream: list[Any]
+    thread: list[Any]
+
+
 def expanded(history: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A snapshot as :func:`vram_guard.allocator.read_recording` takes it.
 
@@ -63,55 +86,38 @@ def expanded(history: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         InvalidInputError: a field is missing, unknown, of the wrong kind or of another length.
     """
-    wanted = {"conf", "segments", *COLUMNS}
-    _same_fields(history, wanted, where)
+    found = built(_History, history, where)
     for column in COLUMNS:
-        _is_list(history[column], f"{where}: {column}")
-        if len(history[column]) != len(history["action"]):
-            raise InvalidInputError(f"{where}: {column} has {len(history[column])} entries, not as many as action")
-    rows = zip(*(history[column] for column in COLUMNS), strict=True)
-    trace = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-    _is_list(history["segments"], f"{where}: segments")
+        if len(getattr(found, column)) != len(found.action):
+            raise InvalidInputError(
+                f"{where}: {column} has {len(getattr(found, column))} entries, not as many as action"
+            )
+    rows = zip(*(getattr(found, column) for column in COLUMNS), strict=True)
     return {
-        "segments": [_as_segment(s, f"{where}: segments[{n}]") for n, s in enumerate(history["segments"])],
-        "device_traces": [trace],
-        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": history["conf"]},
+        "segments": [_as_segment(s, f"{where}: segments[{n}]") for n, s in enumerate(found.segments)],
+        "device_traces": [[dict(zip(COLUMNS, row, strict=True)) for row in rows]],
+        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": found.conf},
     }
 
 
-def _as_segment(segment: Any, where: str) -> dict[str, Any]:
-    _same_fields(segment, {"address", "stream", "type", "expandable", "pool", "blocks"}, where)
-    _is_list(segment["blocks"], f"{where}.blocks")
-    for block in segment["blocks"]:
+def _as_segment(segment: _Segment, where: str) -> dict[str, Any]:
+    for block in segment.blocks:
         if not isinstance(block, list) or len(block) != len(_BLOCK) or not isinstance(block[0], int):
             raise InvalidInputError(f"{where}.blocks: expected [size, requested_size, state], found {block!r}")
     return {
         "device": 0,
-        "address": segment["address"],
-        "total_size": sum(block[0] for block in segment["blocks"]),
-        "stream": segment["stream"],
-        "segment_type": segment["type"],
-        "is_expandable": segment["expandable"],
-        "segment_pool_id": tuple(segment["pool"]),
-        "blocks": [dict(zip(_BLOCK, block, strict=True)) for block in segment["blocks"]],
+        "address": segment.address,
+        "total_size": sum(block[0] for block in segment.blocks),
+        "stream": segment.stream,
+        "segment_type": segment.type,
+        "is_expandable": segment.expandable,
+        "segment_pool_id": tuple(segment.pool),
+        "blocks": [dict(zip(_BLOCK, block, strict=True)) for block in segment.blocks],
     }
 
 
-def _same_fields(found: Any, wanted: set[str], where: str) -> None:
-    if not isinstance(found, Mapping):
-        raise InvalidInputError(f"{where}: expected an object, found {type(found).__name__}")
-    for word, names in (("missing", wanted - set(found)), ("unknown", set(found) - wanted)):
-        if names:
-            raise InvalidInputError(f"{where}: {word} field {', '.join(sorted(map(repr, names)))}")
-
-
-def _is_list(found: Any, where: str) -> None:
-    if not isinstance(found, list):
-        raise InvalidInputError(f"{where}: expected a list, found {type(found).__name__}")
-
-
 def library_workspaces(snapshot: Mapping[str, Any], first_after: int, device: int = 0) -> list[dict[str, Any]]:
-    """Which blocks were cuBLAS's workspaces: those that were freed when the workspaces were given up.
+    """The blocks that were cuBLAS's workspaces: those that were freed when the workspaces were given up.
 
     Args:
         snapshot: taken after ``torch._C._cuda_clearCublasWorkspaces()``.

@@ -1,9 +1,9 @@
-"""How far predictions fall short, and the safety margin that follows from it.
+"""The shortfall of predictions, and the safety margin that follows from it.
 
     python -m benchmarks.gpu.margin [--write] FILE [FILE ...]
 
-Each FILE is a ``results.json`` of this suite (predicted anew, which takes a while), what ``compare --json`` wrote, or
-what ``benchmarks/published --json`` wrote. Of the published rows those count that measured what a budget is about: the
+Each FILE is a ``results.json`` of this suite (predicted anew, which takes a while), or rows as ``compare --json`` and
+``benchmarks/published --json`` write them. Of the published rows those count that measured what a budget is about: the
 reserved bytes of whole training steps, or what the device used. Where that was NVML's figure, the margin also covers
 what CUDA's libraries take beside the allocator.
 
@@ -27,17 +27,21 @@ of all tiers.
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
-import importlib
-import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from benchmarks.gpu.compare import compare_results
+from benchmarks.gpu.records import FORMAT, read_results
+from benchmarks.harness import records
+from benchmarks.harness.checked import content, parsed, without_head, write_json
+from benchmarks.harness.command import arguments_of
+from benchmarks.harness.records import Row
+from benchmarks.harness.statistics import quantile, shortfall, shortfalls
 from vram_guard.errors import InvalidInputError
 
 QUANTILE = 0.99
@@ -57,203 +61,74 @@ COUNTED = (
     "peft's methods, FLUX.2-klein-4B",
 )
 
-PUBLISHED = Path(__file__).parents[1] / "published"
-PUBLISHED_FORMAT = "vram_guard published rows"
-
 WRITTEN = Path(__file__).parents[2] / "vram_guard" / "budget" / "margins.json"
 
-#: For rows of a file that does not say which tier answered.
-UNTOLD = "tier not told"
 
-
-class Prediction(NamedTuple):
-    """One row: what was predicted and what was measured, in bytes of the same quantity."""
-
-    predicted: int
-    measured: int
-    tier: str
-    source: str = ""
-    """Where the row comes from."""
-
-    @property
-    def shortfall(self) -> float:
-        """The least margin under which this row's verdict could not have been a wrong "fits"."""
-        return max(0.0, 1 - self.predicted / self.measured)
-
-
-class Margin(NamedTuple):
-    """The shortfalls of one tier."""
-
-    tier: str
-    rows: int
-    too_low: int
-    """Rows whose prediction was below the measurement."""
-    median: float
-    margin: float
-    """The 99th percentile of the shortfall: a fraction."""
-    largest: float
-    confidence: float
-
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """The nearest-rank quantile: the least value that at least ``share`` of them do not exceed.
-
-    Raises:
-        InvalidInputError: where there are no values.
-    """
-    ordered = sorted(values)
-    if not ordered:
-        raise InvalidInputError("no rows to take a quantile of: measure first")
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def margins(predictions: Sequence[Prediction], share: float = QUANTILE) -> list[Margin]:
-    """One row for each tier, and one for all of them where there are several."""
-    tiers = list(dict.fromkeys(each.tier for each in predictions))
-    groups = [(tier, [each for each in predictions if each.tier == tier]) for tier in tiers]
-    if len(groups) > 1:
-        groups.append(("all", list(predictions)))
-    return [_margin(tier, [each.shortfall for each in rows], share) for tier, rows in groups]
-
-
-def _margin(tier: str, shortfalls: list[float], share: float) -> Margin:
-    return Margin(
-        tier=tier,
-        rows=len(shortfalls),
-        too_low=sum(each > 0 for each in shortfalls),
-        median=quantile(shortfalls, 0.5),
-        margin=quantile(shortfalls, share),
-        largest=max(shortfalls),
-        confidence=1 - share ** len(shortfalls),
-    )
-
-
-def read_predictions(path: Path) -> list[Prediction]:
-    """The rows of one file, whichever of the three kinds it is.
+def read_rows(path: Path) -> list[Row]:
+    """The rows of one file that a margin can be taken from: measured by this suite, or of a source that counts.
 
     Raises:
         InvalidInputError: the message names the file and the field.
     """
-    from benchmarks.gpu.compare import JSON_FORMAT
-    from benchmarks.gpu.records import FORMAT
-
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidInputError(f"{path} is truncated or no JSON ({error}): make it again") from error
-    if isinstance(data, dict) and data.get("format") == FORMAT:
-        return _from_results(path)
-    if isinstance(data, dict) and data.get("format") == PUBLISHED_FORMAT:
-        return _from_published(path)
-    if isinstance(data, dict) and data.get("format") == JSON_FORMAT:
-        rows = data.get("rows")
-        return _from_rows(rows, f"{path}: rows", "measured_reserved", "predicted_reserved")
-    raise InvalidInputError(
-        f"{path}: field 'format' is {data.get('format') if isinstance(data, dict) else None!r}; expected one of "
-        f"{FORMAT!r}, {JSON_FORMAT!r}, {PUBLISHED_FORMAT!r}"
-    )
-
-
-def _from_published(path: Path) -> list[Prediction]:
-    if str(PUBLISHED) not in sys.path:
-        sys.path.append(str(PUBLISHED))  # its modules are scripts beside each other, not a package
-    rows = importlib.import_module("records").read(path).rows
-    return [
-        Prediction(row.predicted, row.measured, row.tier, row.source)
-        for row in rows
-        if row.has_peak and row.source in COUNTED
-    ]
-
-
-def _from_results(path: Path) -> list[Prediction]:
-    from benchmarks.gpu.compare import compare_results
-    from benchmarks.gpu.records import read_results
-
-    rows = compare_results(read_results(path)).rows
-    return [
-        Prediction(row.predicted_reserved, row.measured_reserved, row.tier, str(path.parent.name))
-        for row in rows
-        if row.is_comparable
-    ]
-
-
-def _from_rows(rows: Any, where: str, measured: str, predicted: str) -> list[Prediction]:
-    if not isinstance(rows, list):
-        raise InvalidInputError(f"{where}: expected a list of rows, found {type(rows).__name__}")
-    found = []
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise InvalidInputError(f"{where}[{number}]: expected an object, found {type(row).__name__}")
-        if row.get("comparable", True) and not row.get("real_oom", False):  # where memory ran out, no peak was seen
-            sizes = (_size(row, predicted, f"{where}[{number}]"), _size(row, measured, f"{where}[{number}]"))
-            found.append(Prediction(*sizes, str(row.get("tier", UNTOLD)), "this suite"))
-    return found
-
-
-def _size(row: dict[str, Any], name: str, where: str) -> int:
-    value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**63:
-        raise InvalidInputError(f"{where}: field {name!r} must be bytes above 0, found {value!r}")
-    return int(value)
+    data = parsed(content(path), path)
+    without_head(data, path, records.VERSION, FORMAT, records.FORMAT)
+    results = compare_results(read_results(path)) if data["format"] == FORMAT else records.read(path)
+    return [row for row in results.rows if row.has_peak and (row.source in COUNTED or "allocated" in row.details)]
 
 
 def is_sure(rows: int) -> bool:
-    """Whether so many rows would show one beyond the true percentile, if they were drawn alike."""
+    """True where so many rows, drawn alike, would show one beyond the true percentile."""
     return 1 - DEFAULT_QUANTILE**rows >= CONFIDENCE
 
 
-def as_json(predictions: Sequence[Prediction], made: str) -> dict[str, Any]:
-    """What ``margins.json`` holds; ``made`` is the date.
+def as_json(rows: Sequence[Row], made: str) -> dict[str, Any]:
+    """The contents of ``margins.json``; ``made`` is the date.
 
     Raises:
         InvalidInputError: too few rows.
     """
-    promised = [each for each in predictions if each.tier in PROMISING]
+    promised = [row for row in rows if row.tier in PROMISING]
     if not is_sure(len(promised)):
         raise InvalidInputError(f"{len(promised)} rows are too few for a margin: measure more")
     tiers = {}
     for tier in PROMISING:
-        own = [each for each in promised if each.tier == tier]
+        own = [row for row in promised if row.tier == tier]
         meant = own if is_sure(len(own)) else promised
-        shortfalls = [each.shortfall for each in meant]
+        values = [shortfall(row) for row in meant]
         tiers[tier] = {
             "tier": tier if meant is own else "all tiers",
             "rows": len(meant),
             "own_rows": len(own),
-            "too_low": sum(each > 0 for each in shortfalls),
+            "too_low": sum(each > 0 for each in values),
             "quantile": DEFAULT_QUANTILE,
             # Rounded up to a tenth of a percent.
-            "margin": math.ceil(quantile(shortfalls, DEFAULT_QUANTILE) * 1000) / 1000,
-            "shortfalls": {f"{each:g}": round(quantile(shortfalls, each), 4) for each in (0.5, 0.75, 0.9, 0.95, 0.99)},
-            "largest": round(max(shortfalls), 4),
+            "margin": math.ceil(quantile(values, DEFAULT_QUANTILE) * 1000) / 1000,
+            "shortfalls": {f"{each:g}": round(quantile(values, each), 4) for each in (0.5, 0.75, 0.9, 0.95, 0.99)},
+            "largest": round(max(values), 4),
         }
-    counts = Counter(each.source for each in promised)
+    counts = Counter(row.source for row in promised)
     return {"format": "vram_guard margins", "version": 1, "made": made, "sources": dict(counts), "tiers": tiers}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.margin", description=(__doc__ or "").splitlines()[0])
+    parser = arguments_of("benchmarks.gpu.margin", __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true", help=f"also make {WRITTEN.name} of the default margins")
     options = parser.parse_args(arguments)
     try:
-        predictions = [each for path in options.files for each in read_predictions(path)]
-        found = margins(predictions) if predictions else []
-        if options.write and predictions:
-            made = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
-            WRITTEN.write_text(json.dumps(as_json(predictions, made), indent=1) + "\n", encoding="utf-8")
+        rows = [row for path in options.files for row in read_rows(path)]
+        if options.write and rows:
+            write_json(WRITTEN, as_json(rows, dt.datetime.now(tz=dt.timezone.utc).date().isoformat()))
     except InvalidInputError as error:
         print(error, file=sys.stderr)
         return 2
-    if not found:
+    if not rows:
         print("the files hold no rows with both a prediction and a measurement", file=sys.stderr)
         return 2
     head = ("tier", "rows", "too low", "median", f"p{100 * QUANTILE:g}", "largest", "confidence")
     print(f"{head[0]:20}{head[1]:>6}{head[2]:>9}{head[3]:>9}{head[4]:>9}{head[5]:>9}{head[6]:>12}")
-    for row in found:
+    for row in shortfalls(rows, QUANTILE):
         print(
             f"{row.tier:20}{row.rows:>6}{row.too_low:>9}{row.median:>9.2%}{row.margin:>9.2%}{row.largest:>9.2%}"
             f"{row.confidence:>12.0%}"

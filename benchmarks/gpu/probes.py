@@ -52,7 +52,7 @@ Probe = tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]
 
 
 def _held(operator: Callable[[], Any]) -> dict[str, Any]:
-    """What one call held beyond its results."""
+    """Bytes that one call held beyond its results."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,17 +1,18 @@
-"""The results on disk: ``results.json`` and ``histories.json.gz``, written whole or not at all, read with suspicion."""
+"""The measurements on disk: ``results.json`` and ``histories.json.gz``, written whole or not at all."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import types
 import zlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from benchmarks.gpu.cases import Case
+from benchmarks.harness.checked import built, content, parsed, replace_file, without_head, write_json
+from benchmarks.harness.environment import Machine
 from vram_guard.errors import InvalidInputError
 
 FORMAT = "vram_guard measured on a GPU"
@@ -26,31 +27,6 @@ LARGEST_HISTORIES = 15 * 2**20
 LARGEST_UNPACKED = 2**30
 
 Status = Literal["ok", "out of memory", "error", "timeout", "skipped"]
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where it was measured. Sizes in bytes."""
-
-    gpu: str
-    torch: str
-    python: str
-    transformers: str
-    cuda: str
-    driver: str
-    cudnn: int
-    compute_capability: list[int]
-    multiprocessors: int
-    total: int
-    """As ``torch.cuda.mem_get_info`` says."""
-    free: int
-    """The same, right after the CUDA context was made: what the allocator could reserve at most."""
-    used_before: int | None
-    """By anybody, before the process, as NVML counts."""
-    context: int | None
-    """What the CUDA context took, as NVML counts."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +43,7 @@ class Measured:
     """After every iteration, so far: [max_memory_allocated, max_memory_reserved, number of allocations]."""
     updates: int = 0
     skipped_updates: int = 0
-    """What a GradScaler refused."""
+    """Updates that a GradScaler refused."""
     free: int | None = None
     """After the context was made, before anything was allocated."""
     used_before: int | None = None
@@ -77,7 +53,7 @@ class Measured:
     outside: int | None = None
     """Taken by the process between context and end beside what the allocator reserved: kernels, library handles."""
     alloc_retries: int = 0
-    """How often the allocator gave back its cache because the device was full."""
+    """Times that the allocator gave back its cache because the device was full."""
     workspaces: list[dict[str, Any]] | None = None
     """cuBLAS's workspaces that lived to the end: size, stream, thread, allocations_before."""
     has_history: bool = False
@@ -105,24 +81,31 @@ class Results:
     """Workspaces of single operators: see probes.py."""
     minutes: float = 0.0
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The GPU's compute capability."""
+        major, minor = self.machine.compute_capability
+        return major, minor
+
+
+@dataclass(frozen=True)
+class Histories:
+    """The allocator histories of one run."""
+
+    histories: dict[str, Any]
+
 
 def write_results(folder: Path, results: Results) -> None:
-    """Write ``results.json`` whole: a reader never sees half of it."""
-    data = {"format": FORMAT, "version": VERSION, **asdict(results)}
-    _replace(folder / RESULTS, (json.dumps(data, indent=1) + "\n").encode())
+    """Write ``results.json``."""
+    write_json(folder / RESULTS, {"format": FORMAT, "version": VERSION, **asdict(results)})
 
 
-def write_histories(folder: Path, histories: Mapping[str, Any]) -> None:
-    """Write ``histories.json.gz``: case name -> columns (see history.py)."""
+def write_histories(folder: Path, histories: Mapping[str, Any]) -> int:
+    """Write ``histories.json.gz``: case name -> columns (see history.py). The answer is the file's size."""
     data = {"format": FORMAT, "version": VERSION, "histories": dict(histories)}
-    _replace(folder / HISTORIES, gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 6, mtime=0))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 6, mtime=0)
+    replace_file(folder / HISTORIES, packed)
+    return len(packed)
 
 
 def read_results(path: Path) -> Results:
@@ -132,8 +115,7 @@ def read_results(path: Path) -> Results:
         InvalidInputError: it is missing, truncated, of another version, or has a field that is missing, unknown or of
             the wrong kind; the message names the file and the field.
     """
-    data = _checked_head(_parsed(_content(path), path), path)
-    results = _built(Results, data, f"{path}")
+    results = built(Results, without_head(parsed(content(path), path), path, VERSION, FORMAT), f"{path}")
     for number, each in enumerate(results.measured):
         if any(len(peak) != 3 for peak in each.peaks):
             raise InvalidInputError(f"{path}: measured[{number}]: peaks: expected three numbers after every iteration")
@@ -150,92 +132,11 @@ def read_histories(path: Path) -> dict[str, Any]:
     """
     unpacker = zlib.decompressobj(wbits=31)
     try:
-        content = unpacker.decompress(_content(path), LARGEST_UNPACKED)
+        text = unpacker.decompress(content(path), LARGEST_UNPACKED)
     except zlib.error as error:
         raise InvalidInputError(f"{path} is no gzip file, or damaged ({error}): measure again") from error
     if unpacker.unconsumed_tail:
         raise InvalidInputError(f"{path} unpacks to more than {LARGEST_UNPACKED} bytes: it is not one of ours")
     if not unpacker.eof:
         raise InvalidInputError(f"{path} is truncated: measure again, or copy it again")
-    data = _checked_head(_parsed(content, path), path)
-    for name in data:
-        if name != "histories":
-            raise InvalidInputError(f"{path}: unknown field {name!r}")
-    if not isinstance(data.get("histories"), dict):
-        raise InvalidInputError(f"{path}: missing field 'histories'")
-    histories: dict[str, Any] = data["histories"]
-    return histories
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _parsed(content: bytes, path: Path) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{path} is truncated or no JSON ({error}): measure again, or copy it again") from error
-
-
-def _checked_head(data: Any, path: Path) -> dict[str, Any]:
-    """The fields that follow ``format`` and ``version``."""
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise InvalidInputError(f"{path}: field 'format' is not {FORMAT!r}: this is no file of benchmarks/gpu")
-    if data.get("version") != VERSION:
-        raise InvalidInputError(
-            f"{path}: field 'version' is {data.get('version')!r}, this program reads {VERSION}: measure again, or read "
-            "it with the release that wrote it"
-        )
-    return {name: value for name, value in data.items() if name not in ("format", "version")}
-
-
-def _built(kind: type[T], data: Any, where: str) -> T:
-    """A dataclass from parsed JSON, every field checked."""
-    if not isinstance(data, dict):
-        raise InvalidInputError(f"{where}: expected an object, found {type(data).__name__}")
-    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
-    hints = get_type_hints(kind)
-    for name in data:
-        if name not in known:
-            raise InvalidInputError(f"{where}: unknown field {name!r}")
-    values = {}
-    for name, each in known.items():
-        if name in data:
-            values[name] = _value(hints[name], data[name], f"{where}: {name}")
-        elif each.default is MISSING and each.default_factory is MISSING:
-            raise InvalidInputError(f"{where}: missing field {name!r}")
-    return kind(**values)
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """``value`` where it is what the annotation says."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        return None if value is None else _value(next(a for a in arguments if a is not type(None)), value, where)
-    if origin is Literal:
-        if value not in arguments:
-            raise InvalidInputError(f"{where}: {value!r} is not one of {', '.join(map(repr, arguments))}")
-        return value
-    if origin is list:
-        _check_kind(isinstance(value, list), "a list", value, where)
-        return [_value(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value)]
-    if origin is dict:
-        _check_kind(isinstance(value, dict), "an object", value, where)
-        return value
-    if hasattr(hint, "__dataclass_fields__"):
-        return _built(hint, value, where)
-    numbers = (int, float) if hint is float else (hint,)
-    fits = isinstance(value, numbers) and (hint is bool or not isinstance(value, bool))
-    _check_kind(fits, hint.__name__, value, where)
-    return value
-
-
-def _check_kind(fits: bool, wanted: str, value: Any, where: str) -> None:
-    if not fits:
-        raise InvalidInputError(f"{where}: expected {wanted}, found {type(value).__name__}")
+    return built(Histories, without_head(parsed(text, path), path, VERSION, FORMAT), f"{path}").histories

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
-import traceback
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from benchmarks.gpu import loop as loops
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.records import Measured
+from benchmarks.gpu.history import compacted, library_workspaces
+from benchmarks.harness import environment
+from benchmarks.harness.workers import LONGEST_MESSAGE
 
 #: Optimizer steps of every case: the second is the first with optimizer state, the third shows whether the peak of
 #: reserved memory still moves.
@@ -19,49 +21,30 @@ UPDATES = 3
 #: Entries that the allocator's recorder keeps. A step of these cases has 2,000 to 30,000.
 MOST_ENTRIES = 200_000
 
-#: Characters of a traceback that are kept, from its end.
-LONGEST_MESSAGE = 6000
 
-
-def serve(connection: Any, job: str, arguments: tuple[Any, ...]) -> None:
-    """The child's main function: run the job, answer (result, None) or (None, traceback) as JSON text."""
-    jobs: dict[str, Callable[..., Any]] = {
-        "case": _case_as_data,
-        "machine": _machine_as_data,
-        "probes": _probes,
-        "fill": _fill,
-    }
-    try:
-        answer: tuple[Any, str | None] = (jobs[job](*arguments), None)
-    except BaseException:  # noqa: BLE001 - also SystemExit of user code: the parent must hear of it
-        answer = (None, traceback.format_exc()[-LONGEST_MESSAGE:])
-    connection.send_bytes(json.dumps(answer).encode())
-    connection.close()
-
-
-def _case_as_data(case: Case, batch_size: int, device: str, used_before: int | None) -> Any:
+def case_of(case: Case, batch_size: int, device: str, used_before: int | None) -> Any:
+    """The job of a worker: :func:`run_case`."""
     measured, history = run_case(case, batch_size, device, used_before)
     return {"measured": measured, "history": history}
 
 
-def _machine_as_data(device: str, used_before: int | None) -> Any:
-    from dataclasses import asdict
-
-    from benchmarks.gpu.facts import machine
-
-    return asdict(machine(used_before, device))
+def machine_of(device: str, used_before: int | None) -> Any:
+    """The job of a worker: the machine."""
+    return asdict(environment.machine(used_before, device))
 
 
-def _probes() -> Any:
+def probes_of_operators() -> Any:
+    """The job of a worker: workspaces of single operators."""
     from benchmarks.gpu.probes import all_probes
 
     return all_probes()
 
 
-def _fill(case: Case, free: int, capability: tuple[int, int]) -> int:
+def size_that_fills(case: Case, free: int, capability: tuple[int, int]) -> int:
     """The batch size at which the predicted peak takes ``case.fill`` of ``free`` bytes. Sees no GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from vram_guard.simulate import trace
+    # Imported here: a process that measures holds nothing of the simulation.
+    from vram_guard import trace
     from vram_guard.timeline import largest_that_fits
 
     timeline = trace(case.step(), compute_capability=capability)
@@ -87,13 +70,9 @@ def run_case(
     found: dict[str, Any] = {"batch_size": batch_size, "used_before": used_before, **run.before()}
     peaks: list[list[int]] = []
     loop = None
-    import torch
-
-    from benchmarks.gpu.loop import RealLoop
-
     torch.manual_seed(0)
     try:
-        loop = RealLoop(case.step(), batch_size, device)
+        loop = loops.RealLoop(case.step(), batch_size, device)
         loop.run(UPDATES if device == "cuda" else 1, lambda: peaks.append(run.peak()))
         found["status"] = "ok"
     except RuntimeError as error:
@@ -109,9 +88,7 @@ def run_case(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the device was full: the allocator's own error, or a library that could not get its part."""
-    import torch
-
+    """True where the device was full: the allocator's own error, or a library that could not get its part."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
 
 
@@ -141,16 +118,12 @@ class _OnCuda:
 
     def before(self) -> dict[str, Any]:
         """Make the context, see what is free, start the recorder."""
-        import torch
-
-        from benchmarks.gpu.facts import device_used
-
         torch.backends.cuda.matmul.allow_tf32 = self.case.tf32
         torch.backends.cudnn.allow_tf32 = self.case.tf32
         torch.cuda.init()
         torch.cuda.synchronize()
         self.free, _ = torch.cuda.mem_get_info()
-        self.used_context = device_used()
+        self.used_context = environment.device_used()
         if self.case.history:
             torch.cuda.memory._record_memory_history(  # noqa: SLF001 - there is no public way
                 "all", context="alloc", stacks="python", max_entries=MOST_ENTRIES
@@ -158,23 +131,16 @@ class _OnCuda:
         return {"free": self.free, "used_context": self.used_context}
 
     def peak(self) -> list[int]:
-        import torch
-
         torch.cuda.synchronize()
         allocations = int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
         return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), allocations]
 
     def after(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What the device shows at the end; the history, and which blocks were cuBLAS's workspaces."""
-        import torch
-
-        from benchmarks.gpu.facts import device_used
-        from benchmarks.gpu.history import compacted, library_workspaces
-
+        """The state of the device at the end; the history, and which blocks were cuBLAS's workspaces."""
         torch.cuda.synchronize()
         still_free, _ = torch.cuda.mem_get_info()
         found: dict[str, Any] = {
-            "used_after": device_used(),
+            "used_after": environment.device_used(),
             "outside": self.free - still_free - torch.cuda.memory_reserved(),
             "alloc_retries": int(torch.cuda.memory_stats().get("num_alloc_retries", 0)),
         }
@@ -189,13 +155,3 @@ class _OnCuda:
         if entries < MOST_ENTRIES:  # a full recorder has dropped its beginning
             found["workspaces"] = library_workspaces(later, entries)
         return {**found, "has_history": True}, history
-
-
-def measured_from(case: Case, data: dict[str, Any], seconds: float) -> Measured:
-    """What a child answered as a record."""
-    return Measured(case=case, seconds=round(seconds, 2), **data)
-
-
-def clock() -> float:
-    """Seconds; tests replace it."""
-    return time.monotonic()

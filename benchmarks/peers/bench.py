@@ -2,115 +2,81 @@
 
     python -m benchmarks.peers.bench [--out DIR] [--json FILE] [--only WORD ...] [--tools NAME ...]
 
-Each question runs in a fresh process (a fork of one that has imported torch and transformers), with a time limit. What
-a tool cannot answer, and why, is part of the table. The pages go to DIR/en and DIR/zh_cn, the chart to DIR/images;
-DIR is the repository's ``docs`` unless told otherwise. Nothing is downloaded.
+Each question runs in a worker of its own (harness/workers.py), with a time limit. What a tool cannot answer, and why,
+is part of the table. The pages go to DIR/en and DIR/zh_cn, the chart to DIR/images; DIR is the repository's ``docs``
+unless told otherwise. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
-import platform
 import sys
 from pathlib import Path
-from typing import Any
 
+from benchmarks.harness.command import arguments_of, chosen
+from benchmarks.harness.environment import environment
+from benchmarks.harness.pages import DOCS, GIB
+from benchmarks.harness.records import Results, Row, write
+from benchmarks.harness.statistics import OURS
+from benchmarks.harness.workers import ask
 from benchmarks.peers.chart import draw
-from benchmarks.peers.pages import write_pages
-from benchmarks.peers.tools import TOOLS, ask
+from benchmarks.peers.pages import by_workload, write_pages
+from benchmarks.peers.tools import TOOLS, answer, row_of
 from benchmarks.peers.workloads import workloads
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 #: Seconds for one question.
 LIMIT = 120.0
 
-GIB = 2**30
-
-PRELOADED = ["torch", "transformers.models.gpt2.modeling_gpt2", "benchmarks.peers.tools"]
-
-Answers = dict[tuple[str, str], dict[str, Any]]
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; the exit status is 1 where vram_guard itself had no answer."""
-    options = _options(arguments)
-    steps = {name: w for name, w in workloads().items() if not options.only or any(o in name for o in options.only)}
-    if not steps:
+    parser = arguments_of("benchmarks.peers.bench", __doc__, only="workloads", json="everything")
+    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR")
+    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=list(TOOLS))
+    options = parser.parse_args(arguments)
+    names = chosen(workloads(), options.only)
+    if not names:
         print(f"no workload contains {' or '.join(options.only)}", file=sys.stderr)
         return 2
-    answers = ask_everything(list(steps), options.tools)
-    report = as_report(steps, options.tools, answers)
+    results = ask_everything(names, options.tools)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print_table(report)
-    draw(report, options.out / "images" / "peers.png")
-    for page in write_pages(report, options.out):
+        write(results, options.json)
+    print_table(results)
+    draw(results, options.out / "images" / "peers.png")
+    for page in write_pages(results, options.out):
         print(page)
-    return int(any(answers["vram_guard", name]["predicted"] is None for name in steps if "vram_guard" in options.tools))
+    return int(any(row.predicted is None for row in results.rows if row.source == OURS))
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.peers.bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to FILE")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only workloads whose names contain one")
-    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=list(TOOLS))
-    return parser.parse_args(arguments)
-
-
-def ask_everything(steps: list[str], tools: list[str], limit: float = LIMIT) -> Answers:
-    """(tool, workload) -> its row; one process at a time, so that the seconds are their own."""
-    os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"})
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    context = multiprocessing.get_context("forkserver")
-    answers: Answers = {}
-    for step in steps:
+def ask_everything(names: list[str], tools: list[str], limit: float = LIMIT) -> Results:
+    """A row for each workload and tool; one worker at a time, so that the seconds are their own."""
+    results = Results(environment=environment())
+    for name in names:
         for tool in tools:
-            with context.Pool(1, maxtasksperchild=1) as pool:
-                try:
-                    row = pool.apply_async(ask, (tool, step)).get(limit)
-                except multiprocessing.TimeoutError:
-                    row = {"tool": tool, "workload": step, "predicted": None, "seconds": None}
-                    row["why"] = f"no answer within {limit:g} s"
-            answers[tool, step] = row
-            said = f"{row['predicted'] / GIB:.2f} GiB" if row["predicted"] is not None else row["why"]
-            print(f"{step}, {tool}: {said}", file=sys.stderr, flush=True)
-    return answers
+            heard = ask(answer, tool, name, limit=limit)
+            step = workloads()[name]
+            row = Row(**heard.result) if heard.result else row_of(tool, step, reason=_unanswered(heard.error))
+            results.rows.append(row)
+            said = f"{row.predicted / GIB:.2f} GiB" if row.predicted is not None else row.reason
+            print(f"{name}, {tool}: {said}", file=sys.stderr, flush=True)
+    return results
 
 
-def as_report(steps: dict[str, Any], tools: list[str], answers: Answers) -> dict[str, Any]:
-    """Everything that the table, the chart and the pages show."""
-    import torch
-
-    rows = []
-    for name, step in steps.items():
-        measured = step.measured
-        row = {
-            "workload": name,
-            "title": step.title,
-            "measured": measured.peak if measured else None,
-            "gpu": measured.gpu if measured else None,
-        }
-        rows.append({**row, "answers": {tool: answers[tool, name] for tool in tools}})
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-    return {"machine": machine, "tools": tools, "rows": rows}
+def _unanswered(error: str) -> str:
+    return error.strip().splitlines()[-1]
 
 
-def print_table(report: dict[str, Any]) -> None:
+def print_table(results: Results) -> None:
     """Predicted GiB, the error where a measurement is published, and the seconds it took."""
-    for row in report["rows"]:
-        measured = f"measured {row['measured'] / GIB:.2f} GiB on {row['gpu']}" if row["measured"] else "not measured"
-        print(f"\n{row['title']}: {measured}")
-        for tool, answer in row["answers"].items():
-            if answer["predicted"] is None:
-                print(f"  {tool:18}{'-':>9}            {'':>9}  {answer['why']}")
+    for title, rows in by_workload(results).items():
+        first = rows[0]
+        measured = f"measured {first.measured / GIB:.2f} GiB on {first.details['gpu']}" if first.measured else ""
+        print(f"\n{title}: {measured or 'not measured'}")
+        for row in rows:
+            if row.predicted is None:
+                print(f"  {row.source:18}{'-':>9}            {'':>9}  {row.reason}")
                 continue
-            error = f"{answer['predicted'] / row['measured'] - 1:+9.1%}" if row["measured"] else f"{'':>9}"
-            print(f"  {tool:18}{answer['predicted'] / GIB:>9.2f} GiB{error}{answer['seconds']:>10.2f} s")
+            error = f"{row.error:+9.1%}" if row.measured else f"{'':>9}"
+            print(f"  {row.source:18}{row.predicted / GIB:>9.2f} GiB{error}{row.seconds:>10.2f} s")
 
 
 if __name__ == "__main__":

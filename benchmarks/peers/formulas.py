@@ -9,7 +9,7 @@ FLOAT = 4
 
 
 class Model(NamedTuple):
-    """What the formulas ask of a model."""
+    """The sizes of a model that the formulas take."""
 
     parameters: int
     """Shared ones counted once."""

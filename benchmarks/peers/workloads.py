@@ -8,19 +8,13 @@ top.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from benchmarks.gpu.networks import NETWORKS
-from benchmarks.models import CASES
-
-CONFIGS = Path(__file__).parents[1] / "published" / "data" / "xmem_models.json"
+from benchmarks.harness import workloads as whole
+from benchmarks.harness.networks import batches, convolutional, language
+from benchmarks.harness.workloads import Workload, of_suite, step_of
+from benchmarks.published import xmem
 
 
 class Measurement(NamedTuple):
@@ -32,7 +26,7 @@ class Measurement(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The sizes that guide 000's formula asks for, for networks of equal layers."""
+    """The sizes that the grid guide's formula asks for, for networks of equal layers."""
 
     sequence: int
     height: int
@@ -41,166 +35,84 @@ class Layers(NamedTuple):
     number: int
 
 
-@dataclass
-class Workload:
-    """One training step: model, batch, loss, AdamW or Adam, float32.
+@dataclass(frozen=True)
+class Asked(Workload):
+    """One training step in float32 with AdamW or Adam, and what the estimators ask beside it.
 
     Attributes:
-        models: how many models share ``build``: 2 with a frozen twin of equal size.
         layers: None where the layers are not alike.
+        models: how many models share the parameters that are trained: 2 with a frozen twin of equal size.
         optimizer: a class of torch.optim.
-        kept: what the user's loop keeps into the next iteration.
     """
 
-    name: str
-    title: str
-    batch_size: int
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], dict[str, Tensor]]
-    forward: Callable[[Any, dict[str, Tensor]], Any]
     layers: Layers | None = None
     models: int = 1
     optimizer: str = "AdamW"
     measured: Measurement | None = None
-    keeps_outputs: bool = False
-    kept: list[Any] = field(default_factory=list)
 
-    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        """The scalar to go backward from."""
-        result = self.forward(model, batch)
-        if self.keeps_outputs:
-            self.kept[:] = [result]
-        loss: Tensor = result if isinstance(result, Tensor) else result.loss
-        return loss
-
-    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """With foreach, as CUDA would choose by itself; given to every tool alike."""
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(parameters, lr=1e-3, foreach=True)
-        return optimizer
-
-    @property
     def sample_shape(self) -> tuple[int, ...]:
         """Of the first input, without the batch dimension."""
-        return tuple(next(iter(self.batch(1).values())).shape[1:])
+        step: Any = self.step
+        return tuple(next(iter(step.batch(1).values())).shape[1:])
 
 
-def _from_transformers(name: str) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import transformers
-
-        spec = json.loads(CONFIGS.read_text(encoding="utf-8"))[name]
-        # transformers 4.51.3, with which it was measured, had no fused attention for T5.
-        extra = {"attn_implementation": "eager"} if spec["class"].startswith("T5") else {}
-        config = getattr(transformers, spec["config_class"])(**spec["config"], **extra)
-        model: nn.Module = getattr(transformers, spec["class"])(config)
-        return model
-
-    return build
+#: As CUDA would choose by itself; given to every tool alike.
+FOREACH = {"lr": 1e-3, "foreach": True}
 
 
-def _tokens_128(size: int) -> dict[str, Tensor]:
-    ids = torch.zeros(size, 128, dtype=torch.long)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+def _measured(model: str, size: int, optimizer: str, gpu: str) -> Measurement:
+    wanted = (model, str(size), optimizer)
+    rows = [row for row in xmem.all_rows() if (row["model"], row["batch_size"], row["optimizer"]) == wanted]
+    row = next(row for row in rows if gpu in row["gpu_name"])
+    return Measurement(int(row["ground_bytes"]), gpu, xmem.CAPABILITIES[gpu])
 
 
-def _published(name: str, title: str, size: int, optimizer: str, layers: Layers, measured: Measurement) -> Workload:
-    return Workload(
-        name=name,
-        title=f"{title}, {size} x 128, {optimizer}",
-        batch_size=size,
-        build=_from_transformers(name),
-        batch=_tokens_128,
-        forward=lambda model, batch: model(**batch),
+def _published(model: str, title: str, size: int, gpu: str, layers: Layers, optimizer: str = "AdamW") -> Asked:
+    kept = batches.KeptOutputs(xmem.run_transformer)
+    step = step_of(language.published(model), batches.whole_sequences(xmem.LENGTH), kept, optimizer, **FOREACH)
+    return Asked(
+        f"{title}, {size} x 128, {optimizer}",
+        size,
+        step,
         layers=layers,
         optimizer=optimizer,
-        measured=measured,
-        keeps_outputs=True,
+        measured=_measured(model, size, optimizer, gpu),
     )
 
 
-RTX_3060, RTX_4060 = ("RTX 3060", (8, 6)), ("RTX 4060", (8, 9))
-
-
-def _vgg16() -> nn.Module:
-    """Configuration D of Simonyan and Zisserman 2015, 138,357,544 parameters, as torchvision has it."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    head: list[nn.Module] = [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True)]
-    head += [nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, 1000)]
-    return nn.Sequential(*layers, *head)
-
-
-def _images_86(size: int) -> dict[str, Tensor]:
-    return {"x": torch.zeros(size, 3, 86, 86), "y": torch.zeros(size, dtype=torch.long)}
-
-
-def _published_vgg16() -> Workload:
+def _vgg16() -> Asked:
     """The images of xMem are CIFAR-10 resized to 86 x 86."""
-    return Workload(
-        name="vgg16",
-        title="VGG-16, 560 x 3 x 86 x 86, AdamW",
-        batch_size=560,
-        build=_vgg16,
-        batch=_images_86,
-        forward=lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
-        measured=Measurement(11_274_289_152, *RTX_3060),
-    )
+    images = batches.classified(3, xmem.SIDE, xmem.SIDE, classes=1000)
+    step = step_of(convolutional.vgg16, images, batches.class_loss, **FOREACH)
+    return Asked("VGG-16, 560 x 3 x 86 x 86, AdamW", 560, step, measured=_measured("VGG16", 560, "AdamW", "RTX 3060"))
 
 
-def _from_bench(name: str, layers: Layers | None) -> Workload:
-    case = CASES[name]
-    return Workload(name, f"{case.title}, AdamW", case.batch_size, case.build, case.batch, case.loss, layers)
+def _of_benchmark(name: str, layers: Layers | None = None) -> Asked:
+    known = whole.WORKLOADS[name]
+    return Asked(f"{known.title}, AdamW", known.batch_size, known.step, layers=layers)
 
 
-def _from_suite(name: str, title: str, size: int, layers: Layers | None, models: int = 1) -> Workload:
-    network = NETWORKS[name]
-    return Workload(
-        name, f"{title}, AdamW", size, lambda: network.build(False), network.batch, network.loss, layers, models
-    )
+def _of_suite(name: str, title: str, size: int, layers: Layers | None = None, models: int = 1) -> Asked:
+    return Asked(f"{title}, AdamW", size, of_suite(name, **FOREACH), layers=layers, models=models)
 
 
-def workloads() -> dict[str, Workload]:
+def workloads() -> dict[str, Asked]:
     """By name, in the order of the table."""
-    every = (
-        _published(
-            "distilbert/distilgpt2",
-            "DistilGPT-2",
-            28,
-            "AdamW",
-            Layers(128, 1, 1, 768, 6),
-            Measurement(6_920_601_600, *RTX_3060),
+    return {
+        "distilbert/distilgpt2": _published(
+            "distilbert/distilgpt2", "DistilGPT-2", 28, "RTX 3060", Layers(128, 1, 1, 768, 6)
         ),
-        _published(
-            "facebook/opt-125m",
-            "OPT-125M",
-            31,
-            "AdamW",
-            Layers(128, 1, 1, 768, 12),
-            Measurement(7_319_060_480, *RTX_4060),
+        "facebook/opt-125m": _published("facebook/opt-125m", "OPT-125M", 31, "RTX 4060", Layers(128, 1, 1, 768, 12)),
+        "EleutherAI/gpt-neo-125M": _published(
+            "EleutherAI/gpt-neo-125M", "GPT-Neo-125M", 8, "RTX 4060", Layers(128, 1, 1, 768, 12)
         ),
-        _published(
-            "EleutherAI/gpt-neo-125M",
-            "GPT-Neo-125M",
-            8,
-            "AdamW",
-            Layers(128, 1, 1, 768, 12),
-            Measurement(3_982_491_648, *RTX_4060),
-        ),
-        _published(
-            "T5-small", "T5-small", 30, "Adam", Layers(128, 1, 1, 512, 12), Measurement(6_517_948_416, *RTX_3060)
-        ),
-        _published_vgg16(),
-        _from_bench("gpt2", Layers(1024, 1, 1, 768, 12)),
-        _from_bench("resnet50", None),
-        _from_suite("unet", "U-Net, 32 x 3 x 128 x 128", 32, None),
-        _from_suite("fno", "FNO, 16 x 3 x 128 x 128", 16, Layers(1, 128, 128, 32, 4)),
-        _from_suite("lstm", "LSTM, 64 x 128", 64, Layers(128, 1, 1, 512, 2)),
-        _from_suite("twins", "DiT and frozen twin, 32 x 4 x 32 x 32", 32, Layers(256, 1, 1, 384, 8), models=2),
-        _from_bench("llama7b", Layers(2048, 1, 1, 4096, 32)),
-    )
-    return {each.name: each for each in every}
+        "T5-small": _published("T5-small", "T5-small", 30, "RTX 3060", Layers(128, 1, 1, 512, 12), "Adam"),
+        "vgg16": _vgg16(),
+        "gpt2": _of_benchmark("gpt2", Layers(1024, 1, 1, 768, 12)),
+        "resnet50": _of_benchmark("resnet50"),
+        "unet": _of_suite("unet", "U-Net, 32 x 3 x 128 x 128", 32),
+        "fno": _of_suite("fno", "FNO, 16 x 3 x 128 x 128", 16, Layers(1, 128, 128, 32, 4)),
+        "lstm": _of_suite("lstm", "LSTM, 64 x 128", 64, Layers(128, 1, 1, 512, 2)),
+        "twins": _of_suite("twins", "DiT and frozen twin, 32 x 4 x 32 x 32", 32, Layers(256, 1, 1, 384, 8), models=2),
+        "llama7b": _of_benchmark("llama7b", Layers(2048, 1, 1, 4096, 32)),
+    }

@@ -1,1 +1,1 @@
-"""What is planned for large models on small budgets, against halving the batch until it fits."""
+"""Plans for large models on small budgets, against halving the batch until it fits."""

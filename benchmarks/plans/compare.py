@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
 
-from vram_guard import plan
-from vram_guard.budget import Budget
+from benchmarks.harness.records import Row
+from benchmarks.harness.workloads import WORKLOADS, Workload
+from vram_guard import Budget, Plan, Timeline, plan
 from vram_guard.errors import InvalidInputError
+from vram_guard.plan.search_space import Option
 from vram_guard.plan.step_time import step_seconds
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from benchmarks.plans.workloads import Workload
-    from vram_guard import Plan, Timeline
 
 #: Host memory that plans may use, whatever this machine has: a workstation's.
 HOST_BUDGET = "128GiB"
 
 
-def rows(name: str, workload: Workload, budgets: list[str], gpu: str, say: Callable[[str], None]) -> Iterator[Any]:
-    """A row of the report for each budget."""
+def planned(name: str, budgets: list[str], gpu: str) -> list[dict[str, Any]]:
+    """In a worker: the rows of one training; progress on standard error."""
+    workload = WORKLOADS[name]
+    workload.prepare()
+    found = rows(workload, budgets, gpu, lambda line: print(f"{name}, {line}", file=sys.stderr, flush=True))
+    return [asdict(row) for row in found]
+
+
+def rows(workload: Workload, budgets: list[str], gpu: str, say: Callable[[str], None]) -> Iterator[Row]:
+    """A row for each budget that the card has."""
     for budget in budgets:
         try:
             amount = Budget.resolve(budget=budget, gpu=gpu)
-        except InvalidInputError as error:  # more than the card has
+        except InvalidInputError as error:
             say(f"{budget}: {error}")
             continue
-        yield {"workload": name, "title": workload.title, "budget": budget, **row(workload, amount, say)}
+        yield row(workload, amount, say, name=budget)
 
 
-def row(workload: Workload, budget: Budget, say: Callable[[str], None]) -> dict[str, Any]:
-    """What is planned and what halving does, with bytes as ints and times as multiples of the step as written."""
+def row(workload: Workload, budget: Budget, say: Callable[[str], None], name: str = "") -> Row:
+    """The plan (the row's prediction is its peak) and the result of halving; times relative to the step as written.
+
+    Args:
+        workload: what is trained.
+        budget: what it may take.
+        say: is given a line about each trace.
+        name: the budget as it was asked for.
+    """
     size, traces = workload.batch_size, list[str]()
 
     def heard(line: str) -> None:
@@ -44,29 +58,33 @@ def row(workload: Workload, budget: Budget, say: Callable[[str], None]) -> dict[
     made = plan(workload.step, size, budget, host_budget=HOST_BUDGET, progress=heard)
     seconds = time.perf_counter() - start
     assert made.timeline_before is not None
-    return {
-        "usable": budget.usable,
-        "as_written": made.before.peak_reserved,
-        "batch_size": size,
-        "fits": made.fits,
-        "changed": made.changed,
-        "plan": in_words(made),
-        "peak": made.peak,
-        "slowdown": made.slowdown,
-        "host_peak": made.estimate.host_peak,
-        "halving": halving(made.timeline_before, size, budget),
-        "seconds": seconds,
-        "traces": sum(line.startswith("tracing") for line in traces),
-        "explanation": made.explain(),
-    }
+    return Row(
+        source=workload.title,
+        name=name,
+        measured=None,
+        predicted=made.peak,
+        tier=made.estimate.tier,
+        seconds=seconds,
+        fits=made.fits,
+        details={
+            "usable": budget.usable,
+            "as_written": made.before.peak_reserved,
+            "batch_size": size,
+            "changed": made.changed,
+            "plan": in_words(made),
+            "slowdown": made.slowdown,
+            "host_peak": made.estimate.host_peak,
+            "halving": halving(made.timeline_before, size, budget),
+            "traces": sum(line.startswith("tracing") for line in traces),
+            "explanation": made.explain(),
+        },
+    )
 
 
 def in_words(made: Plan) -> str:
     """The plan in one line."""
     if not made.changed:
         return "as written" if made.fits else "nothing fits"
-    from vram_guard.plan.search_space import Option
-
     words = Option(made.precision, made.splits, made.recipe).words(made.batch_size)
     return words.removeprefix(f"{made.precision_before}, ")
 

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from records import Results, read, write
-from table import print_table
-
+from benchmarks.harness.command import arguments_of
+from benchmarks.harness.records import Results, read, write
+from benchmarks.harness.tables import print_table
 from vram_guard.errors import InvalidInputError
 
-HERE = Path(__file__).parent
-ENVIRONMENTS = HERE.parents[1] / ".venv-published"
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".venv-published"
 
 
 class Run(NamedTuple):
@@ -66,8 +66,8 @@ def run(each: Run, options: argparse.Namespace, file: Path) -> Results:
     chosen = dict(pair.split("=", 1) for pair in options.python)
     python = chosen.get(each.module, python if Path(python).exists() else sys.executable)
     folders = [str(options.libraries / each.libraries)] if each.libraries else []
-    paths = os.pathsep.join([*folders, str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [python, str(HERE / f"{each.module}.py"), *each.arguments, "--json", str(file)]
+    paths = os.pathsep.join([*folders, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [python, "-m", f"benchmarks.published.{each.module}", *each.arguments, "--json", str(file)]
     command += ["--only", *options.only] if options.only else []
     done = subprocess.run(
         command,
@@ -84,10 +84,8 @@ def run(each: Run, options: argparse.Namespace, file: Path) -> Results:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything, print the table; the exit status is 1 where a row failed, 2 for a file that cannot be read."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/published", description=(__doc__ or "").splitlines()[0])
+    parser = arguments_of("python benchmarks/published", __doc__, only="rows", json="every row")
     parser.add_argument("--rows", action="store_true", help="also print every row as it is predicted")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows whose names contain a WORD")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every row to FILE")
     parser.add_argument("--with", nargs="+", type=Path, default=[], metavar="FILE", dest="files")
     parser.add_argument("--python", nargs="+", default=[], metavar="MODULE=PATH", help="another Python for a module")
     parser.add_argument("--libraries", type=Path, default=ENVIRONMENTS, metavar="FOLDER")

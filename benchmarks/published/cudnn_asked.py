@@ -12,16 +12,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-import liger
-import xmem
-from table import quantile
-
+from benchmarks.harness.records import Row
+from benchmarks.harness.statistics import quantile
+from benchmarks.published import liger, xmem
 from vram_guard.simulate.operators import cudnn
-
-if TYPE_CHECKING:
-    from records import Row
 
 
 def cnn_rows() -> list[tuple[tuple[int, int], Callable[[], Row]]]:
@@ -61,8 +56,8 @@ def main() -> None:
         ):
             with asked:
                 found.append(predict())
-            kept.append(abs(found[-1].predicted / found[-1].measured - 1))
-        show(found[0].name, *(row.predicted / row.measured - 1 for row in found))
+            kept.append(abs(found[-1].error))
+        show(found[0].name, *(row.error for row in found))
     for name, values in zip(("without", "with"), errors, strict=True):
         print(f"{name:8} median {quantile(values, 0.5):.2%}, 90th percentile {quantile(values, 0.9):.2%}")
 

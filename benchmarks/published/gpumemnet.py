@@ -11,21 +11,16 @@ cannot run).
 
 from __future__ import annotations
 
-import csv
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from records import NotReproducible, Row
-from source import Source, main
-from torch.nn import functional
 
+from benchmarks.harness.networks.batches import shapes_of_images
+from benchmarks.harness.records import NotReproducible, Row
+from benchmarks.published.source import MIB, Record, Source, main, predicted, records_of
 from vram_guard import Budget, TrainingStep
-from vram_guard.simulate.tracing.run import run_step
 
-DATA = Path(__file__).parent / "data"
 CARD, CAPABILITY = "A100 40GB", (8, 0)
 SIDE, CLASSES = 224, 1000
 TOOLS = ("gpumemnet", "faketensor", "horus")
@@ -44,17 +39,6 @@ LEFT_OUT = {"inception": "at 224 x 224 its auxiliary classifier cannot run; anot
 UNSTATED = "neither sequence length nor task of the transformers is stated"
 
 
-def rows() -> list[dict[str, str]]:
-    """All rows, in the table's order."""
-    with (DATA / "gpumemnet.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def name(row: dict[str, str]) -> str:
-    """How a row is called in the table."""
-    return f"{row['model']} {row['batch_size']}"
-
-
 def _constructor(model: str) -> Callable[[], Any]:
     if model not in NETWORKS:
         raise NotReproducible(LEFT_OUT.get(model, UNSTATED))
@@ -69,33 +53,36 @@ def _constructor(model: str) -> Callable[[], Any]:
     return lambda: getattr(models, constructor)(num_classes=CLASSES)
 
 
-def predict(row: dict[str, str]) -> list[Row]:
+def predict(row: Record) -> list[Row]:
     """The reserved peak and the context."""
-    build, size = _constructor(row["model"]), int(row["batch_size"])
-
-    def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty(samples, 3, SIDE, SIDE, device="meta"), torch.zeros(samples, dtype=torch.long)
-
-    def loss(model: Any, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return functional.cross_entropy(model(inputs[0]), inputs[1])
-
+    size = int(row["batch_size"])
     step = TrainingStep(
-        model=build,
-        batch=batch,
-        loss=loss,
+        model=_constructor(row["model"]),
+        batch=shapes_of_images(SIDE),
+        loss=lambda model, inputs: torch.nn.functional.cross_entropy(model(inputs[0]), inputs[1]),
         optimizer=torch.optim.Adam,
         zero_grad="before_forward",
     )
-    start = time.perf_counter()
-    timeline = run_step(step, size, CAPABILITY)
-    used = timeline.at(size).peak_reserved + Budget.of(CARD, margin=0).context
-    seconds = time.perf_counter() - start
-    tools = {tool: int(float(row[f"{tool}_mib"]) * 2**20) for tool in TOOLS if row[f"{tool}_mib"]}
-    measured = int(row["measured_mib"]) * 2**20
-    return [Row(TABLE.title, name(row), measured, used, timeline.tier, seconds, tools=tools)]
+    context = Budget.of(CARD, margin=0).context
+    found = predicted(
+        step,
+        size,
+        CAPABILITY,
+        lambda timeline: {"predicted": timeline.at(size).peak_reserved + context},
+        source=TABLE.title,
+        name=TABLE.name(row),
+        measured=int(row["measured_mib"]) * MIB,
+        tools={tool: int(float(row[f"{tool}_mib"]) * MIB) for tool in TOOLS if row[f"{tool}_mib"]},
+    )
+    return [found]
 
 
-TABLE = Source("GPUMemNet's table", rows, name, predict)
+TABLE = Source(
+    "GPUMemNet's table",
+    lambda: records_of("gpumemnet.csv"),
+    lambda row: f"{row['model']} {row['batch_size']}",
+    predict,
+)
 
 
 if __name__ == "__main__":

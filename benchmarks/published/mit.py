@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.harness.networks.convolutional import conv_bn
+
 HEADS = (1, 2, 5, 8)
 REDUCTIONS = (8, 4, 2, 1)
 """Keys and values are taken from a map smaller by this factor."""
@@ -42,35 +44,21 @@ SIZES = {
 
 
 class Softmax(torch.autograd.Function):
-    """Softmax over the last dimension that keeps input and result."""
+    """Softmax, or its logarithm, over one dimension that keeps input and result."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        result = torch.softmax(x, dim=-1)
+    def forward(context: Any, x: torch.Tensor, dim: int, log: bool) -> torch.Tensor:  # type: ignore[override]
+        result = (torch.log_softmax if log else torch.softmax)(x, dim=dim)
         context.save_for_backward(x, result)
+        context.dim, context.log = dim, log
         return result
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         x, result = context.saved_tensors
-        found: torch.Tensor = torch.ops.aten._softmax_backward_data(gradient, result, -1, x.dtype)  # noqa: SLF001
-        return found
-
-
-class LogSoftmax(torch.autograd.Function):
-    """Logarithm of the softmax over the classes (dimension 1) that keeps input and result."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        result = torch.log_softmax(x, dim=1)
-        context.save_for_backward(x, result)
-        return result
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        x, result = context.saved_tensors
-        found: torch.Tensor = torch.ops.aten._log_softmax_backward_data(gradient, result, 1, x.dtype)  # noqa: SLF001
-        return found
+        aten = torch.ops.aten
+        data = aten._log_softmax_backward_data if context.log else aten._softmax_backward_data  # noqa: SLF001
+        return data(gradient, result, context.dim, x.dtype), None, None
 
 
 class MultiheadAttention(nn.Module):
@@ -91,7 +79,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = (
             each.contiguous().view(each.shape[0], samples * heads, width // heads).transpose(0, 1) for each in (q, k, v)
         )
-        shares: torch.Tensor = Softmax.apply(torch.bmm(q, k.transpose(1, 2)))  # type: ignore[no-untyped-call]
+        shares: torch.Tensor = Softmax.apply(torch.bmm(q, k.transpose(1, 2)), -1, False)  # type: ignore[no-untyped-call]
         mixed = torch.bmm(shares, v).transpose(0, 1).contiguous().view(length, samples, width)
         shares.view(samples, heads, length, -1).sum(dim=1).div(heads)  # given back, and used by nobody
         result: torch.Tensor = self.out(mixed)
@@ -197,8 +185,8 @@ class Head(nn.Module):
 
     def __init__(self, size: Size, classes: int) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(_pointwise(size.width * heads, HEAD_WIDTH) for heads in HEADS)
-        self.fuse = _pointwise(4 * HEAD_WIDTH, HEAD_WIDTH)
+        self.convs = nn.ModuleList(conv_bn(size.width * heads, HEAD_WIDTH, 1) for heads in HEADS)
+        self.fuse = conv_bn(4 * HEAD_WIDTH, HEAD_WIDTH, 1)
         self.dropout = nn.Dropout2d(0.1)
         self.classify = nn.Conv2d(HEAD_WIDTH, classes, 1)
 
@@ -222,15 +210,11 @@ class SegFormer(nn.Module):
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.backbone(images))
         logits = functional.interpolate(logits, size=labels.shape[1:], mode="bilinear", align_corners=False)
-        shares = LogSoftmax.apply(logits)  # type: ignore[no-untyped-call]
+        shares = Softmax.apply(logits, 1, True)  # type: ignore[no-untyped-call]
         loss = functional.nll_loss(shares, labels, reduction="none", ignore_index=255).mean()
         _, found = logits.detach().topk(1, dim=1)
         found.transpose(0, 1).eq(labels.unsqueeze(0)).sum()
         return loss
-
-
-def _pointwise(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 def _to_map(x: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

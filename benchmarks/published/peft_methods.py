@@ -21,24 +21,21 @@ steps: the cache was emptied every 10 (25) steps, so this is the reserved peak o
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib
 import importlib.util
 import json
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from records import NotReproducible, Row
-from source import Source, main
 from torch import nn
 
-from vram_guard import TrainingStep
-from vram_guard.simulate.tracing.run import run_step
-
-DATA = Path(__file__).parent / "data"
+from benchmarks.harness.networks.batches import KeptOutputs, whole_sequences
+from benchmarks.harness.records import NotReproducible, Row
+from benchmarks.harness.workloads import optimizer_of
+from benchmarks.published.source import DATA, Record, Source, main, predicted, records_of
+from vram_guard import Timeline, TrainingStep
+from vram_guard.simulate import trace_at
 
 #: L40S.
 CAPABILITY = (8, 9)
@@ -65,10 +62,9 @@ PROMPT_TOKENS, PROMPT_WIDTH = 512, 7680
 LATENT_CHANNELS, LATENT_SIDE = 128, 32
 
 
-def rows(bench: str) -> list[dict[str, str]]:
+def rows(bench: str) -> list[Record]:
     """One benchmark's rows, in the file's order; the reference first."""
-    with (DATA / "peft_methods.csv").open(encoding="utf-8", newline="") as file:
-        found = [row for row in csv.DictReader(file) if row["bench"] == bench]
+    found = [row for row in records_of("peft_methods.csv") if row["bench"] == bench]
     return sorted(found, key=lambda row: row["file"] != REFERENCE)
 
 
@@ -129,17 +125,11 @@ def llama() -> nn.Module:
 
 
 def _llama_step(file: str, length: int) -> TrainingStep:
-    kept: list[Any] = [None]
+    def run(model: Any, inputs: Any) -> tuple[Any, Any]:
+        outputs = model(**inputs, num_items_in_batch=inputs["input_ids"].numel())
+        return outputs, outputs.loss
 
-    def batch(size: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(size, length, dtype=torch.long)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-    def loss(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
-        kept[0] = model(**inputs, num_items_in_batch=inputs["input_ids"].numel())
-        return kept[0].loss
-
-    return _step(lambda: _adapted(llama(), file), batch, loss, weight_decay=0.1)
+    return _step(lambda: _adapted(llama(), file), whole_sequences(length), KeptOutputs(run), weight_decay=0.1)
 
 
 def _step(build: Any, batch: Any, loss: Any, weight_decay: float) -> TrainingStep:
@@ -147,7 +137,7 @@ def _step(build: Any, batch: Any, loss: Any, weight_decay: float) -> TrainingSte
         model=build,
         batch=batch,
         loss=loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, weight_decay=weight_decay),
+        optimizer=optimizer_of("AdamW", lr=1e-4, weight_decay=weight_decay),
         zero_grad="before_forward",
         clip_grad_norm=1.0,
     )
@@ -160,12 +150,12 @@ def length() -> int:
     low, high = SHORTEST, LONGEST
     while low < high:
         middle = (low + high + 1) // 2
-        peak = run_step(_llama_step(REFERENCE, middle), 4, CAPABILITY).at(4).peak_reserved
+        peak = trace_at(_llama_step(REFERENCE, middle), 4, compute_capability=CAPABILITY).at(4).peak_reserved
         low, high = (middle, high) if peak <= measured else (low, middle - 1)
     return low
 
 
-def predict_llama(row: dict[str, str]) -> list[Row]:
+def predict_llama(row: Record) -> list[Row]:
     """The reserved peak of one method."""
     _need("transformers", "peft")
     return [_predicted(LLAMA, row, _llama_step(row["file"], length()))]
@@ -229,23 +219,31 @@ def _flux_batch(size: int) -> tuple[Any, ...]:
     return latents, prompts, (prompt_ids, image_ids, torch.zeros(size), sigmas)
 
 
-def predict_flux(row: dict[str, str]) -> list[Row]:
+def predict_flux(row: Record) -> list[Row]:
     """The reserved peak of one method."""
     _need("transformers", "peft", "diffusers")
     step = _step(lambda: Painter(row["file"]), _flux_batch, lambda model, batch: model(*batch), weight_decay=1e-4)
     return [_predicted(FLUX, row, step)]
 
 
-def _predicted(source: Source, row: dict[str, str], step: TrainingStep) -> Row:
+def _predicted(source: Source, row: Record, step: TrainingStep) -> Row:
     size = int(row["batch"])
-    start = time.perf_counter()
-    timeline = run_step(step, size, CAPABILITY)
-    peak = timeline.at(size).peak_reserved
-    seconds = time.perf_counter() - start
-    if timeline.tier == "formula":
-        raise NotReproducible(f"only a lower bound: {timeline.notes[-1].message.splitlines()[0][:200]}")
-    measured = int(row["mem_res_99"])
-    return Row(source.title, row["file"], measured, peak, timeline.tier, seconds, judged=row["file"] != REFERENCE)
+
+    def answer(timeline: Timeline) -> dict[str, Any]:
+        if timeline.tier == "formula":
+            raise NotReproducible(f"only a lower bound: {timeline.notes[-1].message.splitlines()[0][:200]}")
+        return {"predicted": timeline.at(size).peak_reserved}
+
+    return predicted(
+        step,
+        size,
+        CAPABILITY,
+        answer,
+        source=source.title,
+        name=row["file"],
+        measured=int(row["mem_res_99"]),
+        judged=row["file"] != REFERENCE,
+    )
 
 
 LLAMA = Source("peft's methods, Llama-3.2-3B", lambda: rows("MetaMathQA"), lambda row: str(row["file"]), predict_llama)

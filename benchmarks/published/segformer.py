@@ -13,20 +13,14 @@ fastest algorithm wants, and what synchronized batch norm gathers (some KB).
 
 from __future__ import annotations
 
-import csv
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from mit import SegFormer
-from records import Row
-from source import Source, main
 
+from benchmarks.harness.records import Row
+from benchmarks.published.mit import SegFormer
+from benchmarks.published.source import Record, Source, main, predicted, records_of
 from vram_guard import TrainingStep
-from vram_guard.simulate.tracing.run import run_step
-
-DATA = Path(__file__).parent / "data"
 
 #: V100.
 CAPABILITY = (7, 0)
@@ -46,18 +40,7 @@ class KeptGradients(torch.optim.AdamW):
         super().zero_grad(set_to_none=False)
 
 
-def rows() -> list[dict[str, str]]:
-    """All rows, in the file's order."""
-    with (DATA / "segformer.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def name(row: dict[str, str]) -> str:
-    """How a row is called in the table."""
-    return f"{row['model']} {row['dataset']} {row['crop']} {row['per_gpu_batch']}"
-
-
-def predict(row: dict[str, str]) -> list[Row]:
+def predict(row: Record) -> list[Row]:
     """The allocated peak of one configuration."""
     side, size = int(row["crop"].split("x")[0]), int(row["per_gpu_batch"])
 
@@ -73,15 +56,24 @@ def predict(row: dict[str, str]) -> list[Row]:
         zero_grad="before_backward",
         data_parallel_ranks=CARDS,
     )
-    start = time.perf_counter()
-    timeline = run_step(step, size, CAPABILITY)
-    peak = timeline.at(size).peak_allocated
-    seconds = time.perf_counter() - start
-    measured = round(float(row["memory_GB"]) * GIGABYTE)
-    return [Row(SEGFORMER.title, name(row), measured, peak, timeline.tier, seconds)]
+    found = predicted(
+        step,
+        size,
+        CAPABILITY,
+        lambda timeline: {"predicted": timeline.at(size).peak_allocated},
+        source=SEGFORMER.title,
+        name=SEGFORMER.name(row),
+        measured=round(float(row["memory_GB"]) * GIGABYTE),
+    )
+    return [found]
 
 
-SEGFORMER = Source("MMSegmentation's SegFormer", rows, name, predict)
+SEGFORMER = Source(
+    "MMSegmentation's SegFormer",
+    lambda: records_of("segformer.csv"),
+    lambda row: f"{row['model']} {row['dataset']} {row['crop']} {row['per_gpu_batch']}",
+    predict,
+)
 
 
 if __name__ == "__main__":

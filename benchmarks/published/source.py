@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import csv
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from records import NotReproducible, Results, Row, libraries, write
-from table import print_table
+from benchmarks.harness.command import arguments_of, is_chosen
+from benchmarks.harness.environment import environment, libraries
+from benchmarks.harness.records import NotReproducible, Results, Row, write
+from benchmarks.harness.tables import print_table
+from vram_guard import Timeline, TrainingStep
+from vram_guard.simulate import trace_at
+
+DATA = Path(__file__).parent / "data"
+MIB = 2**20
 
 #: Rows that are named where many cannot be reproduced for one reason.
 MOST_NAMED = 3
 
+Record = dict[str, str]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclass(frozen=True)
 class Source:
     """One kind of rows."""
 
@@ -25,8 +35,37 @@ class Source:
     rows: Callable[[], Sequence[Any]]
     """Every row of the source's file."""
     name: Callable[[Any], str]
+    """A row's name in the table."""
     predict: Callable[[Any], list[Row]]
     """Raises NotReproducible where the row cannot be run here."""
+
+
+def records_of(file: str) -> list[Record]:
+    """All records of a file of ``data``, in its order."""
+    with (DATA / file).open(encoding="utf-8", newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def predicted(
+    step: TrainingStep,
+    size: int,
+    capability: tuple[int, int],
+    answer: Callable[[Timeline], dict[str, Any]],
+    **published: Any,
+) -> Row:
+    """Trace the step at one batch size and take the row's answer from it.
+
+    Args:
+        step: what is trained.
+        size: the batch size.
+        capability: compute capability of the published run's GPU.
+        answer: timeline -> the row's fields that are predicted.
+        published: its other fields.
+    """
+    start = time.perf_counter()
+    timeline = trace_at(step, size, compute_capability=capability)
+    fields = answer(timeline)
+    return Row(tier=timeline.tier, seconds=time.perf_counter() - start, **published, **fields)
 
 
 def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None) -> Results:
@@ -37,14 +76,14 @@ def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None]
         only: words; rows whose names contain one of them. None: all.
         tell: is given a line about each row as it is done.
     """
-    found = Results(made_with={source.title: libraries()})
+    found = Results(made_with={source.title: libraries()}, environment=environment())
     reasons: dict[str, list[str]] = {}
     for record in source.rows():
         name = source.name(record)
-        if only and not any(word in name for word in only):
+        if not is_chosen(name, only):
             continue
         try:
-            predicted = source.predict(record)
+            rows = source.predict(record)
         except NotReproducible as reason:
             reasons.setdefault(str(reason), []).append(name)
             continue
@@ -52,11 +91,11 @@ def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None]
             found.failed[f"{source.title}: {name}"] = traceback.format_exc()
             tell(f"{name[:60]:60} FAILED")
             continue
-        found.rows += predicted
-        for row in predicted:
+        found.rows += rows
+        for row in rows:
             tell(told(row))
-    for reason, names in reasons.items():
-        found.not_reproduced[f"{source.title}: {_listed(names)}"] = reason
+    for why, names in reasons.items():
+        found.not_reproduced[f"{source.title}: {_listed(names)}"] = why
     return found
 
 
@@ -67,32 +106,30 @@ def _listed(names: Sequence[str]) -> str:
 
 def told(row: Row) -> str:
     """One line for a row."""
-    measured = f"{row.measured / 2**20:11.2f}" if row.measured is not None and row.ran is not False else f"{'-':>11}"
-    error = f"{row.error:+9.3%}" if row.measured is not None and row.ran is not False else f"{'':9}"
-    verdict = ""
-    if row.fits is not None:
-        verdict = ("fits" if row.fits else "does not fit") + (
-            "" if row.ran is None or row.fits == row.ran else " WRONG"
-        )
+    peak = row.measured is not None and row.ran is not False
+    measured = f"{(row.measured or 0) / MIB:11.2f}" if peak else f"{'-':>11}"
+    error = f"{row.error:+9.3%}" if peak else f"{'':9}"
+    verdict = "" if row.fits is None else "fits" if row.fits else "does not fit"
+    verdict += " WRONG" if row.right_verdict is False else ""
     kept = "" if row.judged else " (not judged)"
-    return (
-        f"{row.name[:60]:60} {measured} {row.predicted / 2**20:11.2f} MiB {error} {verdict:18} {row.seconds:6.2f} s"
-        f"  {row.tier}{kept}"
-    )
+    answer = f"{(row.predicted or 0) / MIB:11.2f} MiB {error} {verdict:18} {row.seconds:6.2f} s"
+    return f"{row.name[:60]:60} {measured} {answer}  {row.tier}{kept}"
 
 
 def main(arguments: Sequence[str] | None = None, **sources: Source) -> int:
     """The command line of a module and its sources, by kind; the exit status is 1 where a row failed."""
-    parser = argparse.ArgumentParser(description=(sys.modules["__main__"].__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows whose names contain a WORD")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every row to FILE")
+    module = sys.modules["__main__"]
+    parser = arguments_of(Path(module.__file__ or "").name, module.__doc__, only="rows", json="every row")
     parser.add_argument("--kind", choices=list(sources), help="only this source")
     options = parser.parse_args(arguments)
     results = Results()
-    for kind, source in sources.items():
-        if options.kind in (None, kind):
-            results.add(run(source, only=options.only, tell=lambda line: print(line, flush=True)))
+    for source in _of_kind(sources, options.kind):
+        results.add(run(source, only=options.only, tell=lambda line: print(line, flush=True)))
     print_table(results)
     if options.json:
         write(results, options.json)
     return int(bool(results.failed))
+
+
+def _of_kind(sources: dict[str, Source], kind: str | None) -> Iterator[Source]:
+    return (source for name, source in sources.items() if kind in (None, name))

@@ -15,16 +15,16 @@ release that was measured on that card as far as we found. The same with today's
 
 from __future__ import annotations
 
-import csv
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
-from records import NotReproducible, Row
-from source import Source, main
+import torch
 
-DATA = Path(__file__).parent / "data"
+from benchmarks.harness.networks.batches import shapes_of_images
+from benchmarks.harness.records import NotReproducible, Row
+from benchmarks.published.source import Record, Source, main, predicted, records_of
+from vram_guard import Budget, Timeline, TrainingStep
+
 CARD = "RTX 3090"
 CAPABILITY = (8, 6)
 
@@ -42,8 +42,6 @@ class Harness:
         self._autocast: Any = None
 
     def forward(self, model: Any, images: Any) -> Any:
-        import torch
-
         self._autocast = torch.autocast("cuda", dtype=torch.float16)
         self._autocast.__enter__()
         outputs = model(images)
@@ -51,8 +49,6 @@ class Harness:
 
     def optimizer(self, parameters: Any) -> Any:
         """SGD as in torch 1.12: no lists of tensors, and gradients are zeroed in place."""
-        import torch
-
         harness = self
 
         class SGD(torch.optim.SGD):
@@ -66,100 +62,80 @@ class Harness:
         return SGD(parameters, lr=1e-4, momentum=0.9, nesterov=True, foreach=False)
 
 
-def rows(file: str) -> list[dict[str, str]]:
-    """All rows of a file, in its order."""
-    with (DATA / file).open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def name(row: dict[str, str]) -> str:
-    """How a row is called in the table."""
+def name(row: Record) -> str:
+    """The row's name in the table."""
     return f"{row['model']} {row['layout']}"
 
 
 def room() -> tuple[int, int]:
     """Bytes that the allocator could reserve then, and could today."""
-    from vram_guard import Budget
-
     budget = Budget.of(CARD, margin=0)
     return budget.available + budget.context - CONTEXT_THEN, budget.available
 
 
-def predict(row: dict[str, str], title: str) -> list[Row]:
+def predict(row: Record, title: str) -> list[Row]:
     """Verdicts on the row's one or two batch sizes.
 
     Raises:
         NotReproducible: timm is not installed, does not know the model any more, or builds another one.
     """
     try:
-        import timm
+        from timm.layers import set_fused_attn
     except ImportError:
         raise NotReproducible("timm or torchvision is not installed") from None
-    import torch
-    from timm.layers import set_fused_attn
-    from torch.nn import functional
-
-    from vram_guard import TrainingStep
-    from vram_guard.simulate.tracing.run import run_step
-
-    channels_last, side = row["layout"] == "nhwc", int(row["img_size"])
-    layout = torch.channels_last if channels_last else torch.contiguous_format
     set_fused_attn(enable=False)
-
-    def build() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # names that have a newer spelling
-            try:
-                model = timm.create_model(row["model"], pretrained=False)
-            except RuntimeError as error:
-                if "Unknown model" not in str(error):
-                    raise
-                raise NotReproducible(f"timm {timm.__version__} does not know the model any more") from None
-        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        if f"{millions:.2f}" != f"{float(row['params_M']):.2f}":
-            raise NotReproducible(
-                f"timm {timm.__version__} builds another model under that name: {millions:.2f} million parameters, "
-                f"{row['params_M']} in the run"
-            )
-        return model.to(memory_format=layout)
-
+    layout = torch.channels_last if row["layout"] == "nhwc" else torch.contiguous_format
     harness = Harness()
-
-    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.empty(size, 3, side, side, device="meta").contiguous(memory_format=layout)
-        return images, torch.zeros(size, dtype=torch.long)
-
-    def loss(model: Any, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        images, labels = inputs
-        return functional.cross_entropy(harness.forward(model, images), labels)
-
     step = TrainingStep(
-        model=build,
-        batch=batch,
-        loss=loss,
+        model=lambda: _model(row).to(memory_format=layout),
+        batch=shapes_of_images(int(row["img_size"]), layout),
+        loss=lambda model, inputs: torch.nn.functional.cross_entropy(harness.forward(model, inputs[0]), inputs[1]),
         optimizer=harness.optimizer,
         zero_grad="before_forward",
     )
-    then, today = room()
-    found = []
-    for column in ("fits_batch", "ooms_batch"):
-        if not row[column]:
-            continue
-        size = int(row[column])
-        start = time.perf_counter()
-        timeline = run_step(step, size, CAPABILITY)
-        fits, fits_today = (timeline.at(size, capacity=amount).out_of_memory is None for amount in (then, today))
-        reserved = timeline.at(size).peak_reserved
-        seconds = time.perf_counter() - start
-        ran = column == "fits_batch"
-        label = f"{name(row)} {size}"
-        others = {TODAY: fits_today}
-        found.append(Row(title, label, None, reserved, timeline.tier, seconds, ran=ran, fits=fits, verdicts=others))
-    return found
+    sizes = {column: int(row[column]) for column in ("fits_batch", "ooms_batch") if row[column]}
+    return [
+        predicted(
+            step,
+            size,
+            CAPABILITY,
+            lambda timeline, size=size: _verdicts(timeline, size),
+            source=title,
+            name=f"{name(row)} {size}",
+            measured=None,
+            ran=column == "fits_batch",
+        )
+        for column, size in sizes.items()
+    ]
+
+
+def _model(row: Record) -> Any:
+    import timm
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # names that have a newer spelling
+        try:
+            model = timm.create_model(row["model"], pretrained=False)
+        except RuntimeError as error:
+            if "Unknown model" not in str(error):
+                raise
+            raise NotReproducible(f"timm {timm.__version__} does not know the model any more") from None
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    if f"{millions:.2f}" != f"{float(row['params_M']):.2f}":
+        raise NotReproducible(
+            f"timm {timm.__version__} builds another model under that name: {millions:.2f} million parameters, "
+            f"{row['params_M']} in the run"
+        )
+    return model
+
+
+def _verdicts(timeline: Timeline, size: int) -> dict[str, Any]:
+    fits, fits_today = (timeline.at(size, capacity=amount).out_of_memory is None for amount in room())
+    return {"predicted": timeline.at(size).peak_reserved, "fits": fits, "verdicts": {TODAY: fits_today}}
 
 
 def _source(title: str, file: str) -> Source:
-    return Source(title, lambda: rows(file), name, lambda row: predict(row, title))
+    return Source(title, lambda: records_of(file), name, lambda row: predict(row, title))
 
 
 BRACKETS = _source("timm on a 24 GB card", "timm_brackets.csv")

@@ -20,26 +20,24 @@ printed is the error without any constant.
 
 from __future__ import annotations
 
-import csv
-import json
-import time
-from collections.abc import Callable
-from pathlib import Path
+import importlib.util
 from typing import Any
 
-from records import NotReproducible, Row
-from source import Source, main
+from torch.nn import functional
 
-DATA = Path(__file__).parent / "data"
+from benchmarks.harness.networks import language
+from benchmarks.harness.networks.batches import KeptOutputs, shapes_of_images, whole_sequences
+from benchmarks.harness.records import NotReproducible, Row
+from benchmarks.harness.workloads import step_of
+from benchmarks.published.source import Record, Source, main, predicted, records_of
+from vram_guard import Budget, Timeline, TrainingStep
+
 LENGTH = 128
 SIDE = 86
 MODES = {"": "before_forward", "0": "before_forward", "1": "before_backward", "2": "after_step"}
 CAPABILITIES = {"A100": (8, 0), "RTX 3060": (8, 6), "RTX 4060": (8, 9)}
 CARDS = {"A100": "A100 40GB", "RTX 3060": "RTX 3060", "RTX 4060": "RTX 4060"}
 TOOLS = ("xmem", "dnnmem", "llmem", "schedtune")
-
-#: transformers 4.51.3 had no fused attention for T5; newer releases have.
-EAGER_THEN = ("T5ForConditionalGeneration",)
 
 #: The runs' names -> torchvision's constructor and its arguments.
 CNNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,133 +56,83 @@ CNNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def all_rows() -> list[dict[str, str]]:
+def all_rows() -> list[Record]:
     """Every row: transformers first, then CNNs, in the files' order."""
-    found = []
-    for name in ("xmem_transformers.csv", "xmem_cnn.csv"):
-        with (DATA / name).open(encoding="utf-8", newline="") as file:
-            found += list(csv.DictReader(file))
-    return found
+    return records_of("xmem_transformers.csv") + records_of("xmem_cnn.csv")
 
 
-def rows() -> list[dict[str, str]]:
+def rows() -> list[Record]:
     """Rows of transformers with a measured peak, in the file's order."""
-    return [row for row in all_rows() if row["real_oom"] != "True" and row["kind"] != "cnn"]
+    return [row for row in records_of("xmem_transformers.csv") if row["real_oom"] != "True"]
 
 
-def name(row: dict[str, str]) -> str:
-    """How a row is called in the table."""
+def name(row: Record) -> str:
+    """The row's name in the table."""
     gpu = row["gpu_name"].removeprefix("NVIDIA ").removeprefix("GeForce ")
     return f"{row['model'].split('/')[-1]} {row['optimizer']} {row['batch_size']} {gpu}"
 
 
-def _one(row: dict[str, str]) -> list[Row]:
-    return [predict(row)]
-
-
-def predict(row: dict[str, str]) -> Row:
+def predict(row: Record) -> Row:
     """Trace the row's workload and replay its batch size on the row's card.
 
     Raises:
         NotReproducible: a library that the row needs is not installed.
     """
-    import torch
-
-    from vram_guard import Budget, TrainingStep
-    from vram_guard.simulate.tracing.run import run_step
-
-    build, batch, run = _cnn(row) if row["kind"] == "cnn" else _transformer(row)
-    kept: list[Any] = [None]
-
-    def loss(model: Any, inputs: Any) -> torch.Tensor:
-        kept[0], value = run(model, inputs)  # the outputs live until the next iteration's replace them
-        return value
-
-    optimizer = getattr(torch.optim, row["optimizer"])
-    step = TrainingStep(
-        model=build,
-        batch=batch,
-        loss=loss,
-        optimizer=lambda parameters: optimizer(parameters, lr=1e-3),
-        zero_grad=MODES[row["zero_grad_mode"]],
-    )
     card = next(name for name in CARDS if name in row["gpu_name"])
-    size = int(row["batch_size"])
-    start = time.perf_counter()
-    timeline = run_step(step, size, CAPABILITIES[card])
-    found = timeline.at(size, capacity=Budget.of(CARDS[card], margin=0).available)
-    fits = found.out_of_memory is None
-    if not fits:
-        found = timeline.at(size)
-    seconds = time.perf_counter() - start
-    return Row(
+    size, capacity = int(row["batch_size"]), Budget.of(CARDS[card], margin=0).available
+
+    def answer(timeline: Timeline) -> dict[str, Any]:
+        found = timeline.at(size, capacity=capacity)
+        fits = found.out_of_memory is None
+        return {"predicted": (found if fits else timeline.at(size)).peak_reserved, "fits": fits}
+
+    return predicted(
+        (_cnn(row) if row["kind"] == "cnn" else _transformer(row)).with_(zero_grad=MODES[row["zero_grad_mode"]]),
+        size,
+        CAPABILITIES[card],
+        answer,
         source=(CNN_ROWS if row["kind"] == "cnn" else TRANSFORMERS).title,
         name=name(row),
         measured=int(row["ground_bytes"]),
-        predicted=found.peak_reserved,
-        tier=timeline.tier,
-        seconds=seconds,
         ran=row["real_oom"] != "True",
-        fits=fits,
         tools={tool: int(float(row[f"{tool}_bytes"])) for tool in TOOLS if row[f"{tool}_bytes"]},
         verdicts={tool: row[f"{tool}_oom"] == "False" for tool in TOOLS if row[f"{tool}_oom"]},
     )
 
 
-_Workload = tuple[Callable[[], Any], Callable[[int], Any], Callable[[Any, Any], tuple[Any, Any]]]
+def run_transformer(model: Any, inputs: Any) -> tuple[Any, Any]:
+    """Outputs and loss."""
+    outputs = model(**inputs)
+    return outputs, outputs.loss
 
 
-def _transformer(row: dict[str, str]) -> _Workload:
-    import torch
-
-    try:
-        import transformers
-    except ImportError:
-        raise NotReproducible("transformers is not installed") from None
-    spec = json.loads((DATA / "xmem_models.json").read_text(encoding="utf-8"))[row["model"]]
-
-    def build() -> Any:
-        extra = {"attn_implementation": "eager"} if spec["class"] in EAGER_THEN else {}
-        config = getattr(transformers, spec["config_class"])(**spec["config"], **extra)
-        return getattr(transformers, spec["class"])(config)
-
-    def batch(size: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(size, LENGTH, dtype=torch.long)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-    def run(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-        outputs = model(**inputs)
-        return outputs, outputs.loss
-
-    return build, batch, run
+def _run_cnn(model: Any, inputs: Any) -> tuple[Any, Any]:
+    images, labels = inputs
+    outputs = model(images)
+    return outputs, functional.cross_entropy(outputs, labels)
 
 
-def _cnn(row: dict[str, str]) -> _Workload:
-    import torch
-    from torch.nn import functional
+def _transformer(row: Record) -> TrainingStep:
+    if importlib.util.find_spec("transformers") is None:
+        raise NotReproducible("transformers is not installed")
+    build, loss = language.published(row["model"]), KeptOutputs(run_transformer)
+    return step_of(build, whole_sequences(LENGTH), loss, row["optimizer"], lr=1e-3)
 
+
+def _cnn(row: Record) -> TrainingStep:
     try:
         from torchvision import models
     except ImportError:
         raise NotReproducible("torchvision is not installed") from None
     constructor, arguments = CNNS[row["model"]]
-
-    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # Shapes are enough, and images of real memory would not be.
-        return torch.empty(size, 3, SIDE, SIDE, device="meta"), torch.zeros(size, dtype=torch.long)
-
-    def run(model: Any, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
-        images, labels = inputs
-        outputs = model(images)
-        return outputs, functional.cross_entropy(outputs, labels)
-
-    return lambda: getattr(models, constructor)(**arguments), batch, run
+    build = getattr(models, constructor)
+    return step_of(lambda: build(**arguments), shapes_of_images(SIDE), KeptOutputs(_run_cnn), row["optimizer"], lr=1e-3)
 
 
 TRANSFORMERS = Source(
-    "xMem's runs, transformers", lambda: [row for row in all_rows() if row["kind"] != "cnn"], name, _one
+    "xMem's runs, transformers", lambda: records_of("xmem_transformers.csv"), name, lambda row: [predict(row)]
 )
-CNN_ROWS = Source("xMem's runs, CNNs", lambda: [row for row in all_rows() if row["kind"] == "cnn"], name, _one)
+CNN_ROWS = Source("xMem's runs, CNNs", lambda: records_of("xmem_cnn.csv"), name, lambda row: [predict(row)])
 
 
 if __name__ == "__main__":

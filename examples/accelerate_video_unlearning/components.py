@@ -1,4 +1,4 @@
-"""What each part of the training takes on the GPU, beside what a rule of thumb says; and what would make it fit.
+"""GPU memory of each part of the training, beside a rule of thumb, and the plans that make it fit.
 
     python components.py --model_path CogVideoX-5b --batch_size 4 --num_frames 17 --dtype float16
 
@@ -9,6 +9,7 @@ count: parameters from round figures, gradients and two moments for everything, 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def main() -> None:
         with console.status(f"planning for {name}") as status:
             made = plan(step, options.batch_size, gpu=name, progress=status.update)
         console.print(f"\n[bold]{name}[/bold]")
-        console.print(made.explain().partition("\n\nNot taken")[0], highlight=False, markup=False)
+        console.print(replace(made, rejected=()).explain(), highlight=False, markup=False)
 
 
 def _table(found: dict[str, float], estimate: Estimate, *, guided: bool) -> Table:

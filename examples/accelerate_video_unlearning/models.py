@@ -1,4 +1,4 @@
-"""What a local folder in diffusers' layout describes: the video transformer and its text encoder.
+"""The video transformer and the text encoder that a local folder in diffusers' layout describes.
 
 The folder needs the two ``config.json`` files. Weights are read where the folder has them (safetensors only); otherwise
 they are random, and the caller is told.
@@ -38,7 +38,7 @@ class Folder:
         return config
 
     def has_weights(self, part: str) -> bool:
-        """Whether the part comes with weights."""
+        """True where the part comes with weights."""
         return any((self.path / part).glob("*.safetensors"))
 
     def transformer(self, dtype: torch.dtype) -> nn.Module:

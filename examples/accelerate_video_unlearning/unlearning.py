@@ -17,7 +17,7 @@ ETA = 1.0
 
 
 def kept_share() -> Tensor:
-    """What is left of the signal after each of the diffusion's steps (CogVideoX's scaled linear schedule)."""
+    """The share of the signal that is left after each of the diffusion's steps (CogVideoX's scaled linear schedule)."""
     betas = torch.linspace(0.00085**0.5, 0.0120**0.5, TRAIN_STEPS, dtype=torch.float64) ** 2
     return (1 - betas).cumprod(0).float()
 

@@ -2,7 +2,7 @@
 
 The training below is plain Lightning. The one line that concerns vram_guard is ``callbacks=[VramGuard(...)]``:
 before anything is built it runs this very training step symbolically, says what it takes on a GPU, and changes
-the least that makes it fit. No GPU is needed: without one the training really runs on the CPU under that plan.
+as little as makes it fit. No GPU is needed: without one the training really runs on the CPU under that plan.
 """
 
 from __future__ import annotations

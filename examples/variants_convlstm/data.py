@@ -71,7 +71,7 @@ def training_and_held_out(months: int, columns: int, stride: int) -> tuple[Month
 
 
 def _channels(kelvin: Tensor, sea: Tensor) -> Tensor:
-    """What the network sees of every month: (54, 4, 18, 432)."""
+    """The network's inputs for every month: (54, 4, 18, 432)."""
     temperature = torch.where(sea, (kelvin - MIDDLE) / SPREAD, 0.0)
     angles = (torch.arange(len(kelvin)) + FIRST_MONTH) * (2 * math.pi / 12)
     clock = [wave[:, None, None].expand_as(kelvin) for wave in (angles.sin(), angles.cos())]

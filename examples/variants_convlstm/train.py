@@ -17,14 +17,13 @@ import torch
 from data import SPREAD, Months, training_and_held_out
 from lightning.pytorch.callbacks import Callback
 from models import CONSTRUCTORS
+from steps import over_the_sea, steps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from vram_guard import TrainingStep, variants
+from vram_guard import variants
 from vram_guard.report.variants import show
 from vram_guard_lightning import VramGuard
-
-ROWS, CHANNELS = 18, 4
 
 
 def main() -> None:
@@ -33,9 +32,9 @@ def main() -> None:
     _quiet_lightning()
     lightning.seed_everything(options.seed, verbose=False)
 
-    steps = {name: training_step(build, options) for name, build in CONSTRUCTORS.items()}
+    networks = steps(options.months, options.columns)
     answer = variants(
-        steps, options.batch_size, options.budget, gpu=options.gpu, allow=options.allow, progress=_progress
+        networks, options.batch_size, options.budget, gpu=options.gpu, allow=options.allow, progress=_progress
     )
     show(answer)
     if answer.chosen is None:
@@ -59,28 +58,6 @@ def main() -> None:
     quality.show(answer.chosen.name, time.perf_counter() - start)
 
 
-def training_step(build: object, options: argparse.Namespace) -> TrainingStep:
-    """The step of one network, as Lightning runs it: gradients are freed between forward and backward."""
-
-    def batch(size: int) -> tuple[Tensor, Tensor, Tensor]:
-        maps = torch.zeros(size, options.months, CHANNELS, ROWS, options.columns)
-        return maps, torch.zeros(size, ROWS, options.columns), torch.zeros(size, ROWS, options.columns)
-
-    return TrainingStep(
-        model=build,  # type: ignore[arg-type]
-        batch=batch,
-        loss=over_the_sea,
-        optimizer=torch.optim.AdamW,
-        zero_grad="before_backward",
-    )
-
-
-def over_the_sea(network: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Mean squared error of the predicted change, over the sea."""
-    maps, change, sea = batch
-    return ((network(maps) - change).square() * sea).sum() / sea.sum()
-
-
 class Forecast(lightning.LightningModule):
     """AdamW, one cycle of the learning rate over the whole training."""
 
@@ -94,8 +71,8 @@ class Forecast(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict[str, object]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, total_steps=steps)
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, total_steps=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

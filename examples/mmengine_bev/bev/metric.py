@@ -1,4 +1,4 @@
-"""How well the predicted map covers the cars."""
+"""Intersection over union of predicted and real cars."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _box(car: Car, origin: Array, rays: Array) -> tuple[Array, Array]:
 
 
 def occupied(cars: list[Car], reach: float, cells: int) -> NDArray[np.bool_]:
-    """Which cells of the square of ``2 * reach`` metres around the ego car hold a car; cells x cells, x then y."""
+    """Cells that hold a car, of the square of ``2 * reach`` metres around the ego car; cells x cells, x then y."""
     centres = (np.arange(cells) + 0.5) * 2 * reach / cells - reach
     x, y = np.meshgrid(centres, centres, indexing="ij")
     points = np.stack([x.ravel(), y.ravel(), np.zeros(cells * cells)], axis=1)

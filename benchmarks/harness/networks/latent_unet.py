@@ -7,6 +7,7 @@ appendix E), in the size that Stable Diffusion 1 made common: 859,520,964 parame
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,3 +195,18 @@ def _embedded(steps: Tensor, width: int) -> Tensor:
     rates = torch.exp(-math.log(10000.0) * torch.arange(width // 2, device=steps.device) / (width // 2))
     angles = steps[:, None].float() * rates
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def batch(size: int) -> dict[str, Tensor]:
+    """Latents, time steps and 77 tokens of text."""
+    return {
+        "latents": torch.zeros(size, 4, 64, 64),
+        "steps": torch.zeros(size, dtype=torch.long),
+        "text": torch.zeros(size, 77, TEXT_WIDTH),
+    }
+
+
+def noise_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Predict the noise that was added (Ho et al. 2020, equation 14); the schedule makes no difference in memory."""
+    noise = torch.randn_like(batch["latents"])
+    return nn.functional.mse_loss(model(batch["latents"] + noise, batch["steps"], batch["text"]), noise)

@@ -41,7 +41,7 @@ class Unlearning(nn.Module):
         self.register_buffer("kept", torch.linspace(0.9991, 0.0, TRAIN_STEPS).cumprod(0), persistent=False)
 
     def predicted(self, model: nn.Module, noisy: Tensor, text: Tensor, steps: Tensor) -> Tensor:
-        """What a transformer makes of noisy latents (N, frames, channels, height, width), in the same shape."""
+        """A transformer's prediction for noisy latents (N, frames, channels, height, width), in the same shape."""
         out: Tensor = model(noisy, text, steps, image_rotary_emb=(self.cos, self.sin), return_dict=False)[0]
         return out
 

@@ -1,0 +1,1 @@
+"""The parts that all benchmarks share: rows and their file, isolated workers, statistics, tables, pages, workloads."""

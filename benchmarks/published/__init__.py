@@ -1,0 +1,1 @@
+"""Predictions beside peaks that others measured and published."""
