@@ -85,7 +85,7 @@ class Graph:
                     yield Import(module.name, found, ast.unparse(node), module.path, node.lineno)
 
     def resolved(self, importer: Module, source: str, name: str | None) -> str | None:
-        """The module that ``from source import name`` (name None: ``import source``) reaches; None outside the graph."""
+        """The module that ``from source import name`` (name None: ``import source``) reaches; None: outside."""
         if source not in self.modules and not (importer.path.parent / "__init__.py").exists():
             source = f"{importer.package}.{source}"  # a script imports the scripts beside it
         if name and f"{source}.{name}" in self.modules:

@@ -7,6 +7,7 @@ import copy
 import os
 import pickle
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -321,10 +322,13 @@ def test_a_huge_file_is_refused_unread(tmp_path):
     path = tmp_path / "huge.pickle"
     with path.open("wb") as file:
         os.truncate(file.fileno(), 2 * 2**30 + 1)  # sparse: it takes no space
-    began = time.monotonic()
-    with pytest.raises(InvalidInputError, match="max_entries"):
-        read_recording(path)
-    assert time.monotonic() - began < 1
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInputError, match="max_entries"):
+            read_recording(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_cut_off_anywhere_is_refused(snapshot):
@@ -386,10 +390,10 @@ def test_code_in_a_snapshot_is_not_run(snapshot, tmp_path, protocol):
     ],
 )
 def test_hostile_bytes_are_refused_quickly(data):
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidInputError):
         read_recording(data)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("action", [None, {}, [], 3, "unheard_of"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,15 +128,13 @@ def test_a_sample_has_no_batch_dimension():
 
 
 def asked_slowly(tool, step):
-    time.sleep(30)
+    threading.Event().wait()  # for ever: whoever comes back from asking has left it behind
 
 
 def test_a_tool_that_hangs_is_left_behind(monkeypatch):
     monkeypatch.setattr(bench, "ask", asked_slowly)
-    began = time.monotonic()
     answers = bench.ask_everything(["fno"], ["MemTracker"], limit=0.5)
     assert answers["MemTracker", "fno"]["why"] == "no answer within 0.5 s"
-    assert time.monotonic() - began < 25
 
 
 @pytest.fixture
