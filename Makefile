@@ -13,7 +13,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test lint docs format bench bench-peers bench-published gpu-measure gpu-compare test-matrix messages clean
+.PHONY: help install demo demo-variants demo-mmengine test lint docs format bench bench-peers bench-published gpu-measure gpu-compare test-matrix mutants messages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -83,6 +83,9 @@ bench-published: $(STAMP) ## predict what others measured and published, beside 
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
+
+mutants: $(STAMP) ## small faults that no test notices, a sample for each room: MUTANTS="allocator plan --sample 20"
+	$(BIN)/python tools/mutants.py $(MUTANTS)
 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
 	$(BIN)/python tools/messages.py
