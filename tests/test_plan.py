@@ -271,17 +271,24 @@ def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
     assert made.splits > 1
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> None:
-    """The search leaves out what its floor says cannot fit: that must be true of each."""
+@pytest.fixture(scope="module")
+def priced():
+    """Traces of the deep step and their prices, which all options share as in one search."""
     from vram_guard.plan.cost_model import Costing
-    from vram_guard.plan.search_space import Option
     from vram_guard.plan.tracing import Traces
-    from vram_guard.techniques.recipe import Recipe
 
     traces = Traces(DEEP, 16, (8, 0), lambda _line: None)
-    costing = Costing(traces, 16, None, "32-true", 1)
+    return traces, Costing(traces, 16, None, "32-true", 1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_no_option_takes_less_than_its_floor(priced, precision: str, splits: int) -> None:
+    """The search leaves out what its floor says cannot fit: that must be true of each."""
+    from vram_guard.plan.search_space import Option
+    from vram_guard.techniques.recipe import Recipe
+
+    traces, costing = priced
     blocks = tuple(f"layers.{number}" for number in range(6))
     recipes = (
         Recipe(),
