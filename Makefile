@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Two test processes on two cores: torch's own threads would only get in their way.
+# Two test processes on two cores: torch's own threads would only get in their way. A file's tests share trainings, so
+# they stay together, and files run in their order: else those of a few long launches would come last and end alone.
 WORKERS ?= auto
 export OMP_NUM_THREADS ?= 1
 
@@ -40,7 +41,7 @@ demo-mmengine: $(STAMP) ## compare batch sizes and precisions of an MMEngine con
 		--cfg-options vram_guard.gpu="RTX 2060" vram_guard.budget=64MiB train_cfg.max_iters=100 train_cfg.val_interval=50
 
 test: $(STAMP) ## run the test suite
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict
 	$(BIN)/ruff check .
