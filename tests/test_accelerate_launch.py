@@ -297,7 +297,7 @@ def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 250
         while not out.exists() or not out.read_text():
             assert process.poll() is None
             assert time.monotonic() < deadline
