@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import pickle
+import pickletools
 import time
 import tracemalloc
 from typing import Any
@@ -311,6 +312,15 @@ def test_long_strings_and_large_numbers_are_plain(snapshot):
     snapshot["device_traces"][0][0]["frames"] = ["x" * 300, "é" * 70000, 2**63, -(2**40), 1.5, None, False, ()]
     snapshot["external_annotations"] = [list(range(70000))]
     assert read_recording(pickle.dumps(snapshot)).events
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_more_values_than_a_byte_numbers_are_plain(snapshot, protocol):
+    """From the 256th on, these protocols write a value's number in four bytes (LONG_BINPUT)."""
+    snapshot["device_traces"][0][0]["frames"] = [f"frame {number}" for number in range(600)]
+    data = pickle.dumps(snapshot, protocol=protocol)
+    assert pickle.LONG_BINPUT in {opcode.code.encode("latin-1") for opcode, _, _ in pickletools.genops(data)}
+    assert read_recording(data) == read_recording(snapshot)
 
 
 def test_a_missing_file_is_named(tmp_path):
