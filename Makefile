@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Two test processes on two cores: torch's own threads would only get in their way.
+# Two test processes on two cores: torch's own threads would only get in their way. A file's tests share trainings, so
+# they stay together, and files run in their order: else those of a few long launches would come last and end alone.
 WORKERS ?= auto
 export OMP_NUM_THREADS ?= 1
 
@@ -13,7 +14,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test lint docs format bench bench-peers bench-published gpu-measure gpu-compare test-matrix messages clean
+.PHONY: help install demo demo-variants demo-mmengine test lint docs format bench bench-peers bench-published gpu-measure gpu-compare test-matrix mutants messages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -40,7 +41,7 @@ demo-mmengine: $(STAMP) ## compare batch sizes and precisions of an MMEngine con
 		--cfg-options vram_guard.gpu="RTX 2060" vram_guard.budget=64MiB train_cfg.max_iters=100 train_cfg.val_interval=50
 
 test: $(STAMP) ## run the test suite
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict
 	$(BIN)/ruff check .
@@ -83,6 +84,9 @@ bench-published: $(STAMP) ## predict what others measured and published, beside 
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
+
+mutants: $(STAMP) ## small faults that no test notices, a sample for each room: MUTANTS="allocator plan --sample 20"
+	$(BIN)/python tools/mutants.py $(MUTANTS)
 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
 	$(BIN)/python tools/messages.py

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Nothing in the suite may download a model or a data set; libraries that would try are told so before import.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -12,6 +14,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "agg")
 # The tests read English, whatever the developer's terminal speaks.
 os.environ["VRAM_GUARD_LANG"] = "en"
+# A shell starts background jobs with SIGINT ignored, and every process that a test starts would keep that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A busy machine makes an example slow, not wrong.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -39,7 +39,7 @@ def main(case: str, out: Path) -> None:
     guard = VramGuard(budget=budget(case, rank), margin=0, allow=("accumulate",)) if case != "plain" else None
     module = cases.make_module("lightning.pytorch", scheduler="one_cycle", width=512, hidden=2048, optimizer="sgd")
     data = cases.loader(dataset=cases.Vectors(4096 * 2 + 333, 512), batch_size=2048)
-    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60))
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=200))
     trainer = cases.make_trainer(
         "lightning.pytorch", out, [guard] if guard else [], devices=2, strategy=strategy, max_epochs=2
     )

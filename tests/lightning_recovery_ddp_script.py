@@ -105,7 +105,7 @@ def main(case: str, out: Path) -> None:
     callbacks: list[Any] = [] if kind == "plain" else [VramGuard(budget="64GiB", allow=("accumulate",), remember=False)]
     if kind == "split":
         callbacks = [SplitsFrom()]
-    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=40))
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=200))
     trainer = cases.make_trainer(
         "lightning.pytorch",
         out,

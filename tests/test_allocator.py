@@ -476,3 +476,19 @@ def test_expandable_segments_can_reserve_less_for_more_as_well():
 def test_the_allocator_needs_no_torch():
     code = "import sys, vram_guard.allocator; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("requested", "available", "granted", "settings"),
+    [
+        (512, 1024, 512, AllocatorSettings()),  # a small pool keeps every remainder
+        (20 * MIB, 21 * MIB, 21 * MIB, AllocatorSettings()),  # a large one what exceeds 1 MiB
+        (20 * MIB, 21 * MIB + 512, 20 * MIB, AllocatorSettings()),
+        (300 * MIB, 302 * MIB, 300 * MIB, AllocatorSettings()),
+        (300 * MIB, 302 * MIB, 302 * MIB, AllocatorSettings(max_split_size=200 * MIB)),  # never split
+        (100 * MIB, 102 * MIB, 100 * MIB, AllocatorSettings(max_split_size=200 * MIB)),
+        (100 * MIB, 100 * MIB + 512, 100 * MIB + 512, AllocatorSettings(max_split_size=200 * MIB)),
+    ],
+)
+def test_what_a_request_is_granted_of_a_cached_block(requested, available, granted, settings):
+    assert CachingAllocator(settings).granted(requested, available) == granted

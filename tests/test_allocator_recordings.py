@@ -6,7 +6,9 @@ import contextlib
 import copy
 import os
 import pickle
+import pickletools
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -312,6 +314,15 @@ def test_long_strings_and_large_numbers_are_plain(snapshot):
     assert read_recording(pickle.dumps(snapshot)).events
 
 
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_more_values_than_a_byte_numbers_are_plain(snapshot, protocol):
+    """From the 256th on, these protocols write a value's number in four bytes (LONG_BINPUT)."""
+    snapshot["device_traces"][0][0]["frames"] = [f"frame {number}" for number in range(600)]
+    data = pickle.dumps(snapshot, protocol=protocol)
+    assert pickle.LONG_BINPUT in {opcode.code.encode("latin-1") for opcode, _, _ in pickletools.genops(data)}
+    assert read_recording(data) == read_recording(snapshot)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InvalidInputError, match=r"no\.pickle"):
         read_recording(tmp_path / "no.pickle")
@@ -321,10 +332,13 @@ def test_a_huge_file_is_refused_unread(tmp_path):
     path = tmp_path / "huge.pickle"
     with path.open("wb") as file:
         os.truncate(file.fileno(), 2 * 2**30 + 1)  # sparse: it takes no space
-    began = time.monotonic()
-    with pytest.raises(InvalidInputError, match="max_entries"):
-        read_recording(path)
-    assert time.monotonic() - began < 1
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInputError, match="max_entries"):
+            read_recording(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_cut_off_anywhere_is_refused(snapshot):
@@ -386,10 +400,10 @@ def test_code_in_a_snapshot_is_not_run(snapshot, tmp_path, protocol):
     ],
 )
 def test_hostile_bytes_are_refused_quickly(data):
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidInputError):
         read_recording(data)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("action", [None, {}, [], 3, "unheard_of"])

@@ -162,7 +162,7 @@ def test_without_gpu_and_without_an_amount_one_is_asked_for():
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True)
     return done.stdout.strip()
 
 

@@ -72,6 +72,6 @@ print("followed")
 
 def test_a_loop_that_is_followed_takes_what_the_same_step_takes() -> None:
     """In a process of its own: following is for good."""
-    done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "followed\n"

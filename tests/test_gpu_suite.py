@@ -185,9 +185,9 @@ def test_no_case_of_that_name(capsys):
 
 
 def sleepy():
-    import time
+    import threading
 
-    time.sleep(60)
+    threading.Event().wait()  # for ever: whoever comes back from waiting for it has ended it
 
 
 def dying():
@@ -212,7 +212,7 @@ def test_a_case_that_hangs_is_ended():
     answer = workers.ask(sleepy, limit=0.5)
     assert answer.timed_out
     assert answer.result is None
-    assert answer.seconds < 30
+    assert answer.seconds >= 0.5
 
 
 def test_a_case_that_dies_is_told():

@@ -27,7 +27,7 @@ def run(case: str, out: Path, tight: int = 0) -> tuple[list[dict[str, Any]], str
     for name in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     command = [sys.executable, str(SCRIPT), case, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     results = [out / f"result-{rank}.json" for rank in (0, 1)]
     assert all(path.exists() for path in results), done.stderr[-3000:]
     return [json.loads(path.read_text()) for path in results], done.stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from typing import Any
 
 import pytest
@@ -223,6 +225,39 @@ def test_logged_values_are_those_of_the_whole_batch(tmp_path: Any) -> None:
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
     assert split.step_values[0]["count_step"] == 8
     assert split.epoch_values[-1]["count_epoch"] == 37
+
+
+def test_logged_values_hold_no_activations_while_the_next_micro_batch_runs(tmp_path: Any) -> None:
+    base = type(cases.make_module())
+
+    class Beside(base):  # type: ignore[misc, valid-type]
+        keeps = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.seen[-1:] == [3]:  # not the first micro-batch of a loaded batch
+                gc.collect()
+                alive.append(predictions[-1]() is not None)
+            prediction = self.net(batch[0])
+            predictions.append(weakref.ref(prediction))
+            size = prediction.pow(2).mean()  # not the loss: no backward frees what its graph holds
+            self.log("size", size, enable_graph=True)
+            own = prediction.detach().mean()
+            self.log("own", own)
+            own.zero_()  # Lightning's log has read it by now
+            self.kept = size if self.keeps else None
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    for micro in (0, 3):
+        predictions, alive = [], []
+        watch = Watching.callback("lightning.pytorch")
+        train(tmp_path, module=Beside(), micro=micro, callbacks=[watch], max_epochs=1)
+        seen.append([(values["size"], values["own"]) for values in watch.step_values])
+    assert seen[1] == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in seen[0]]
+    assert alive == [False] * 10
+    Beside.keeps, alive = True, []
+    train(tmp_path, module=Beside(), micro=3, max_epochs=1)
+    assert alive == [True] * 10, "the check above could not fail"
 
 
 def test_the_last_micro_batch_alone_would_log_something_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

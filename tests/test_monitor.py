@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ from vram_guard.budget.sampling import GpuSample, ProcessSample, nvml_sampler
 from vram_guard.cli.monitor import COLUMNS
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.watch.monitor import BackgroundMonitor, Monitor, any_sampler, checked_interval, device_sampler, watch
+
+WATCHDOG = 200  # seconds; only a test in which nothing happens at all takes so long
 
 
 class Busy(Library):
@@ -167,19 +170,44 @@ def test_nothing_told_is_said():
     assert Monitor().summary() == ()
 
 
-def test_watching_keeps_its_time_whatever_a_look_takes():
+class Clock(threading.Event):
+    """A clock that stands still but for waiting, as the module ``time`` and as the event that is waited on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now += timeout
+        return False
+
+
+def test_watching_keeps_its_time_whatever_a_look_takes(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("vram_guard.watch.monitor.time", clock)
+
     def slow() -> tuple[GpuSample, ...]:
-        time.sleep(0.02)
+        clock.now += 0.02
         return (sample(0.5, 10),)
 
     monitor, told = Monitor(), []
-    start = time.monotonic()
-    watch(slow, monitor, seconds=0.5, interval=0.1, tell=lambda seconds, _moment: told.append(seconds))
-    assert 0.45 < time.monotonic() - start < 0.9
-    assert 4 <= monitor.count <= 6
-    assert told == sorted(told)
-    watch(slow, monitor, seconds=0.01, interval=60)  # at least once, and no longer than asked for
-    assert time.monotonic() - start < 2
+    watch(slow, monitor, seconds=0.5, interval=0.1, tell=lambda seconds, _moment: told.append(seconds), stop=clock)
+    assert clock.now == pytest.approx(1000.5)
+    assert told == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    assert monitor.count == 5
+    watch(slow, monitor, seconds=0.01, interval=60, stop=clock)  # at least once, and no longer than asked for
+    assert monitor.count == 6
+    assert clock.now == pytest.approx(1000.52)
+
+
+def test_watching_waits_by_the_real_clock():
+    monitor, start = Monitor(), time.monotonic()
+    watch(lambda: (sample(0.5, 10),), monitor, seconds=0.3, interval=0.1)
+    assert time.monotonic() - start >= 0.3  # a busy machine makes it longer
+    assert 1 <= monitor.count <= 4
 
 
 @pytest.mark.parametrize("interval", [0, -1, 0.01, float("nan"), float("inf"), "1", True, None])
@@ -190,13 +218,24 @@ def test_intervals_that_make_no_sense(interval):
 
 def test_a_thread_of_its_own(machine):
     machine(card(processes=[trainer_process()]))
-    background = BackgroundMonitor(nvml_sampler, 0.05)
+    looks, enough = itertools.count(), threading.Event()
+
+    @contextmanager
+    def source():
+        with nvml_sampler() as sampler:
+
+            def look() -> tuple[GpuSample, ...]:
+                if next(looks) == 3:  # three moments have been added up
+                    enough.set()
+                return sampler()
+
+            yield look
+
+    background = BackgroundMonitor(source, 0.05)
     assert background.latest() == ()
     background.start()
     background.start()
-    deadline = time.monotonic() + 10
-    while background._monitor.count < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert enough.wait(WATCHDOG)
     (one,) = background.stop()
     assert one.samples >= 3
     assert one.utilization_peak == 0.9
@@ -208,7 +247,8 @@ def test_a_driver_that_dies_ends_the_thread_and_not_the_training(machine):
     machine(card(), fails_after=2)
     background = BackgroundMonitor(nvml_sampler, 0.05)
     background.start()
-    background._thread.join(timeout=10)
+    background._thread.join(WATCHDOG)
+    assert not background._thread.is_alive()
     (one,) = background.stop()
     assert one.samples == 2
     assert isinstance(background.error, DeviceQueryError)
@@ -338,7 +378,7 @@ def test_ctrl_c_ends_with_the_summary(tmp_path, number):
         line = process.stdout.readline()
         assert "utilisation  42% | memory  75%" in line
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=WATCHDOG)
         assert "Summary of " in out
         assert "mean 42%, peak 42%" in out
         assert err == ""
@@ -385,11 +425,20 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
 
     class Slow(importlib.import_module(namespace).Callback):
         def on_train_batch_start(self, *_: Any) -> None:
-            time.sleep(0.03)
+            assert looked.wait(WATCHDOG)
+
+    looked = threading.Event()
 
     @contextmanager
     def source():
-        yield lambda: (sample(0.5, 40),)
+        looks = itertools.count()
+
+        def look() -> tuple[GpuSample, ...]:
+            if next(looks):  # the first moment is added up by now
+                looked.set()
+            return (sample(0.5, 40),)
+
+        yield look
 
     monkeypatch.setattr(metrics, "sampler_of", lambda trainer: source)
     guard = VramGuard(budget="64GiB", monitor=0.05)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,17 +136,15 @@ def test_a_sample_has_no_batch_dimension():
 
 
 def asked_slowly(tool, step):
-    time.sleep(30)
+    threading.Event().wait()  # for ever: whoever comes back from asking has left it behind
 
 
 def test_a_tool_that_hangs_is_left_behind(monkeypatch):
     monkeypatch.setattr(bench, "answer", asked_slowly)
-    began = time.monotonic()
     answers = bench.ask_everything(["fno"], ["MemTracker"], limit=0.5)
     (row,) = answers.rows
     assert (row.source, row.predicted) == ("MemTracker", None)
     assert row.reason == "gave no answer within 0.5 s and was ended"
-    assert time.monotonic() - began < 25
 
 
 @pytest.fixture

@@ -201,10 +201,10 @@ def test_a_plan_is_a_value() -> None:
 
 
 class Deep(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 6) -> None:
         super().__init__()
         layer = torch.nn.TransformerEncoderLayer
-        self.layers = torch.nn.ModuleList(layer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(6))
+        self.layers = torch.nn.ModuleList(layer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -271,26 +271,33 @@ def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
     assert made.splits > 1
 
 
+@pytest.fixture(scope="module")
+def priced():
+    """Traces of a step of three layers and their prices, which all options share as in one search."""
+    from vram_guard.plan.cost_model import Costing
+    from vram_guard.plan.tracing import Traces
+
+    traces = Traces(DEEP.with_(model=lambda: Deep(3)), 16, (8, 0), lambda _line: None)
+    return traces, Costing(traces, 16, None, "32-true", 1)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> None:
+def test_no_option_takes_less_than_its_floor(priced, precision: str, splits: int) -> None:
     """The search leaves out what its floor says cannot fit: that must be true of each."""
-    from vram_guard.plan.cost_model import Costing
     from vram_guard.plan.search_space import Option
-    from vram_guard.plan.tracing import Traces
     from vram_guard.techniques.recipe import Recipe
 
-    traces = Traces(DEEP, 16, (8, 0), lambda _line: None)
-    costing = Costing(traces, 16, None, "32-true", 1)
-    blocks = tuple(f"layers.{number}" for number in range(6))
+    traces, costing = priced
+    blocks = tuple(f"layers.{number}" for number in range(3))
     recipes = (
         Recipe(),
-        Recipe(checkpoint=blocks[:4]),
-        Recipe(offload_activations=blocks[:2], checkpoint=blocks[2:]),
+        Recipe(checkpoint=blocks[:2]),
+        Recipe(offload_activations=blocks[:1], checkpoint=blocks[1:]),
         Recipe(optimizer="8bit"),
         Recipe(optimizer_on_host=True, checkpoint=blocks[:1]),
         Recipe(parameters_on_host=blocks),
-        Recipe(parameters_on_host=blocks[:3]),
+        Recipe(parameters_on_host=blocks[:2]),
     )
     floors = []
     for recipe in recipes:

@@ -380,6 +380,28 @@ def test_rows_that_are_not_samples_are_refused(micro: int) -> None:
         model(torch.randn(10, 6))
 
 
+@pytest.mark.parametrize("form", ["tensor", "loss"])
+def test_a_single_sample_may_be_left_for_the_last_slice(x: torch.Tensor, form: str) -> None:
+    whole, sliced = twins(form, micro=2)
+    for model in (whole, sliced):
+        out = model(x[:3], labels=Y[:3])
+        (out["loss"] if form == "loss" else out.pow(2).mean()).backward()
+    assert sliced.calls[:2] == [2, 1]
+    same_gradients(whole, sliced)
+
+
+def test_a_model_that_answers_one_sample_in_another_form_is_refused_in_slices_of_one(x: torch.Tensor) -> None:
+    class Sparing(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            out = super().forward(x)
+            return (out, out.mean(0, keepdim=True)) if len(x) > 1 else (out,)
+
+    model = Sparing().double()
+    slice_forward(model, 10, 1)
+    with pytest.raises(UnsupportedTechniqueError, match="of one sample the model makes 1 tensors, of two 2"):
+        model(x)
+
+
 def test_a_number_that_carries_gradient_is_an_input_too(x: torch.Tensor) -> None:
     class Heated(Net):
         def forward(self, x: torch.Tensor, heat: torch.Tensor) -> Any:

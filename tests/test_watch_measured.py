@@ -176,7 +176,7 @@ for _ in range(20):
     kept.remember(Subject("gpu", "torch", "common"), 1.5)
 """
     running = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), str(me)]) for me in range(4)]
-    assert [process.wait(60) for process in running] == [0] * 4
+    assert [process.wait(280) for process in running] == [0] * 4
     kept = Corrections(tmp_path)
     assert [kept.factor(Subject("gpu", "torch", str(me))) for me in range(4)] == [1.25] * 4
     assert kept.factor(Subject("gpu", "torch", "common")) == 1.5

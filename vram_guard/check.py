@@ -48,6 +48,15 @@ def assert_fits(
         DoesNotFitError: it does not fit, or is not known to fit.
         InvalidInputError: an argument makes no sense; before anything is traced.
         NoDeviceError: no budget, no GPU name and no GPU here.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> assert_fits(step, 1000, "64MiB").batch_size
+        1000
+        >>> assert_fits(step, 30000, "64MiB")
+        Traceback (most recent call last):
+        vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 20.11 MiB too much...
     """
     estimate, timeline, held_against = checked(
         step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class VramGuardError(Exception):
-    """Base class: ``except VramGuardError`` catches everything vram_guard raises on purpose."""
+    """Base class: ``except VramGuardError`` catches everything vram_guard raises on purpose.
+
+    Example:
+        >>> try:
+        ...     Budget.of("24 parsecs")
+        ... except VramGuardError as error:
+        ...     print(type(error).__name__)
+        InvalidInputError
+    """
 
 
 class InvalidInputError(VramGuardError, ValueError):

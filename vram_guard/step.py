@@ -80,6 +80,16 @@ class TrainingStep:
         forward_again: for a runner: whether slices run their forward once more in the backward pass.
         slices_apart: for a runner: whether slices are batches that are loaded by themselves.
         shards: for a runner: whether parameters on the host are sharded over ``data_parallel_ranks`` (FSDP2).
+
+    Example:
+        >>> step = TrainingStep(
+        ...     model=lambda: torch.nn.Linear(256, 256),
+        ...     batch=lambda size: torch.ones(size, 256),
+        ...     loss=lambda model, batch: model(batch).sum(),
+        ...     optimizer=torch.optim.Adam,
+        ... )
+        >>> step.with_(precision="bf16-mixed").precision
+        'bf16-mixed'
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]

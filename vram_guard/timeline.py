@@ -152,7 +152,17 @@ class OutOfMemoryPoint:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one training step takes at one batch size."""
+    """What one training step takes at one batch size.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> taken = trace(step).at(1000)
+        >>> taken.peak_reserved >= taken.peak_allocated == sum(taken.breakdown.values())
+        True
+        >>> taken.peak_phase.name
+        'forward'
+    """
 
     batch_size: int
     peak_allocated: int
@@ -177,7 +187,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Two consecutive training steps as a sequence of allocations and frees, affine in the batch size."""
+    """Two consecutive training steps as a sequence of allocations and frees, affine in the batch size.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> timeline = trace(step)
+        >>> timeline.at(1000).peak_allocated < timeline.at(2000).peak_allocated
+        True
+    """
 
     blocks: tuple[Block, ...]
     events: tuple[int, ...]
@@ -281,6 +299,14 @@ class Timeline:
             budget: a :class:`vram_guard.Budget`, an amount ("24GiB"), bytes, or a GPU's name.
             settings: the allocator's settings.
             limit: the largest batch size that is considered.
+
+        Example:
+            >>> net = torch.nn.Linear(256, 256)
+            >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+            >>> timeline = trace(step)
+            >>> largest = timeline.max_batch_size("64MiB")
+            >>> timeline.at(largest).peak_reserved <= Budget.of("64MiB").usable
+            True
         """
         from vram_guard.budget import Budget
 

@@ -46,6 +46,13 @@ def parse_bytes(value: str | int, name: str = "budget") -> int:
     Raises:
         InvalidInputError: for bool, float, NaN, "inf", zero, negative amounts, amounts of 2**63 bytes or
             more, unknown units and any other text.
+
+    Example:
+        >>> parse_bytes("24GB"), parse_bytes("1.5 GiB")
+        (24000000000, 1610612736)
+        >>> parse_bytes("24 parsecs")
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: budget='24 parsecs' has a unit other than B, kB, MB, GB, TB, KiB, MiB, ...
     """
     count = _from_text(value, name) if isinstance(value, str) else _from_number(value, name)
     if count < 1:
@@ -59,6 +66,10 @@ def format_bytes(count: int) -> str:
     """``count`` bytes as people read them: "512 B", "110.00 MiB", "12.34 GiB"; differences may be negative.
 
     The unit is the largest of B, KiB, MiB, GiB and TiB that leaves a number of at least 1; two decimals.
+
+    Example:
+        >>> format_bytes(1610612736), format_bytes(-512)
+        ('1.50 GiB', '-512 B')
     """
     size = abs(count)
     sign = "-" if count < 0 else ""

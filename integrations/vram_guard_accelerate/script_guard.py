@@ -59,6 +59,13 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         InvalidInputError: an unknown setting, or ``grow``: schedules are made before ``prepare``, and would not know.
         DoesNotFitError: nothing that is allowed makes it fit; on every rank, nothing was prepared.
         UnsupportedStepError: the script cannot be followed from here.
+
+    Example:
+        >>> guard(budget="24GiB", allow=["accumulate"]).settings.budget
+        '24GiB'
+        >>> guard(budget="24GiB", grow=True)
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: guard: a larger batch has to be known before loaders ...
     """
 
     def __init__(self, **settings: Any) -> None:

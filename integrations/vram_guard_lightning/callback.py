@@ -92,6 +92,15 @@ class VramGuard(CallbackBase):
 
     Raises:
         InvalidInputError: a setting makes no sense.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> guard = VramGuard(budget="1GiB", mode="report")
+        >>> Trainer(callbacks=[guard], fast_dev_run=True, accelerator="cpu").fit(BoringModel())
+        FITS ...
+        >>> guard.plan.fits
+        True
     """
 
     @filled_from_settings

@@ -77,6 +77,13 @@ class VramGuardHook(Hook):  # type: ignore[misc]
 
     Raises:
         InvalidInputError: an unknown setting, or one that makes no sense.
+
+    Example:
+        >>> VramGuardHook(budget="24GiB", allow=["accumulate"]).settings.mode
+        'fit'
+        >>> VramGuardHook(budgit="24GiB")
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: ...'budgit'...
     """
 
     def __init__(self, **settings: Any) -> None:

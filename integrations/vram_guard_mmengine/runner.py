@@ -34,6 +34,11 @@ class GuardRunner(Runner):  # type: ignore[misc]
 
     See :class:`VramGuardHook`. Beyond what the hook does by itself, settings are checked before anything is built, and
     the model waits in host memory until the prediction is made.
+
+    Example:
+        >>> GuardRunner.from_cfg({"vram_guard": {"budget": "24 parsecs"}})
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: budget='24 parsecs' has a unit other than ...
     """
 
     model: Any
@@ -88,6 +93,11 @@ class GuardFlexibleRunner(FlexibleRunner):  # type: ignore[misc]
 
     Under strategies that shard the model (FSDP, DeepSpeed, ColossalAI) nothing can be predicted: the guard says so and
     leaves the training as it is.
+
+    Example:
+        >>> GuardFlexibleRunner.from_cfg({"custom_hooks": [{"type": "VramGuardHook", "budget": "24 parsecs"}]})
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: budget='24 parsecs' has a unit other than ...
     """
 
     @classmethod

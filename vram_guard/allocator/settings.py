@@ -73,6 +73,10 @@ class AllocatorSettings:
 
     Raises:
         InvalidInputError: for values that torch refuses.
+
+    Example:
+        >>> AllocatorSettings(max_split_size=128 * 2**20) == AllocatorSettings.from_conf("max_split_size_mb:128")
+        True
     """
 
     expandable_segments: bool = False
@@ -111,6 +115,10 @@ class AllocatorSettings:
             InvalidInputError: for anything torch does not know or refuses, and for
                 ``backend:cudaMallocAsync``, whose memory pool belongs to the CUDA driver and is not modelled
                 here.
+
+        Example:
+            >>> AllocatorSettings.from_conf("expandable_segments:True,garbage_collection_threshold:0.8")
+            AllocatorSettings(expandable_segments=True, ... garbage_collection_threshold=0.8, ...)
         """
         fields: dict[str, Any] = {}
         for key, value in _groups(_tokens(text)):
@@ -124,6 +132,10 @@ class AllocatorSettings:
         Raises:
             InvalidInputError: as :meth:`from_conf`, or where PYTORCH_NO_CUDA_MEMORY_CACHING switches caching
                 off.
+
+        Example:
+            >>> AllocatorSettings.from_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}).max_split_size
+            67108864
         """
         environ = os.environ if environ is None else environ
         for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
@@ -135,7 +147,12 @@ class AllocatorSettings:
         return cls()
 
     def divisions_at(self, size: int) -> int:
-        """Parts that the power of two below ``size`` bytes is divided into; 0 or 1: no such rounding."""
+        """Parts that the power of two below ``size`` bytes is divided into; 0 or 1: no such rounding.
+
+        Example:
+            >>> AllocatorSettings.from_conf("roundup_power2_divisions:[2:4,>:8]").divisions_at(5 * 2**20)
+            8
+        """
         if not self.roundup_power2_divisions:
             return 0
         interval = max(0, size.bit_length() - MIB.bit_length())

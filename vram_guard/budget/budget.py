@@ -40,6 +40,10 @@ class Budget:
             nothing about bfloat16.
         notes: sentences a person should read with the numbers.
         margin_source: where the margin comes from; "" for one that the user gave.
+
+    Example:
+        >>> Budget.resolve("10GiB", gpu="RTX 4090", margin=0.1).explain()
+        '9.00 GiB usable; 10.00 GiB (explicit); less a margin of 10%'
     """
 
     total: int
@@ -79,6 +83,12 @@ class Budget:
 
         Raises:
             InvalidInputError: for anything else; for an unknown card the nearest names are listed.
+
+        Example:
+            >>> Budget.of("24GiB", margin=0).usable == 24 * 2**30
+            True
+            >>> Budget.of("RTX 4090").source
+            'catalogue: RTX 4090'
         """
         if isinstance(value, Budget):
             return value if margin is None else replace(value, margin=margin, margin_source="")
@@ -187,6 +197,10 @@ def checked_margin(margin: object) -> float:
 
     Raises:
         InvalidInputError: for bool, text, NaN, negative numbers and 1 or more (5 for 5% is a slip).
+
+    Example:
+        >>> checked_margin(0.05)
+        0.05
     """
     if isinstance(margin, bool) or not isinstance(margin, Real):
         raise InvalidInputError(_("margin must be a fraction such as 0.05, not {value}", value=repr(margin)))

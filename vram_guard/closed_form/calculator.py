@@ -39,6 +39,10 @@ class Network:
         num_layers: layers.
         seq_length: time steps or tokens at every point.
         bytes_per_element: of one number: 4 in float32, 2 in float16 and bfloat16.
+
+    Example:
+        >>> Network(batch=8, height=256, width=256, hidden_dim=64, num_layers=12).total_bytes / 2**30
+        1.5
     """
 
     batch: int
@@ -73,6 +77,12 @@ class Calculation:
         network: what was asked about.
         memory: of the whole GPU.
         share: of it that activations may take, in (0, 1].
+
+    Example:
+        >>> network = Network(batch=16, height=256, width=256, hidden_dim=64, num_layers=12)
+        >>> asked = Calculation(network, memory=2 * 2**30)
+        >>> asked.fits, asked.largest_batch, asked.accumulation, asked.with_amp.largest_batch
+        (False, 7, (4, 4), 14)
     """
 
     network: Network
@@ -106,7 +116,12 @@ class Calculation:
         return self.remaining / self.allowed if self.allowed else -math.inf
 
     def with_network(self, **changes: int) -> Calculation:
-        """The same question about a changed network."""
+        """The same question about a changed network.
+
+        Example:
+            >>> Calculation(Network(4, 64, 64, 32, 6), memory=2**30).with_network(batch=8).network.batch
+            8
+        """
         return replace(self, network=replace(self.network, **changes))
 
     @property
@@ -171,6 +186,10 @@ def checked_share(share: object) -> float:
 
     Raises:
         InvalidInputError: for anything else; 70 for 70% is a slip.
+
+    Example:
+        >>> checked_share(0.7)
+        0.7
     """
     if (
         isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1

@@ -76,6 +76,14 @@ def plan(
     Raises:
         InvalidInputError: an argument makes no sense, or two contradict each other; raised before anything is traced.
         NoDeviceError: no budget, no GPU name and no GPU here.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> for name, before, after in plan(step, 30000, "80MiB", allow=["accumulate"]).changes():
+        ...     print(f"{name}: {before} -> {after}")
+        micro-batch size: 30000 -> 15000
+        micro-batches per optimizer step: 1 -> 2
     """
     from vram_guard.budget import Budget
 

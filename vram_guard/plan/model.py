@@ -34,6 +34,13 @@ class Plan:
 
     Bytes are ints. A loaded batch of ``batch_size`` samples runs as ``batch_size // micro_batch_size``
     micro-batches, one after the other; gradients of ``accumulate`` micro-batches make one optimizer step.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> smaller = plan(step, 30000, "80MiB", allow=["accumulate"])
+        >>> smaller.fits, smaller.micro_batch_size, smaller.accumulate, smaller.effective_batch_size
+        (True, 15000, 2, 30000)
     """
 
     precision: str

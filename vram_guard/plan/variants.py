@@ -172,6 +172,13 @@ def variants(
     Raises:
         InvalidInputError: no variants, a name twice, or another argument that makes no sense; before any work.
         NoDeviceError: no budget, no GPU name and no GPU here.
+
+    Example:
+        >>> def step(width):
+        ...     net = torch.nn.Linear(width, 8)
+        ...     return TrainingStep(net, torch.ones(4, width), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> variants({"wide": step(1024), "narrow": step(256)}, 30000, "64MiB").chosen.name
+        'narrow'
     """
     from vram_guard.budget import Budget
     from vram_guard.plan.techniques import checked_techniques

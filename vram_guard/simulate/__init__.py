@@ -48,6 +48,13 @@ def trace(
     Raises:
         UnsupportedStepError: the step cannot be run symbolically at all.
         Exception: whatever the user's own code raises, with its own traceback.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> timeline = trace(step)
+        >>> timeline.at(1000).breakdown["batch"], timeline.at(2000).breakdown["batch"]
+        (1024000, 2048000)
     """
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
@@ -100,7 +107,14 @@ def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
 def estimate(
     step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
 ) -> Estimate:
-    """What the step takes at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked."""
+    """What the step takes at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> estimate(step, 1000).breakdown["parameters"]  # (256 x 256 + 256) numbers of 4 bytes, in blocks of 512
+        263168
+    """
     checked_count("batch_size", batch_size)
     from vram_guard.simulate.tracing.run import run_step
 

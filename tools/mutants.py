@@ -1,0 +1,258 @@
+"""Which small faults in the code would no test notice: ``make mutants``.
+
+For each room a seeded sample of changes is made, one node each: comparisons, signs, constants, ``and``/``or``, ``not``,
+results replaced by None. Each is run against the tests nearest to the room, in a copy of the working tree. A mutant is
+killed when a test fails, survives when all pass, and is undecided when the tests take too long or do not run at all.
+
+Importing torch takes longer than many a room's tests: every run is forked from one process that has imported torch and
+pytest, and nothing of this project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: Room (a folder or a file) -> patterns of the tests nearest to it, under tests/.
+ROOMS = {
+    "vram_guard/allocator": ["test_allocator*", "test_host_memory"],
+    "vram_guard/apply": ["test_sliced_forward*", "test_microbatch*", "test_loss_terms*", "test_plan_learning_rate*"],
+    "vram_guard/budget": ["test_budget*", "test_catalogue*"],
+    "vram_guard/capture": ["test_named*", "test_estimate_folder*", "test_lightning_capture*"],
+    "vram_guard/cli": ["test_cli*", "test_compare*", "test_estimate*", "test_optimize*", "test_monitor*"],
+    "vram_guard/closed_form": ["test_calculator*", "test_gpus_model*", "test_recommend*", "test_estimate_folder*"],
+    "vram_guard/guard": [
+        "test_lightning_settings*",
+        "test_mmengine_settings*",
+        "test_settings*",
+        "test_lightning_guard*",
+    ],
+    "vram_guard/optimize": ["test_optimize*"],
+    "vram_guard/plan": ["test_plan*", "test_cost*", "test_variants*"],
+    "vram_guard/report": ["test_report*", "test_compare*"],
+    "vram_guard/simulate": [
+        "test_simulate*",
+        "test_cu*",
+        "test_norms*",
+        "test_work*",
+        "test_fast_shapes*",
+        "test_hard*",
+    ],
+    "vram_guard/state": ["test_watch_recovery*", "test_left_behind*", "test_sliced_forward*"],
+    "vram_guard/techniques": ["test_techniques*"],
+    "vram_guard/watch": ["test_watch*", "test_monitor*"],
+    "vram_guard/step.py": ["test_plan*", "test_simulate*"],
+    "vram_guard/timeline.py": ["test_timeline*", "test_simulate*", "test_plan"],
+    "vram_guard/units.py": ["test_units*"],
+    "vram_guard/settings.py": ["test_settings*"],
+    "integrations/vram_guard_lightning": ["test_lightning*"],
+    "integrations/vram_guard_mmengine": ["test_mmengine*"],
+    "integrations/vram_guard_accelerate": ["test_accelerate*"],
+}
+LEAST_LIMIT, TIMES_USUAL = 30, 4  # seconds, and how often as long as without a change the tests may take
+#: Operators, and what stands in their places.
+PAIRS = {"Lt": "LtE", "Gt": "GtE", "Eq": "NotEq", "Is": "IsNot", "In": "NotIn", "And": "Or", "Add": "Sub"}
+ONE_WAY = {"Mult": "FloorDiv", "FloorDiv": "Mult", "Div": "Mult", "Mod": "Mult", "Pow": "Mult"}
+SWAPS = {
+    getattr(ast, before): getattr(ast, after)
+    for before, after in [*PAIRS.items(), *((after, before) for before, after in PAIRS.items()), *ONE_WAY.items()]
+}
+
+
+@dataclass
+class Mutant:
+    """One change: the text of a node, and what stands there instead."""
+
+    room: str
+    file: str
+    line: int
+    start: int
+    end: int
+    before: str
+    after: str
+    verdict: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.verdict:9} {self.file}:{self.line}: {self.before}  ->  {self.after}"
+
+
+def changes(node: ast.AST) -> Iterator[str]:
+    """What may stand in the place of a node."""
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in SWAPS:
+            yield f"({ast.unparse(ast.Compare(left, [SWAPS[type(op)]()], [right]))})"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in SWAPS:
+            if not any(isinstance(getattr(one, "value", None), str) for one in (left, right)):  # joins texts
+                yield f"({ast.unparse(ast.BinOp(left, SWAPS[type(op)](), right))})"
+        case ast.BoolOp(op=op, values=values):
+            yield f"({ast.unparse(ast.BoolOp(SWAPS[type(op)](), values))})"
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            yield repr(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield from (repr(value + 1), repr(value - 1))
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+            yield "return None"
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run: no annotations, nothing for type checkers, nothing inside f-strings (they have no own place)."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns") or (
+            isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test)
+        ):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
+                yield child
+                yield from nodes(child)
+
+
+def mutants_of(room: str) -> list[Mutant]:
+    """Every change of a room, in the order of its files."""
+    found = []
+    for path in [ROOT / room] if room.endswith(".py") else sorted((ROOT / room).rglob("*.py")):
+        source = path.read_bytes()
+        starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+        for node in nodes(ast.parse(source)):
+            for after in changes(node):
+                span = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+                before = source[slice(*span)].decode()
+                found.append(Mutant(room, str(path.relative_to(ROOT)), node.lineno, *span, before, after))
+    return found
+
+
+def start(tree: Path, tests: list[str]) -> int:
+    """Fork a process that runs tests in a tree; it ends with pytest's exit code."""
+    process = os.fork()
+    if process:
+        return process
+    os.setsid()
+    os.chdir(tree)
+    paths = [str(tree), str(tree / "integrations"), str(tree / "tests")]
+    sys.path[:0], os.environ["PYTHONPATH"] = paths, os.pathsep.join(paths)
+    silent = os.open(tree / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    import pytest
+
+    code = 3
+    try:
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+    except BaseException:  # noqa: BLE001 - this process is a copy, and must not go on as the original
+        traceback.print_exc()
+    os._exit(code)
+
+
+def copied(folder: Path) -> Path:
+    """The working tree without what git ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)  # noqa: S603
+    for name in listed.stdout.decode().splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def run(jobs: list[Mutant | None], trees: list[Path], tests: list[str], limit: float) -> list[tuple[int | None, float]]:
+    """Exit code (None: too slow) and seconds of each job, as many at once as there are trees; None: nothing changed."""
+    results: list[tuple[int | None, float]] = [(None, 0.0)] * len(jobs)
+    free, waiting, running = [*trees], [*enumerate(jobs)], {}
+    while waiting or running:
+        while free and waiting:
+            (index, mutant), tree = waiting.pop(0), free.pop()
+            if mutant:
+                source = (ROOT / mutant.file).read_bytes()
+                mutated = source[: mutant.start] + mutant.after.encode() + source[mutant.end :]
+                (tree / mutant.file).write_bytes(mutated)
+            running[start(tree, tests)] = index, tree, time.monotonic()
+        time.sleep(0.02)
+        for process, (index, tree, began) in [*running.items()]:
+            ended, status = os.waitpid(process, os.WNOHANG)
+            seconds = time.monotonic() - began
+            if not ended and seconds < limit:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # what a test left behind too
+            if not ended:
+                os.waitpid(process, 0)
+            results[index] = (os.waitstatus_to_exitcode(status) if ended else None), round(seconds, 1)
+            del running[process]
+            free.append(tree)
+            if mutant := jobs[index]:
+                shutil.copy2(ROOT / mutant.file, tree / mutant.file)
+    return results
+
+
+def examine(room: str, sample: int, seed: int, trees: list[Path]) -> list[Mutant]:
+    """Judge a sample of a room's mutants."""
+    tests = sorted({str(path) for pattern in ROOMS[room] for path in Path("tests").glob(f"{pattern}.py")})
+    every = mutants_of(room)
+    chosen = random.Random(f"{seed} {room}").sample(every, min(sample, len(every)))  # noqa: S311 - no secret
+    ((code, usual),) = run([None], trees, tests, limit=1e9)
+    if code != 0:
+        print(f"{room}: its tests fail as they are\n{(trees[-1] / 'output.txt').read_text()[-2000:]}")
+        return []
+    results = run([*chosen], trees, tests, max(LEAST_LIMIT, TIMES_USUAL * usual))
+    for mutant, (code, mutant.seconds) in zip(chosen, results, strict=True):
+        mutant.verdict = {0: "survived", 1: "killed", 2: "killed"}.get(code, "undecided")
+    counts = Counter(mutant.verdict for mutant in chosen)
+    print(f"{room}: {dict(counts)} of {len(every)}; its tests take {usual} s", flush=True)
+    for mutant in sorted(chosen, key=lambda one: (one.file, one.line)):
+        if mutant.verdict != "killed":
+            print(f"  {mutant}", flush=True)
+    return chosen
+
+
+def main() -> int:
+    """Judge the rooms that are asked for; exit code 1 where a mutant survived, or a room's tests fail as they are."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"parts of room names, of {', '.join(ROOMS)}")
+    parser.add_argument("--sample", type=int, default=10, metavar="N", help="mutants a room (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (%(default)s)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="mutants at once (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every mutant with its verdict")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    rooms = [room for room in ROOMS if not options.rooms or any(part in room for part in options.rooms)]
+    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import numpy as np  # noqa: F401 - imported once, for every fork
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    done: list[Mutant] = []
+    broken = False
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = [copied(Path(folder) / str(number)) for number in range(options.workers)]
+        for room in rooms:
+            if (ROOT / room).exists():
+                found = examine(room, options.sample, options.seed, trees)
+                done, broken = [*done, *found], broken or not found
+    if options.json:
+        options.json.write_text(json.dumps([asdict(mutant) for mutant in done], indent=1) + "\n")
+    return int(broken or any(mutant.verdict == "survived" for mutant in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
