@@ -27,7 +27,7 @@ from vram_guard.allocator.blocks import (
     contiguous,
     view,
 )
-from vram_guard.allocator.device import Device
+from vram_guard.allocator.driver import Device
 from vram_guard.allocator.expandable import ExpandableSegments, least_expanded
 from vram_guard.allocator.settings import LEAST_OWN_SEGMENT, AllocatorSettings
 from vram_guard.errors import InvalidInputError, VramGuardError
@@ -69,7 +69,7 @@ class CachingAllocator:
         settings: as PYTORCH_CUDA_ALLOC_CONF would set them; None: PyTorch's defaults.
         capacity: bytes that the device has for this allocator; None: no limit.
         place: ``(size, stream) -> address`` of the next segment, for following a recorded run; None: above
-            all earlier ones (see :class:`vram_guard.allocator.device.Device`).
+            all earlier ones (see :class:`vram_guard.allocator.driver.Device`).
 
     Attributes:
         allocated: bytes in live blocks (``torch.cuda.memory_allocated``).

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.allocator.caching import CachingAllocator
-from vram_guard.allocator.device import ALIGNMENT
+from vram_guard.allocator.driver import ALIGNMENT
 from vram_guard.allocator.expandable import ADDRESS_SPACE
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from vram_guard.allocator.blocks import FREE, LIVE, SMALL_SEGMENT, UNMAPPED, Blo
 
 if TYPE_CHECKING:
     from vram_guard.allocator.blocks import Pool, Segment
-    from vram_guard.allocator.device import Device
+    from vram_guard.allocator.driver import Device
 
 #: Address space of one expandable segment, in bytes. torch reserves 9/8 of the device's memory; the device is
 #: not known here, and no device reaches 64 TiB.

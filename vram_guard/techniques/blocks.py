@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.techniques.forwards import found
+from vram_guard.techniques.patched_forward import found
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,14 +6,15 @@ where it only fills it; what picks rows reads as much as it returns. Caches are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from vram_guard.simulate.cost.flops import RECURRENT, Args, Formula, formula_of, unit_of
-from vram_guard.simulate.device.fake_cuda import is_symbolic
-from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.tensors import tensors_in
 from vram_guard.timeline import Affine, Unit, Work
 
 #: Results that no kernel writes.
@@ -64,14 +65,6 @@ def _size(tensor: torch.Tensor) -> int:
     return size
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def launches_of(lists: list[list[torch.Tensor]]) -> int:
     """Kernels that ``multi_tensor_apply`` starts for these lists of tensors, all alike in length and sizes."""
     if not lists:
@@ -119,7 +112,7 @@ def _kind(func: Any) -> _Kind | None:
 _UNKNOWN: Any = object()
 
 
-class Meter:
+class CostMeter:
     """Weighs the operators of one step as they pass."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -178,7 +171,7 @@ class Meter:
         flops = 0
         unit: Unit = "vector"
         if kind.flops is not None:
-            dtype = next((tensor.dtype for tensor in _tensors(args)), torch.float32)
+            dtype = next((tensor.dtype for tensor in tensors_in(args)), torch.float32)
             unit = unit_of(kind.name, dtype)
             flops = int(kind.flops(args, kwargs, out))
             if dtype.is_complex:
@@ -273,7 +266,7 @@ def _both(one: _Seen, other: _Seen) -> _Seen:
 
 
 def _bytes(values: Args) -> int:
-    return sum(_size(tensor) for tensor in _tensors(values))
+    return sum(_size(tensor) for tensor in tensors_in(values))
 
 
 def _is_tensor(value: Any) -> bool:

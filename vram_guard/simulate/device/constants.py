@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
 
 #: Larger tensors carry no recipe: a question about them would cost real memory and time.
 LARGEST_RECIPE = 2**20

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.simulate.device import constants
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
 
 if TYPE_CHECKING:
-    from vram_guard.simulate.tracing.recorder import Recorder
+    from vram_guard.simulate.memory.recorder import Recorder
 
 _ARITHMETIC = (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
@@ -31,7 +31,7 @@ _COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 _COMPARING = dis.opmap["COMPARE_OP"]
 
 
-class Questions:
+class ScalarQueries:
     """Answers for one trace, which tell its recorder what they guessed."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.simulate.memory.recorder import Recorder
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 

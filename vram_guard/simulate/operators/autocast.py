@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic, replaced
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.tensors import map_tensors_in, tensors_in
 
 #: "CUDA Ops that can autocast to float16": inputs are cast to the autocast dtype.
 LOWER_PRECISION: tuple[str, ...] = (
@@ -105,28 +107,12 @@ def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return converted
 
 
-def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(function, item) for item in value)
-    return value
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _casting(op: Any, cache: CastCache, dtype_of: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             dtype = dtype_of(args)
-            args = _map_tensors(lambda tensor: cache.cast(tensor, dtype), args)
-            kwargs = {name: _map_tensors(lambda t: cache.cast(t, dtype), value) for name, value in kwargs.items()}
+            args = map_tensors_in(lambda tensor: cache.cast(tensor, dtype), args)
+            kwargs = {name: map_tensors_in(lambda t: cache.cast(t, dtype), value) for name, value in kwargs.items()}
             return op(*args, **kwargs)
 
     return kernel
@@ -178,7 +164,7 @@ def _float32(_args: tuple[Any, ...]) -> torch.dtype:
 
 
 def _widest(args: tuple[Any, ...]) -> torch.dtype:
-    dtypes = {tensor.dtype for tensor in _tensors(args) if is_symbolic(tensor)}
+    dtypes = {tensor.dtype for tensor in tensors_in(args) if is_symbolic(tensor)}
     return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cuda")
 
 

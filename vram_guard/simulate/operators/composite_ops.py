@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.attention import attention
 from vram_guard.simulate.operators.autocast import operator
-from vram_guard.simulate.tracing.recorder import Recorder
 
 _HALVES = (torch.float16, torch.bfloat16)
 

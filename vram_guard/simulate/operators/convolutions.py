@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import cudnn
-from vram_guard.simulate.tracing.recorder import Recorder
 
 _ELEMENTS: dict[torch.dtype, cudnn.Element] = {
     torch.float32: "float32",

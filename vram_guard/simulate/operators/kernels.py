@@ -13,9 +13,9 @@ import torch
 
 from vram_guard.errors import UnsupportedOperatorError
 from vram_guard.simulate.device import constants
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import attention, composite_ops, convolutions, norms
-from vram_guard.simulate.tracing.recorder import Recorder
 
 Handler = Callable[[Recorder, Any, tuple[Any, ...], dict[str, Any]], Any]
 

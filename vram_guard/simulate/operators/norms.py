@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic
-from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 
 _META = torch.device("meta")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
 
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 

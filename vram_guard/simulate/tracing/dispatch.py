@@ -12,14 +12,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueError
-from vram_guard.simulate.cost.op_cost import Meter
+from vram_guard.simulate.cost.op_cost import CostMeter
 from vram_guard.simulate.device import constants
-from vram_guard.simulate.device.fake_cuda import Pretence, is_dense, is_symbolic
+from vram_guard.simulate.device.fake_cuda import FakeCudaState
+from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import shape_rules
 from vram_guard.simulate.operators.kernels import HANDLERS, Matmuls, stand_in_result
 from vram_guard.simulate.tracing.interrupts import Interrupts
-from vram_guard.simulate.tracing.recorder import Recorder
-from vram_guard.simulate.tracing.undo_log import Journal
+from vram_guard.simulate.tracing.undo_log import UndoLog
+from vram_guard.tensors import is_dense, tensors_in
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -34,15 +36,15 @@ class SymbolicMode(TorchDispatchMode):
     """Runs operators on symbolic tensors (shapes only) and tells the recorder what they allocate."""
 
     def __init__(
-        self, recorder: Recorder, state: Pretence, capability: tuple[int, int], interrupts: Interrupts
+        self, recorder: Recorder, state: FakeCudaState, capability: tuple[int, int], interrupts: Interrupts
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.state = state
         self.interrupts = interrupts
-        self.journal = Journal()
+        self.undo_log = UndoLog()
         self.matmuls = Matmuls(recorder, capability)
-        self.meter = Meter(recorder)
+        self.meter = CostMeter(recorder)
         self.waiting: dict[int, str] = {}
         """Storages of weights that wait on the host -> the module they belong to."""
         self._plans: dict[Any, Runner] = {}
@@ -108,7 +110,7 @@ class SymbolicMode(TorchDispatchMode):
 
     def _handled(self, handler: Callable[..., Any]) -> Runner:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not _any_symbolic(args):
+            if not any_symbolic(args):
                 return self._generic(func, args, kwargs)
             out = handler(self.recorder, func, args, kwargs)
             self._track(func, out)
@@ -129,12 +131,12 @@ class SymbolicMode(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
-            if not _any_symbolic(args):
+            if not any_symbolic(args):
                 raise
             return stand_in_result(self.recorder, func, args, kwargs, error)
         except (RuntimeError, IndexError) as error:
             # Either the user's mistake, or torch's code for meta tensors cannot do what its real kernels can.
-            if not _any_symbolic(args):
+            if not any_symbolic(args):
                 raise
             try:
                 return stand_in_result(self.recorder, func, args, kwargs, error)
@@ -147,7 +149,7 @@ class SymbolicMode(TorchDispatchMode):
         if device is not None:
             if device.type == "cuda":
                 kwargs = {**kwargs, "device": _META}
-            elif device.type == "cpu" and _any_symbolic(args):
+            elif device.type == "cpu" and any_symbolic(args):
                 kwargs = {**kwargs, "device": _META}
                 to_host = True
                 # A copy that nobody waits for goes to pinned memory (ATen/native/TensorConversions.cpp, `pin_out`).
@@ -180,10 +182,10 @@ class SymbolicMode(TorchDispatchMode):
         target = args[0] if args else None
         if isinstance(target, torch.Tensor):
             if not is_symbolic(target):
-                if _any_symbolic(args[1:]):
+                if any_symbolic(args[1:]):
                     self.recorder.host.add_real(target)
                     return target  # symbolic data arrives in host memory: nothing to write
-                self.journal.before_write(target)
+                self.undo_log.before_write(target)
             else:
                 self._forget(target)
         if kwargs and isinstance(kwargs.get("out"), torch.Tensor):
@@ -212,7 +214,7 @@ class SymbolicMode(TorchDispatchMode):
         return out
 
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _any_symbolic(args):
+        if any_symbolic(args):
             self.matmuls.before(func)
         return self._generic(func, args, kwargs)
 
@@ -242,7 +244,7 @@ class SymbolicMode(TorchDispatchMode):
         if tensors and is_symbolic(tensors[0]):
             return None
         for tensor in tensors:
-            self.journal.before_write(tensor)
+            self.undo_log.before_write(tensor)
         return func(*args, **kwargs)
 
     def _foreach_new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +271,7 @@ class SymbolicMode(TorchDispatchMode):
         """Weights that wait on the host meet no tensor on the GPU but in a copy: torch would raise, and so do we."""
         if func._schema.name in _COPIES:
             return
-        tensors = [tensor for tensor in _tensors(args) if is_symbolic(tensor) and tensor.dim()]
+        tensors = [tensor for tensor in tensors_in(args) if is_symbolic(tensor) and tensor.dim()]
         names = (self.waiting.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         name = next(filter(None, names), None)
         if name is not None and not all(self.recorder.on_host(tensor) for tensor in tensors):
@@ -292,12 +294,12 @@ class SymbolicMode(TorchDispatchMode):
                 self._track(func, item)
 
     def _mark_host(self, out: Any, pinned: bool) -> None:
-        for tensor in _tensors((out,)):
+        for tensor in tensors_in((out,)):
             if is_symbolic(tensor):
                 self.recorder.mark_host(tensor, pinned=pinned)
 
     def _all_on_host(self, args: Any) -> bool:
-        symbolic = [tensor for tensor in _tensors(args) if is_symbolic(tensor)]
+        symbolic = [tensor for tensor in tensors_in(args) if is_symbolic(tensor)]
         return bool(symbolic) and all(self.recorder.on_host(tensor) for tensor in symbolic)
 
 
@@ -325,18 +327,6 @@ def _called_by_engine() -> bool:
 
 #: Names of torch's own frames around ``__torch_dispatch__``.
 _WRAPPERS = frozenset({"__torch_dispatch__", "inner", "_fn"})
-
-
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _any_symbolic(args: Any) -> bool:
-    return any(is_symbolic(tensor) for tensor in _tensors(args))
 
 
 @contextlib.contextmanager

@@ -18,20 +18,22 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vram_guard.simulate.device.data_dependent import Questions
-from vram_guard.simulate.device.fake_cuda import Pretence, is_dense, is_symbolic, pretend_cuda, replaced
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing.interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states
-from vram_guard.simulate.tracing.recorder import Recorder
 from vram_guard.simulate.tracing.run import make_buckets, module_paths
+from vram_guard.tensors import is_dense
 from vram_guard.timeline import Timeline
 
 
-class Following:
+class ExternalLoopTracer:
     """What a loop allocates, from :meth:`begin` on; for one process, which ends with it.
 
     Args:
@@ -44,8 +46,8 @@ class Following:
         self.recorder = Recorder()
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
-        self._pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, Questions(self.recorder))
-        self._mode = SymbolicMode(self.recorder, self._pretence, capability, Interrupts())
+        self._device = FakeCudaState(self.recorder)
+        self._mode = SymbolicMode(self.recorder, self._device, capability, Interrupts())
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
@@ -59,11 +61,11 @@ class Following:
             UnsupportedStepError: this torch lacks what a trace needs.
         """
         check_torch()
-        # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
+        # torch imports this by itself at the first optimizer step: better now than in the middle of a trace.
         importlib.import_module("torch._dynamo")
         enter = self._stack.enter_context
         enter(device_of_factories())
-        enter(pretend_cuda(self._pretence, capability=self.capability))
+        enter(simulated_cuda(self._device, self.capability))
         enter(cuda_composites(self.capability))
         enter(cuda_autocast())
         set_stance = getattr(torch.compiler, "set_stance", None)
@@ -108,17 +110,17 @@ class Following:
         Raises:
             UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
         """
-        from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_followed
+        from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_traced
 
-        self._pretence.shapes_only += 1  # the stand-ins take no memory of the GPU
+        self._device.shapes_only += 1  # the stand-ins take no memory of the GPU
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_symbolic(tensor):
                 self._in_place(tensor)
                 self.recorder.mark_host(tensor)
-        self._pretence.shapes_only -= 1
+        self._device.shapes_only -= 1
         self.recorder.note(STREAMS)
         self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": _address}))
-        self._stack.enter_context(fsdp_followed(model, self.recorder, self._pretence, ranks))
+        self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
         model.register_forward_pre_hook(self._before_forward)
 
     def train(self, model: nn.Module, ranks: int = 1) -> None:
@@ -138,11 +140,11 @@ class Following:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """``torch.cuda`` tells the truth inside the block: for code that is not the loop's."""
-        self._pretence.active = False
+        self._device.active = False
         try:
             yield
         finally:
-            self._pretence.active = True
+            self._device.active = True
 
     # --- phases -----------------------------------------------------------------------------------------------
 

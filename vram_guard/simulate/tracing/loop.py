@@ -12,12 +12,12 @@ from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.simulate.device import constants
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 
 if TYPE_CHECKING:
+    from vram_guard.simulate.memory.recorder import Recorder
     from vram_guard.simulate.tracing.dispatch import SymbolicMode
-    from vram_guard.simulate.tracing.recorder import Recorder
     from vram_guard.step import TrainingStep
 
 _META = torch.device("meta")

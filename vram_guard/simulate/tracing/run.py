@@ -14,16 +14,18 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
-from vram_guard.simulate.device.data_dependent import Questions
-from vram_guard.simulate.device.fake_cuda import Pretence, is_symbolic, pretend_cuda, replaced
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.data_dependent import ScalarQueries
+from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing.interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states
-from vram_guard.simulate.tracing.recorder import Recorder
-from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_followed
+from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_traced
 from vram_guard.simulate.tracing.substitution import (
     build_symbolically,
     check_module,
@@ -32,7 +34,7 @@ from vram_guard.simulate.tracing.substitution import (
 )
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
-from vram_guard.techniques.placing import import_libraries, optimizer_for, place
+from vram_guard.techniques.placement import import_libraries, optimizer_for, place
 from vram_guard.timeline import Timeline
 
 _META = torch.device("meta")
@@ -68,7 +70,7 @@ def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> Trainin
 def _alone() -> Iterator[Interrupts]:
     """One trace at a time, in a process that afterwards is as before."""
     check_torch()
-    # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
+    # torch imports this by itself at the first optimizer step: better now than in the middle of a trace.
     importlib.import_module("torch._dynamo")
     if not _one_at_a_time.acquire(blocking=False):
         raise UnsupportedStepError("a trace is running already; traces cannot be nested or run in two threads")
@@ -122,15 +124,15 @@ class _Run:
         self.capability = capability
         self.interrupts = interrupts
         self.recorder = Recorder()
-        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, Questions(self.recorder))
-        self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
+        self.device = FakeCudaState(self.recorder)
+        self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts)
         self.take_off: Callable[[], None] = lambda: None
 
     def timeline(self) -> Timeline:
         step = self.step
         import_libraries(step.recipe)
         with contextlib.ExitStack() as stack, self._as_if_on_cuda():
-            stack.callback(self.mode.journal.restore)
+            stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
             self._note_hooks(model)
@@ -166,7 +168,7 @@ class _Run:
     def _as_if_on_cuda(self) -> Iterator[None]:
         with (
             device_of_factories(),
-            pretend_cuda(self.pretence, capability=self.capability),
+            simulated_cuda(self.device, self.capability),
             cuda_composites(self.capability),
             cuda_autocast(),
         ):
@@ -174,13 +176,13 @@ class _Run:
 
     def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
         """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
-        thrown_away, asked = Recorder(), self.pretence.questions
-        self.pretence.questions = Questions(thrown_away)  # initialisers look at what they have drawn
+        thrown_away, asked = Recorder(), self.device.queries
+        self.device.queries = ScalarQueries(thrown_away)  # initialisers look at what they have drawn
         try:
-            with SymbolicMode(thrown_away, self.pretence, self.capability, self.interrupts):
+            with SymbolicMode(thrown_away, self.device, self.capability, self.interrupts):
                 return build_symbolically(constructor)
         finally:
-            self.pretence.questions = asked
+            self.device.queries = asked
 
     def _note_hooks(self, model: nn.Module) -> None:
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
@@ -218,7 +220,7 @@ class _Run:
     def _sharding(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if not self.step.recipe.parameters_on_host:
             return contextlib.nullcontext()
-        return fsdp_followed(model, self.recorder, self.pretence)
+        return fsdp_traced(model, self.recorder, self.device)
 
     def _set_up(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Weights arrive on the GPU; DistributedDataParallel makes its buckets."""

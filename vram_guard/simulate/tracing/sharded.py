@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
-from vram_guard.simulate.device.fake_cuda import Pretence, replaced
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.private_api import FSDP_NAMES, missing_names
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from vram_guard.simulate.tracing.recorder import Recorder
+    from vram_guard.simulate.memory.recorder import Recorder
 
 
 #: What a trace cannot see of it, for the reader of a prediction.
@@ -26,7 +27,7 @@ STREAMS = (
 
 
 @contextlib.contextmanager
-def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence, ranks: int = 1) -> Iterator[Any]:
+def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, ranks: int = 1) -> Iterator[Any]:
     """While the block runs, ``fully_shard`` on the model is followed; afterwards torch has forgotten the model.
 
     Args:
@@ -88,7 +89,7 @@ def _resize(recorder: Recorder) -> Callable[[torch.UntypedStorage, int], torch.U
     return resize_
 
 
-def _shapes_only(state: Pretence) -> dict[str, Any]:
+def _shapes_only(state: FakeCudaState) -> dict[str, Any]:
     """DTensor derives the shapes of its results within a ``FakeTensorMode``: no memory of the step's.
 
     The trace's own mode is asked before that one, whichever was entered last.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Journal:
+class UndoLog:
     """What real tensors held before the traced step wrote to them (an average of weights, a counter, a metric)."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ def is_buildable(model: str | None) -> bool:
     return model is not None and (":" in model or _is_config(model) or model.lower() in EXAMPLE_NAMES)
 
 
-def described_step(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
+def step_from_config(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
     """The training step that a config describes.
 
     Args:
@@ -48,10 +48,10 @@ def described_step(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
 
 
 def _named(name: str, asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
-    from vram_guard.capture.named import step_named
+    from vram_guard.capture.object_reference import load_step
 
     entries = {path.rpartition(".")[2]: value for path, value in leaves(config)}
-    return step_named(name, {**entries, **asked.numbers})
+    return load_step(name, {**entries, **asked.numbers})
 
 
 def _example(name: str, asked: Asked) -> TrainingStep:

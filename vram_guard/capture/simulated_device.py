@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def move_to_pretend_device(module: nn.Module) -> None:
+def move_to_simulated_device(module: nn.Module) -> None:
     """The module's ``device`` (Lightning, MMEngine's data preprocessors), and metrics' states. For use in a trace."""
     for part in module.modules():
         if _is_metric(part):

@@ -18,7 +18,7 @@ class _HostRef(weakref.ref):  # type: ignore[type-arg]
     key: int
 
 
-class HostMemory:
+class HostRecorder:
     """What the step puts into host memory: symbolic tensors that moved there, and real ones that receive them."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ ADVICE = (
 LONGEST_NAME = 1000
 
 
-def object_named(name: str) -> Any:
+def load_object(name: str) -> Any:
     """What ``package.module:attribute`` or ``path/to/file.py:attribute`` names; the attribute may be dotted.
 
     The current folder is looked in first, as ``python -m`` does; for a file, its own folder.
@@ -46,7 +46,7 @@ def object_named(name: str) -> Any:
     return found
 
 
-def step_named(name: str, arguments: Mapping[str, Any] | None = None) -> TrainingStep:
+def load_step(name: str, arguments: Mapping[str, Any] | None = None) -> TrainingStep:
     """The training step that a name stands for.
 
     Args:
@@ -54,7 +54,7 @@ def step_named(name: str, arguments: Mapping[str, Any] | None = None) -> Trainin
         arguments: entries of a config: the callable is given those that its parameters are called after, no others.
 
     Raises:
-        InvalidInputError: as :func:`object_named`; it names something else; the callable needs an argument that is
+        InvalidInputError: as :func:`load_object`; it names something else; the callable needs an argument that is
             not there, or raises.
     """
     made = called(name, arguments)
@@ -63,11 +63,11 @@ def step_named(name: str, arguments: Mapping[str, Any] | None = None) -> Trainin
     return made
 
 
-def steps_named(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, TrainingStep]:
+def load_steps(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, TrainingStep]:
     """Several steps from one name: a mapping of names to steps (or a callable that returns one), or a single step.
 
     Raises:
-        InvalidInputError: as :func:`step_named`.
+        InvalidInputError: as :func:`load_step`.
     """
     made = called(name, arguments)
     if isinstance(made, TrainingStep):
@@ -84,10 +84,10 @@ def called(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     """The named object; a callable that is no step is called with the arguments that it has parameters for.
 
     Raises:
-        InvalidInputError: as :func:`object_named`; a parameter without a default is not among the arguments, or the
+        InvalidInputError: as :func:`load_object`; a parameter without a default is not among the arguments, or the
             callable raises.
     """
-    found = object_named(name)
+    found = load_object(name)
     if isinstance(found, (TrainingStep, Mapping)) or not callable(found):
         return found
     fitting = _fitting(name, found, arguments or {})

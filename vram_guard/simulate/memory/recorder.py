@@ -12,11 +12,12 @@ from types import CodeType, FrameType
 
 import torch
 
-from vram_guard.simulate.tracing.host_memory import HostMemory
+from vram_guard.simulate.memory.host_recorder import HostRecorder
 from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
-_OWN_ROOT = str(Path(__file__).resolve().parent.parent) + os.sep
+#: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
+_OWN_ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 #: How the packages of our adapters begin: what they wrap is somebody else's.
 _ADAPTERS = "vram_guard_"
 
@@ -60,7 +61,7 @@ class Recorder:
         self._gates: dict[int, tuple[int, int]] = {}
         self._optional: set[int] = set()
         self._live: dict[int, _StorageRef] = {}
-        self.host = HostMemory()
+        self.host = HostRecorder()
         self._default_category: Category | None = None
         self._nodes: list[int] = []
         self._node_origins: list[tuple[str, str]] = []
