@@ -28,6 +28,10 @@ class PrivateName(NamedTuple):
         """The path as Python code writes it."""
         return self.path.replace(":", ".")
 
+    def within(self, package: str) -> PrivateName:
+        """The name in a library that is installed under several: the path of this one begins below ``package``."""
+        return self._replace(path=f"{package}.{self.path}")
+
 
 def missing_names(names: Iterable[PrivateName]) -> list[PrivateName]:
     """The names that the installed release does not have, or has with other parameters."""
@@ -46,16 +50,17 @@ def missing_in_words(names: Iterable[PrivateName]) -> list[str]:
 
 def _fault(name: PrivateName) -> str:
     """Why a name cannot be used; "" where it can."""
-    module, _colon, attributes = name.path.partition(":")
-    found = _module(module)
+    reached, _colon, attributes = name.path.partition(":")
+    found = _module(reached)
     for attribute in attributes.split("."):
         if found is _ABSENT:
             break
         owner, found = found, getattr(found, attribute, _ABSENT)
+        reached = f"{reached}.{attribute}"
         if found is _ABSENT and _set_on_instances(owner, attribute):
             return ""
     if found is _ABSENT:
-        return _("there is no such name")
+        return _("there is no {name}", name=reached)
     if name.parameters:
         given = tuple(inspect.signature(found).parameters)[1:]
         if given[: len(name.parameters)] != name.parameters:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import _
 from vram_guard.patching import replaced
+from vram_guard.private_names import missing_names
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
-from vram_guard.simulate.private_api import FSDP_NAMES, missing_names
+from vram_guard.simulate.private_api import FSDP_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +47,11 @@ def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, rank
     missing = missing_names(FSDP_NAMES)
     if missing:
         raise UnsupportedTechniqueError(
-            f"parameters_on_host cannot be traced: torch {torch.__version__} has no "
-            + ", ".join(name.path.replace(":", ".") for name in missing)
+            _(
+                "parameters_on_host cannot be traced: torch {version} has no {names}",
+                version=torch.__version__,
+                names=", ".join(name.dotted for name in missing),
+            )
         )
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import _composable_state
