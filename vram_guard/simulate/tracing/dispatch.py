@@ -18,7 +18,9 @@ from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import shape_rules
-from vram_guard.simulate.operators.kernels import HANDLERS, Matmuls, stand_in_result
+from vram_guard.simulate.operators.handlers import HANDLERS
+from vram_guard.simulate.operators.kernels import Matmuls
+from vram_guard.simulate.operators.stand_in import stand_in_result
 from vram_guard.simulate.tracing.interrupts import Interrupts
 from vram_guard.simulate.tracing.undo_log import UndoLog
 from vram_guard.tensors import is_dense, tensors_in
