@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueError
+from vram_guard.language import _
 from vram_guard.simulate.cost.op_cost import CostMeter
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
@@ -24,8 +25,8 @@ from vram_guard.simulate.operators.stand_in import stand_in_result
 from vram_guard.simulate.tracing.interrupts import Interrupts
 from vram_guard.simulate.tracing.undo_log import UndoLog
 from vram_guard.tensors import is_dense, tensors_in
+from vram_guard.timeline import Timeline
 
-_CPU = torch.device("cpu")
 _META = torch.device("meta")
 _add = torch.ops.aten.add.Tensor
 _add_ = torch.ops.aten.add_.Tensor
@@ -45,6 +46,7 @@ class SymbolicMode(TorchDispatchMode):
         self.state = state
         self.interrupts = interrupts
         self.undo_log = UndoLog()
+        self.capability = capability
         self.matmuls = Matmuls(recorder, capability)
         self.meter = CostMeter(recorder)
         self.waiting: dict[int, str] = {}
@@ -267,6 +269,25 @@ class SymbolicMode(TorchDispatchMode):
             made.append(out)
         return made
 
+    # --- the answer ------------------------------------------------------------------------------------------
+
+    def timeline(self, batch_size: int, precision: str) -> Timeline:
+        """Everything recorded so far; sizes are those of this batch size."""
+        recorder = self.recorder
+        return Timeline(
+            blocks=recorder.blocks(),
+            events=tuple(recorder.events),
+            phases=tuple(recorder.phases),
+            traced=(batch_size,),
+            tier=recorder.tier,
+            notes=tuple(recorder.notes),
+            compute_capability=self.capability,
+            precision=precision,
+            work=self.meter.work(),
+            host_blocks=recorder.host.blocks(),
+            host_events=tuple(recorder.host.events),
+        )
+
     # --- helpers ---------------------------------------------------------------------------------------------
 
     def _check_waiting(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -278,9 +299,13 @@ class SymbolicMode(TorchDispatchMode):
         name = next(filter(None, names), None)
         if name is not None and not all(self.recorder.on_host(tensor) for tensor in tensors):
             raise UnsupportedTechniqueError(
-                f"{name} cannot wait on the host: {func} at {self.recorder.source() or 'an unknown line'} uses its "
-                "weights outside its forward (another method of the module, or an average of weights). Take it out of "
-                "frozen_on_host"
+                _(
+                    "{name} cannot wait on the host: {operator} at {line} uses its weights outside its forward "
+                    "(another method of the module, or an average of weights). Take it out of frozen_on_host",
+                    name=name,
+                    operator=func,
+                    line=self.recorder.source() or _("an unknown line"),
+                )
             )
 
     def _weights_arrive(self, source: torch.Tensor, copy: torch.Tensor) -> None:

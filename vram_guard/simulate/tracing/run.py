@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
@@ -66,14 +67,29 @@ def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> Trainin
         return step.with_(model=_Run(step, 1, capability, interrupts).build())
 
 
+def prepare_torch() -> None:
+    """Check torch, and import now what it imports by itself at the first optimizer step, in the middle of a trace.
+
+    Raises:
+        UnsupportedStepError: this torch lacks what a trace needs.
+    """
+    check_torch()
+    importlib.import_module("torch._dynamo")
+
+
+@contextlib.contextmanager
+def on_simulated_cuda(device: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
+    """Symbolic tensors behave as CUDA tensors inside the block, down to autocast and composite operators."""
+    with device_of_factories(), simulated_cuda(device, capability), cuda_composites(capability), cuda_autocast():
+        yield
+
+
 @contextlib.contextmanager
 def _alone() -> Iterator[Interrupts]:
     """One trace at a time, in a process that afterwards is as before."""
-    check_torch()
-    # torch imports this by itself at the first optimizer step: better now than in the middle of a trace.
-    importlib.import_module("torch._dynamo")
+    prepare_torch()
     if not _one_at_a_time.acquire(blocking=False):
-        raise UnsupportedStepError("a trace is running already; traces cannot be nested or run in two threads")
+        raise UnsupportedStepError(_("a trace is running already; traces cannot be nested or run in two threads"))
     try:
         with (
             interrupts_held_back() as interrupts,
@@ -96,8 +112,10 @@ def _fake_tensors_refused() -> Iterator[None]:
         if "must be 'meta'" not in str(error):
             raise
         raise UnsupportedStepError(
-            "the step uses an operator that runs torch's own FakeTensorMode (flex_attention and other higher-order "
-            "operators): it cannot be followed symbolically"
+            _(
+                "the step uses an operator that runs torch's own FakeTensorMode (flex_attention and other higher-order "
+                "operators): it cannot be run symbolically"
+            )
         ) from error
 
 
@@ -114,7 +132,7 @@ def _garbage_collector_paused() -> Iterator[None]:
 
 
 class _Run:
-    """One trace: its recorder, its pretence, and the loop."""
+    """One trace: its recorder, its simulated device, and the loop."""
 
     def __init__(
         self, step: TrainingStep, batch_size: int, capability: tuple[int, int], interrupts: Interrupts
@@ -131,7 +149,7 @@ class _Run:
     def timeline(self) -> Timeline:
         step = self.step
         import_libraries(step.recipe)
-        with contextlib.ExitStack() as stack, self._as_if_on_cuda():
+        with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
@@ -145,44 +163,22 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return Timeline(
-            blocks=self.recorder.blocks(),
-            events=tuple(self.recorder.events),
-            phases=tuple(self.recorder.phases),
-            traced=(self.batch_size,),
-            tier=self.recorder.tier,
-            notes=tuple(self.recorder.notes),
-            compute_capability=self.capability,
-            precision=step.precision,
-            work=self.mode.meter.work(),
-            host_blocks=self.recorder.host.blocks(),
-            host_events=tuple(self.recorder.host.events),
-        )
+        return self.mode.timeline(self.batch_size, step.precision)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
-        with self._as_if_on_cuda():
+        with on_simulated_cuda(self.device, self.capability):
             return self._build(self.step.model)
-
-    @contextlib.contextmanager
-    def _as_if_on_cuda(self) -> Iterator[None]:
-        with (
-            device_of_factories(),
-            simulated_cuda(self.device, self.capability),
-            cuda_composites(self.capability),
-            cuda_autocast(),
-        ):
-            yield
 
     def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
         """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
-        thrown_away, asked = Recorder(), self.device.queries
+        thrown_away, queries = Recorder(), self.device.queries
         self.device.queries = ScalarQueries(thrown_away)  # initialisers look at what they have drawn
         try:
             with SymbolicMode(thrown_away, self.device, self.capability, self.interrupts):
                 return build_symbolically(constructor)
         finally:
-            self.device.queries = asked
+            self.device.queries = queries
 
     def _note_hooks(self, model: nn.Module) -> None:
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
@@ -265,8 +261,11 @@ class _Run:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(is_symbolic(p) for p in own):
             raise UnsupportedStepError(
-                "optimizer(parameters) returned an optimizer over other parameters than those it was given; a trace "
-                "must not train them. Build it inside the callable: lambda parameters: torch.optim.AdamW(parameters)"
+                _(
+                    "optimizer(parameters) returned an optimizer over other parameters than those it was given; a "
+                    "trace must not train them. Build it inside the callable: lambda parameters: "
+                    "torch.optim.AdamW(parameters)"
+                )
             )
         return optimizer
 
@@ -327,6 +326,8 @@ def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     if compiled:
         recorder.note("torch.compile is not followed: counted as eager", tier="partly symbolic")
         if set_stance is None:
-            raise UnsupportedStepError("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+            raise UnsupportedStepError(
+                _("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+            )
     with set_stance("force_eager") if set_stance is not None else contextlib.nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does beside operators is followed."""
+"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does beside operators is recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
 
 
-#: What a trace cannot see of it, for the reader of a prediction.
+#: The part that a trace cannot see, for the reader of a prediction.
 STREAMS = (
     "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps apart: reserved "
     "memory can be higher than said by the gradients of the largest module"
@@ -30,7 +30,7 @@ STREAMS = (
 
 @contextlib.contextmanager
 def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, ranks: int = 1) -> Iterator[Any]:
-    """While the block runs, ``fully_shard`` on the model is followed; afterwards torch has forgotten the model.
+    """While the block runs, ``fully_shard`` on the model is traced; afterwards torch has forgotten the model.
 
     Args:
         model: what is sharded.
