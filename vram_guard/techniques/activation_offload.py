@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from vram_guard.techniques.patched_forward import PatchedForward, patch
+from vram_guard.techniques.patched_forward import PatchedForward, patch_forwards
 from vram_guard.tensors import is_dense, version_of
 
 
@@ -38,7 +38,7 @@ def offload_activations(model: nn.Module, names: Iterable[str], *, pin_memory: b
     Raises:
         InvalidInputError: no module has such a name; nothing was changed.
     """
-    return patch(model, names, partial(Offloaded, copies=_Copies(pin_memory)))
+    return patch_forwards(model, names, partial(Offloaded, copies=_Copies(pin_memory)))
 
 
 class Offloaded(PatchedForward):

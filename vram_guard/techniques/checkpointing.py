@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from vram_guard.techniques.patched_forward import PatchedForward, patch
+from vram_guard.techniques.patched_forward import PatchedForward, patch_forwards
 from vram_guard.tensors import version_of
 
 
@@ -34,7 +34,7 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> Callable[[], N
     Raises:
         InvalidInputError: no module has such a name; nothing was changed.
     """
-    return patch(model, names, Checkpointed)
+    return patch_forwards(model, names, Checkpointed)
 
 
 class Checkpointed(PatchedForward):
