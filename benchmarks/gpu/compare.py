@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.gpu.history import expanded
 from benchmarks.gpu.margin import Prediction, margins, quantile
 from benchmarks.gpu.records import HISTORIES, RESULTS, Measured, Results, read_histories, read_results
-from vram_guard.allocator import AllocatorSettings, Comparison, Recording, compare, read_recording, replay
+from vram_guard.allocator import AllocatorSettings, Recording, RecordingComparison, compare, read_recording, replay
 from vram_guard.errors import InvalidInputError
 from vram_guard.timeline import Estimate, Timeline
 
@@ -232,7 +232,7 @@ def _history_row(measured: Measured, snapshot: dict[str, Any], predictor: Predic
     )
 
 
-def _difference(followed: Comparison) -> str:
+def _difference(followed: RecordingComparison) -> str:
     found = followed.first_difference
     if found is not None:
         return f"at entry {found.event}: recorded {found.recorded}, simulated {found.simulated}"
