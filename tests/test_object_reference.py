@@ -98,7 +98,7 @@ def test_several_steps_under_one_name(module):
     [
         ("needs", "needs width"),
         ("breaks", "RuntimeError: no weights here"),
-        ("number", "gives a int, no TrainingStep"),
+        ("number", "gives a int, not a TrainingStep"),
         ("Net", "is a class"),
         ("biuld", "did you mean build"),
         ("both", "gives a dict"),

@@ -59,7 +59,11 @@ class Budget:
         object.__setattr__(self, "margin", checked_margin(self.margin))
         if not 0 <= self.available <= self.total:
             raise InvalidInputError(
-                f"available ({self.available}) must be between 0 and the total of {self.total} bytes"
+                _(
+                    "available ({available}) must be between 0 and the total of {total} bytes",
+                    available=self.available,
+                    total=self.total,
+                )
             )
 
     @property
@@ -186,7 +190,7 @@ def checked_margin(margin: object) -> float:
     """``margin`` as a float in [0, 1).
 
     Raises:
-        InvalidInputError: for bool, text, NaN, negative numbers and 1 or more (5 for 5% is a slip).
+        InvalidInputError: for bool, text, NaN, negative numbers and 1 or more (5 for 5% is a mistake).
     """
     if isinstance(margin, bool) or not isinstance(margin, Real):
         raise InvalidInputError(_("margin must be a fraction such as 0.05, not {value}", value=repr(margin)))
@@ -225,7 +229,7 @@ def _names_a_card(text: str) -> bool:
     try:
         parse_bytes(text)
     except InvalidInputError:
-        # An amount with a slip in it ("24GIGS") begins with a number or a sign; cards' names do too
+        # An amount with a typo in it ("24GIGS") begins with a number or a sign; cards' names do too
         # ("4090 Ti"), so those are names only where the catalogue knows them.
         amount_like = text.strip()[:1] in {*"0123456789+-.", ""} or form_of(text) <= {
             "inf",

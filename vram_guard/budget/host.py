@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import DeviceQueryError
+from vram_guard.language import _
 from vram_guard.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ def _physical_memory_without_proc() -> HostMemory:
         total = page * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         raise DeviceQueryError(
-            "The operating system does not say how much memory this machine has (no /proc/meminfo, no "
-            "sysconf): plan without offload."
+            _(
+                "The operating system does not say how much memory this machine has (no /proc/meminfo, no sysconf): "
+                "plan without offload."
+            )
         ) from None
     return HostMemory(total, total, PHYSICAL)
 

@@ -1,4 +1,4 @@
-"""A training step from what a config says of it: a callable's name, a config.json, or one of the example networks."""
+"""A training step as a config describes it: a callable's name, a config.json, or one of the example networks."""
 
 from __future__ import annotations
 

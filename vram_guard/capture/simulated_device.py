@@ -1,4 +1,4 @@
-"""What ``module.to("cuda")`` does beyond parameters and buffers, on the GPU that a trace pretends to have."""
+"""Effects of ``module.to("cuda")`` beyond parameters and buffers, on the simulated CUDA device of a trace."""
 
 from __future__ import annotations
 
