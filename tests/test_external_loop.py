@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import nn
 
-from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
+from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer, address_of
 
 
 def test_tensors_become_symbolic_where_they_are() -> None:
@@ -24,6 +24,16 @@ def test_tensors_become_symbolic_where_they_are() -> None:
     assert held.requires_grad
     assert (held.shape, held.stride(), buffer.stride()) == ((3, 4), (4, 1), (1, 3))
     assert sum(block.size.base for block in following.recorder.blocks()) == 4 * 12 + 4 * 3 + 8 * 6
+
+
+def test_symbolic_tensors_are_told_apart_by_an_address() -> None:
+    """FSDP asks ``data_ptr`` whether two tensors are the same memory; a symbolic one has none of its own."""
+    symbolic = torch.empty(4, 3, device="meta")
+    row = symbolic[1]
+    assert address_of(symbolic) == address_of(symbolic.view(12)) != address_of(torch.empty(4, 3, device="meta"))
+    assert address_of(row) == address_of(symbolic) + 3 * 4
+    real = torch.empty(4)
+    assert address_of(real[1:]) == real.data_ptr() + 4
 
 
 LOOP = """

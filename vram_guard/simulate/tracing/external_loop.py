@@ -109,7 +109,7 @@ class ExternalLoopTracer:
                 self.recorder.mark_host(tensor)
         self._device.shapes_only -= 1
         self.recorder.note(STREAMS)
-        self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": _address}))
+        self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
         self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
         model.register_forward_pre_hook(self._before_forward)
 
@@ -183,7 +183,7 @@ class ExternalLoopTracer:
         return self._mode.timeline(batch_size, precision)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     """``Tensor.data_ptr``: symbolic tensors have none, but one tells them apart."""
     address: int = torch._C.TensorBase.data_ptr(tensor)
     if not is_symbolic(tensor) or hasattr(tensor, "__tensor_flatten__"):
