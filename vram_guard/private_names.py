@@ -49,7 +49,7 @@ def missing_in_words(names: Iterable[PrivateName]) -> list[str]:
 
 
 def _fault(name: PrivateName) -> str:
-    """Why a name cannot be used; "" where it can."""
+    """The reason why a name cannot be used; "" where it can."""
     reached, _colon, attributes = name.path.partition(":")
     found = _module(reached)
     for attribute in attributes.split("."):
@@ -78,7 +78,7 @@ def _module(name: str) -> Any:
 
 
 def _set_on_instances(owner: Any, attribute: str) -> bool:
-    """Whether a class annotates the attribute (a data class) or assigns it in its methods."""
+    """True if a class annotates the attribute (a data class) or assigns it in its methods."""
     if not inspect.isclass(owner):
         return False
     if any(attribute in vars(base).get("__annotations__", {}) for base in owner.__mro__):

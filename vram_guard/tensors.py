@@ -9,7 +9,7 @@ import torch
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their stretch of memory without gaps or overlaps, in whatever order."""
+    """True if the elements fill their stretch of memory without gaps or overlaps, in whatever order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -23,7 +23,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place: autograd's own counter."""
+    """The number of times that the tensor was written in place: autograd's own counter."""
     return tensor._version  # noqa: SLF001 - torch has no public name for it
 
 

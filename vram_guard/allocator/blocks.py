@@ -67,7 +67,7 @@ class Segment:
 
     @property
     def is_large(self) -> bool:
-        """Whether it belongs to the pool for requests of more than 1 MiB."""
+        """True if it belongs to the pool for requests of more than 1 MiB."""
         return self.segment_type == "large"
 
     @property
@@ -115,7 +115,7 @@ class PoolBlock:
 
     @property
     def is_split(self) -> bool:
-        """Whether it shares its segment with other blocks."""
+        """True if it shares its segment with other blocks."""
         return self.previous is not None or self.next is not None
 
     def cut(self, size: int, state: int) -> PoolBlock:
@@ -190,7 +190,7 @@ def contiguous(heads: Iterable[PoolBlock]) -> Iterator[tuple[PoolBlock, ...]]:
 
 
 def view(blocks: Sequence[PoolBlock], *, is_expandable: bool) -> Segment:
-    """What a snapshot shows of the neighbouring blocks of one segment."""
+    """The neighbouring blocks of one segment as a snapshot shows them."""
     pool = blocks[0].pool
     return Segment(
         address=blocks[0].address,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Difference(NamedTuple):
-    """Where the simulation first left the recorded run."""
+    """The first point at which the simulation left the recorded run."""
 
     event: int
     """Position of the entry in the snapshot's trace."""
@@ -29,7 +29,7 @@ class Difference(NamedTuple):
 
 
 class SegmentCount(NamedTuple):
-    """How many segments of one kind the recorded and the simulated run ended with."""
+    """The number of segments of one kind at the end of the recorded and of the simulated run."""
 
     segment_type: SegmentType
     stream: int
@@ -57,7 +57,7 @@ class RecordingComparison:
 
     @property
     def same_segments(self) -> bool:
-        """Whether the segments were the same all along and at the end."""
+        """True if the segments were the same all along and at the end."""
         return self.first_difference is None and all(count.recorded == count.simulated for count in self.counts)
 
 

@@ -44,7 +44,7 @@ class SimulatedDriver:
         self._place = place
 
     def has(self, size: int) -> bool:
-        """Whether ``size`` more bytes can be reserved."""
+        """True if ``size`` more bytes can be reserved."""
         return self.capacity is None or self.reserved + size <= self.capacity
 
     def place(self, size: int, stream: int) -> int:

@@ -31,7 +31,7 @@ IGNORED = frozenset({"snapshot", "user_defined", "workspace_snapshot"})
 
 @dataclass(frozen=True)
 class Recording:
-    """What one device's allocator did while its history was recorded.
+    """The actions of one device's allocator while its history was recorded.
 
     ``replay(recording.events, recording.sizes, streams=recording.streams)`` runs it through a fresh
     allocator; :func:`vram_guard.allocator.compare` starts from the segments that were there and follows the
@@ -59,7 +59,7 @@ class Recording:
     trace_index: tuple[int, ...]
     """For every event the position of its entry in the snapshot's trace; -1: from before the recording."""
     notes: tuple[str, ...] = ()
-    """What was left out, and why."""
+    """The parts that were left out, and why."""
 
 
 def read_recording(source: str | Path | bytes | Mapping[str, Any], device: int = 0) -> Recording:
@@ -230,13 +230,13 @@ def _entry(raw: Any, index: int) -> TraceEntry | None:
 
 
 def _freeing_action(trace: Iterable[TraceEntry]) -> str:
-    """Which action tells that memory is free again: free_completed, unless the recorder skipped it."""
+    """The action that tells that memory is free again: free_completed, unless the recorder skipped it."""
     actions = {entry.action for entry in trace}
     return "free_requested" if "free_completed" not in actions else "free_completed"
 
 
 def _unknown_blocks(trace: Iterable[TraceEntry], freed: str) -> tuple[TraceEntry, ...]:
-    """What is freed without having been allocated in the trace."""
+    """The blocks that are freed without having been allocated in the trace."""
     live: set[int] = set()
     unknown = []
     for entry in trace:

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayFailure:
-    """Where a replay ran out of its capacity; sizes in bytes."""
+    """The event at which a replay ran out of its capacity; sizes in bytes."""
 
     event: int
     """Index of the event that failed."""
     requested: int
-    """What that event asked for."""
+    """The size that that event asked for."""
     allocated: int
     reserved: int
-    """What was still reserved after every cached segment that could be given back was given back."""
+    """Still reserved after every cached segment that could be given back was given back."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a sequence of allocations and frees comes to; sizes in bytes.
+    """The result of a sequence of allocations and frees; sizes in bytes.
 
     After a failure everything holds for the events before it.
     """

@@ -23,7 +23,7 @@ DEFAULT_MARGIN = measured_margin().fraction
 
 @dataclass(frozen=True)
 class Budget:
-    """How much memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
+    """The memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
 
     Attributes:
         total: bytes of the whole amount: the explicit amount, or the device's memory.
@@ -211,7 +211,7 @@ def _margin(margin: float | None) -> tuple[float, str]:
 
 
 def _names_a_card(text: str) -> bool:
-    """Whether ``text`` is meant as a card's name rather than an amount.
+    """True if ``text`` is meant as a card's name rather than an amount.
 
     Raises:
         InvalidInputError: for "4090", which is both a card and a number of bytes that nobody means.
@@ -263,7 +263,7 @@ def _of_card(gpu: GPU, margin: float) -> Budget:
 
 
 def _at_hand(device: object, margin: float) -> Budget:
-    """What is free now on a GPU of this machine."""
+    """The memory that is free now on a GPU of this machine."""
     ordinal = cuda_ordinal(device)
     if ordinal is None:
         ordinal = torch_cuda.current_device()

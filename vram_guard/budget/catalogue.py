@@ -100,7 +100,7 @@ class GPU:
         return context_bytes(self.multiprocessors)
 
     def source_of(self, figure: str) -> str:
-        """Where a figure ("memory_bytes", "pcie", ...) comes from, in words.
+        """The source of a figure ("memory_bytes", "pcie", ...), in words.
 
         Raises:
             KeyError: for a figure that has no source because it is unknown.
@@ -223,7 +223,7 @@ def _forms(gpu: GPU) -> tuple[Form, ...]:
 
 
 def _extra_words(gpu: GPU, wanted: Form) -> int | None:
-    """How many words of the card's name ``wanted`` leaves out; None where it has a word the card has not.
+    """The number of words of the card's name that ``wanted`` leaves out; None where it has a word the card has not.
 
     The memory size is a word of every name, and one that may be left out.
     """

@@ -1,4 +1,4 @@
-"""How much memory the host has left, as this process may use it (offloading keeps tensors there)."""
+"""Host memory that this process may use (offloading keeps tensors there)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def host_share(host_budget: str | int | None, processes: int) -> int | None:
-    """What each of the processes that share a machine may take of its memory, in bytes.
+    """The share of a machine's memory that each of its processes may take, in bytes.
 
     Args:
         host_budget: of the machine: "64GiB" or bytes; None: what is free now.

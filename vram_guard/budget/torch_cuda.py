@@ -63,7 +63,7 @@ def device_uuid(ordinal: int) -> str | None:
 
 
 def use_of(ordinal: int) -> TorchUse | None:
-    """How torch uses a device now; None where CUDA does not run in this process.
+    """Torch's use of a device now; None where CUDA does not run in this process.
 
     Raises:
         DeviceQueryError: CUDA does not answer.
@@ -114,7 +114,7 @@ def read_device(ordinal: int, why: str) -> tuple[DeviceMemory, TorchUse]:
 
 
 def notes() -> tuple[str, ...]:
-    """What about this torch and its settings makes a prediction for this GPU doubtful."""
+    """The properties of this torch and its settings that make a prediction for this GPU doubtful."""
     found = []
     torch = loaded_torch()
     if torch is not None and not (torch.version.cuda or torch.version.hip):

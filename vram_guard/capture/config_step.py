@@ -17,7 +17,7 @@ EXAMPLE_NAMES = ("ddpm", "fno", "transformer", "unet")
 
 
 def is_buildable(model: str | None) -> bool:
-    """Whether a model's name says how to build it. Imports nothing."""
+    """True if a model's name says how to build it. Imports nothing."""
     return model is not None and (":" in model or _is_config(model) or model.lower() in EXAMPLE_NAMES)
 
 

@@ -30,9 +30,10 @@ LONGEST_NAME = 1000
 
 
 def load_object(name: str) -> Any:
-    """What ``package.module:attribute`` or ``path/to/file.py:attribute`` names; the attribute may be dotted.
+    """Import the object that ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
 
-    The current folder is looked in first, as ``python -m`` does; for a file, its own folder.
+    The attribute may be dotted. The current folder is looked in first, as ``python -m`` does; for a file, its own
+    folder.
 
     Raises:
         InvalidInputError: the name is malformed, there is no such module or attribute, or importing it fails.

@@ -128,7 +128,7 @@ _Packed = _Left | _Moved | _View | _Elsewhere
 
 
 class _Copies:
-    """What has been copied and is still needed, by the memory it was copied from."""
+    """Copies that are still needed, by the memory that they were copied from."""
 
     def __init__(self, pin_memory: bool) -> None:
         self.pin_memory = pin_memory
@@ -174,5 +174,5 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether this is a parameter or a view of one (``weight.t()``)."""
+    """True if this is a parameter or a view of one (``weight.t()``)."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)  # noqa: SLF001 - as above

@@ -87,7 +87,7 @@ def _repeated(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
 
 
 def _kind(module: nn.Module) -> Any:
-    """What two siblings share that repeat each other; a Sequential is of the kind of what it holds."""
+    """The property that siblings share which repeat each other; a Sequential is of the kind of what it holds."""
     from torch import nn
 
     if type(module) is nn.Sequential:
@@ -111,7 +111,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _are_stages(siblings: list[nn.Module]) -> bool:
-    """Whether the siblings are stages rather than layers: no size is that of more than half of them."""
+    """True if the siblings are stages rather than layers: no size is that of more than half of them."""
     from torch import nn
 
     if all(type(sibling) is nn.Sequential for sibling in siblings):

@@ -68,12 +68,12 @@ def _with_names(forward: Callable[..., Any], positional: int, names: tuple[str, 
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether this is a cache that attention appends to (transformers' ``Cache`` and its kin)."""
+    """True if this is a cache that attention appends to (transformers' ``Cache`` and its kin)."""
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
 def _filled(caches: list[Any], module: nn.Module) -> bool:
-    """Whether a cache may hold something for these layers that their results depend on."""
+    """True if a cache may hold something for these layers that their results depend on."""
     layers = {m.layer_idx for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)}
     return not layers or any(cache.get_seq_length(layer) for cache in caches for layer in layers)
 

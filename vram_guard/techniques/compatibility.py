@@ -1,4 +1,4 @@
-"""Which techniques go together, and with what else of a step: answered without tracing anything."""
+"""Techniques that exclude each other, or other settings of a step: answered without tracing anything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def incompatible(
     torch_version: tuple[int, int] | None = None,
     sharded: bool = False,
 ) -> str:
-    """Why a recipe cannot run in this step; "" if nothing is known against it.
+    """The reason why a recipe cannot run in this step; "" if nothing is known against it.
 
     What needs the model or the optimizer itself (tied parameters, a subclass) is refused by the functions that install
     the techniques.

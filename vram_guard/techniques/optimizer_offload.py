@@ -42,7 +42,7 @@ def on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def cannot_step_on_host(optimizer: torch.optim.Optimizer) -> str:
-    """Why this optimizer cannot step on the host; "" if it can."""
+    """The reason why this optimizer cannot step on the host; "" if it can."""
     import torch
 
     kind = type(optimizer)

@@ -49,7 +49,7 @@ def with_form(optimizer: torch.optim.Optimizer, form: OptimizerForm, *, library:
 
 
 def no_such_form(optimizer: torch.optim.Optimizer, form: OptimizerForm) -> str:
-    """Why the optimizer has no such form; "" if it has."""
+    """The reason why the optimizer has no such form; "" if it has."""
     name = _torch_class(optimizer)
     if form == "fused":
         if name not in FUSED:
@@ -178,7 +178,7 @@ def _eight_bit(optimizer: torch.optim.Optimizer, library: str) -> torch.optim.Op
 
 
 def _extras(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[str]:
-    """What the user, or a scheduler (``initial_lr``), added to a group."""
+    """The entries that the user, or a scheduler (``initial_lr``), added to a group."""
     return [name for name in group if name != "params" and name not in optimizer.defaults]
 
 

@@ -54,7 +54,7 @@ class Recipe:
             raise InvalidInputError(_("{names}: a module is either checkpointed or offloaded, not both", names=names))
 
     def __bool__(self) -> bool:
-        """Whether anything is switched on."""
+        """True if anything is switched on."""
         return self != AS_WRITTEN
 
     def with_(self, **changes: Any) -> Recipe:

@@ -47,7 +47,7 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 def computation(tensor: torch.Tensor) -> Computation | None:
-    """How to compute the tensor for real, or None."""
+    """The computation that gives the tensor's real value, or None."""
     made: Computation | None = tensor.__dict__.get(_ATTRIBUTE) if is_symbolic(tensor) else (lambda: tensor)
     return made
 
@@ -97,7 +97,7 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.
 
 
 def _healthy_answer(name: str, args: tuple[Any, ...]) -> bool | None:
-    """What a test for NaN or infinity answers; torch decomposes ``isfinite`` into ``x == x`` and ``|x| != inf``."""
+    """The answer of a test for NaN or infinity; torch decomposes ``isfinite`` into ``x == x`` and ``|x| != inf``."""
     if name in _HEALTHY:
         return _HEALTHY[name]
     if name in ("aten::eq", "aten::ne"):
@@ -120,7 +120,7 @@ def scalar(tensor: torch.Tensor) -> Any:
 
 
 def placeholder(dtype: torch.dtype) -> Any:
-    """What stands for a value that is not known: 1 (a loss, a norm or a count to divide by), False for truth values."""
+    """The stand-in for an unknown value: 1 (a loss, a norm or a count to divide by), False for truth values."""
     if dtype == torch.bool:
         return False
     if dtype.is_floating_point:

@@ -1,8 +1,8 @@
-"""What a step asks its symbolic tensors: ``.item()``, ``.tolist()``, ``if tensor:``. What cannot be known is said.
+"""Values that a step reads from its symbolic tensors: ``.item()``, ``.tolist()``, ``if tensor:``.
 
 Where a value is not known (:mod:`.constants`) a placeholder keeps the loop going. A number that is only
 printed or logged does no harm; one that decides which way the step goes does, so it remembers where it came from, and
-the first comparison with it is said in the answer's notes.
+the first comparison with it is written into the notes.
 """
 
 from __future__ import annotations

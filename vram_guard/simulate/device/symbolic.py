@@ -12,11 +12,11 @@ from vram_guard.tensors import is_dense, tensors_in
 _is_meta: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 
 is_symbolic = _is_meta
-"""Whether a tensor is symbolic: torch's own answer, which the simulated device does not replace."""
+"""True if a tensor is symbolic: torch's own answer, which the simulated device does not replace."""
 
 
 def any_symbolic(values: Any) -> bool:
-    """Whether any tensor among an operator's arguments is symbolic."""
+    """True if any tensor among an operator's arguments is symbolic."""
     return any(is_symbolic(tensor) for tensor in tensors_in(values))
 
 

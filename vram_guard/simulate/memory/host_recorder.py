@@ -19,7 +19,7 @@ class _HostRef(weakref.ref):  # type: ignore[type-arg]
 
 
 class HostRecorder:
-    """What the step puts into host memory: symbolic tensors that moved there, and real ones that receive them."""
+    """Tensors in host memory: symbolic ones that the step moved there, and real ones that receive them."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
@@ -29,15 +29,15 @@ class HostRecorder:
         self._closed = False
 
     def __bool__(self) -> bool:
-        """Whether any symbolic tensor lives in host memory right now."""
+        """True if any symbolic tensor lives in host memory right now."""
         return bool(self._symbolic)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether this symbolic tensor lives in host memory."""
+        """True if this symbolic tensor lives in host memory."""
         return bool(self._symbolic) and tensor.untyped_storage()._cdata in self._symbolic
 
     def pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether this symbolic tensor lives in pinned host memory."""
+        """True if this symbolic tensor lives in pinned host memory."""
         ref = self._symbolic.get(tensor.untyped_storage()._cdata)
         return ref is not None and ref.block < len(self._blocks) and self._blocks[ref.block].pinned
 

@@ -52,9 +52,9 @@ class Recorder:
         self.batch_factor = 1
         """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
         self.measured = False
-        """Whether the second step is running, whose work is weighed: the first one still sets things up."""
+        """True if the second step is running, whose work is counted: the first one still sets things up."""
         self.micro_batch = 0
-        """Which micro-batch of the optimizer step is running, from 0."""
+        """The micro-batch of the optimizer step that is running, from 0."""
         self._sizes: list[int] = []
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
@@ -88,7 +88,7 @@ class Recorder:
             self.micro_batch += 1
 
     def _settle_forward(self) -> None:
-        """What the forward pass made and left alive are the activations; the rest were temporaries."""
+        """Classify what the forward pass made: activations are still alive, the rest were temporaries."""
         start = self.phases[-1].start
         alive = {ref.block for ref in self._live.values()}
         for event in self.events[start:]:
@@ -209,7 +209,7 @@ class Recorder:
     # --- host tensors -------------------------------------------------------------------------------------
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether this symbolic tensor lives in host memory (it was moved there)."""
+        """True if this symbolic tensor lives in host memory (it was moved there)."""
         if not self.host:
             return False
         if hasattr(tensor, "__tensor_flatten__"):  # a wrapper lies where what it wraps lies
@@ -223,7 +223,7 @@ class Recorder:
 
     @property
     def has_host_tensors(self) -> bool:
-        """Whether any symbolic tensor lives in host memory: only then does an operator's place need a look."""
+        """True if any symbolic tensor lives in host memory: only then does an operator's place need a look."""
         return bool(self.host)
 
     # --- where it came from -------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Recorder:
         return self.modules[-1], self.source()
 
     def source(self) -> str:
-        """Where the innermost frame that is neither torch's nor ours stands, as "folder/file.py:123"; "" if nowhere."""
+        """The line of the innermost frame that is neither torch's nor ours, as "folder/file.py:123"; "" if nowhere."""
         frame: FrameType | None = sys._getframe(1)
         labels = self._labels
         while frame is not None:

@@ -84,7 +84,7 @@ _LIMITS: dict[tuple[int, int], tuple[int, int, int, int]] = {
 
 
 class Device(NamedTuple):
-    """What cuDNN is told of a GPU."""
+    """The description of a GPU that cuDNN is given."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -337,7 +337,7 @@ class Library:
             return []
 
     def _allowed(self, stack: ExitStack, config: ctypes.c_void_p, call: Convolution) -> bool:
-        """Whether PyTorch keeps this configuration (Conv_v8.cpp, filterEngineConfigs)."""
+        """True if PyTorch keeps this configuration (Conv_v8.cpp, filterEngineConfigs)."""
         engine = self._make(stack, _ENGINE)
         data = (ctypes.c_void_p * 1)(engine.value)
         self._get(config, _CFG_ENGINE, _DESCRIPTOR, data, 1)

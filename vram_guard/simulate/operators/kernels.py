@@ -117,7 +117,7 @@ def logsumexp(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def in_backward_formula(recorder: Recorder) -> bool:
-    """Whether a C++ backward formula is running (not a user's, not a recomputation)."""
+    """True if a C++ backward formula is running (not a user's, not a recomputation)."""
     if not recorder.in_backward or torch.is_grad_enabled():
         return False
     node: Any = torch._C._current_autograd_node()

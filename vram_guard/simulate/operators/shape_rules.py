@@ -38,7 +38,7 @@ def _plain(tensor: Any) -> bool:
 
 
 def _two_layouts(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is channels last as well as contiguous: torch then has reasons of its own to choose."""
+    """True if the tensor is channels last as well as contiguous: torch then has reasons of its own to choose."""
     return _ambiguous(tensor.shape)
 
 

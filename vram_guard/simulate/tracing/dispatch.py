@@ -84,7 +84,7 @@ class SymbolicMode(TorchDispatchMode):
             if self.waiting and func._schema.name == "aten::_to_copy":
                 self._weights_arrive(args[0], out)
             if self.recorder.measured:
-                self.meter.weigh(func, args, kwargs or {}, out)
+                self.meter.count(func, args, kwargs or {}, out)
             return out
         finally:
             self.state.in_kernel = before
@@ -345,7 +345,7 @@ def _storage_users(tensor: torch.Tensor) -> int:
 
 
 def _called_by_engine() -> bool:
-    """Whether the innermost Python frame outside dispatching is the one that started the backward pass."""
+    """True if the innermost Python frame outside dispatching is the one that started the backward pass."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_name in _WRAPPERS):
         frame = frame.f_back

@@ -29,7 +29,7 @@ TRUE_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class Run(Protocol):
-    """What a loop needs of the run that it belongs to."""
+    """The part of a run that its loop needs."""
 
     step: TrainingStep
     batch_size: int
@@ -200,7 +200,7 @@ def scalar_loss(result: Any) -> Any:
 
 
 def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-    """What the optimizer keeps for each parameter is optimizer state."""
+    """Classify what the optimizer keeps for each parameter as optimizer states."""
     for state in optimizer.state.values():
         if isinstance(state, dict):
             for value in state.values():

@@ -237,7 +237,7 @@ class _Run:
             make_buckets(model, self.recorder)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
-        """What waits on the host never takes the GPU's memory for longer than it is used."""
+        """Place the weights: those that wait on the host never take GPU memory for longer than they are used."""
         recipe = self.step.recipe
         waiting = [model.get_submodule(name).parameters() for name in recipe.frozen_on_host]
         for tensor in moved if recipe.parameters_on_host else itertools.chain(*waiting):
@@ -320,7 +320,7 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """What is compiled runs uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
+    """Compiled models run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
     compiled = [m for m in model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None]
     set_stance = getattr(torch.compiler, "set_stance", None)
     if compiled:

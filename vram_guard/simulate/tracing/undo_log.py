@@ -6,7 +6,7 @@ import torch
 
 
 class UndoLog:
-    """What real tensors held before the traced step wrote to them (an average of weights, a counter, a metric)."""
+    """The contents of real tensors (averages of weights, counters, metrics) before the traced step wrote to them."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
