@@ -13,7 +13,7 @@ from vram_guard import TrainingStep, trace
 from vram_guard.simulate.operators import cudnn
 from vram_guard.timeline import Timeline
 
-AMPERE = cudnn.Device.of((8, 6))
+AMPERE = cudnn.DeviceProperties.of((8, 6))
 
 
 @cache
@@ -66,7 +66,7 @@ class Remembering:
         self.size = size
         self.calls: list[cudnn.Convolution] = []
 
-    def workspace(self, call: cudnn.Convolution, _device: cudnn.Device) -> int | None:
+    def workspace(self, call: cudnn.Convolution, _device: cudnn.DeviceProperties) -> int | None:
         self.calls.append(call)
         return self.size
 
@@ -135,7 +135,7 @@ def test_a_device_is_described_in_the_fields_that_cudnn_reads() -> None:
     assert described["deviceVer"] == 860
     assert described["maxSharedMemoryPerBlockOptin"] == 99 * 1024
     with pytest.raises(KeyError):
-        cudnn.Device.of((3, 5)).json()
+        cudnn.DeviceProperties.of((3, 5)).json()
 
 
 def test_a_cudnn_without_cublas_is_refused_before_it_aborts_the_process(tmp_path: Path) -> None:
@@ -161,4 +161,4 @@ def test_a_real_cudnn_without_tf32_plans_otherwise() -> None:
 
 
 def test_an_architecture_that_nothing_is_known_of_has_no_answer() -> None:
-    assert library().workspace(call("forward", 2), cudnn.Device.of((3, 5))) is None
+    assert library().workspace(call("forward", 2), cudnn.DeviceProperties.of((3, 5))) is None

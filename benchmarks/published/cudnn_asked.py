@@ -51,13 +51,15 @@ def main() -> None:
     for row in liger.rows():
         if "multi_token" in row.operator:
             without = liger.predict(row).error
-            with cudnn.asking(library, cudnn.Device.of((8, 6))):  # all measured on an RTX 3090
+            with cudnn.asking(library, cudnn.DeviceProperties.of((8, 6))):  # all measured on an RTX 3090
                 show(f"{row.operator} {row.size}", without, liger.predict(row).error)
     errors: tuple[list[float], list[float]] = ([], [])
     for capability, predict in cnn_rows():
         found = []
         for asked, kept in zip(
-            (contextlib.nullcontext(), cudnn.asking(library, cudnn.Device.of(capability))), errors, strict=True
+            (contextlib.nullcontext(), cudnn.asking(library, cudnn.DeviceProperties.of(capability))),
+            errors,
+            strict=True,
         ):
             with asked:
                 found.append(predict())

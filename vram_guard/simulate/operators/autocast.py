@@ -78,9 +78,7 @@ class CastCache:
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The tensor in ``dtype``: itself, its cached copy, or a new copy."""
-        if not is_symbolic(tensor) or tensor.dtype == dtype or not tensor.is_floating_point():
-            return tensor
-        if tensor.dtype == torch.float64:
+        if tensor.dtype == dtype or not _eligible(tensor):
             return tensor
         cacheable = (
             dtype != torch.float32
@@ -118,6 +116,11 @@ def _casting(op: Any, cache: CastCache, dtype_of: Callable[[tuple[Any, ...]], to
     return kernel
 
 
+def _eligible(tensor: torch.Tensor) -> bool:
+    """``is_eligible`` in autocast_mode.h."""
+    return is_symbolic(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
 def _setting_dtype(op: Any) -> Callable[..., Any]:
     """``fp32_set_opt_dtype``: the operator gets ``dtype=float32`` unless the caller named one."""
     position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
@@ -125,9 +128,7 @@ def _setting_dtype(op: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            first = args[0]
-            eligible = is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64
-            if not eligible:
+            if not _eligible(args[0]):
                 return op(*args, **kwargs)
             if keyword:
                 if kwargs.get("dtype") is None:
@@ -144,8 +145,7 @@ def _setting_dtype(op: Any) -> Callable[..., Any]:
 def _appending_dtype(op: Any, with_dtype: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            first = args[0]
-            if not (is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64):
+            if not _eligible(args[0]):
                 return op(*args, **kwargs)
             filled = list(args)
             rest = op._schema.arguments[len(args) :]

@@ -83,7 +83,7 @@ _LIMITS: dict[tuple[int, int], tuple[int, int, int, int]] = {
 }
 
 
-class Device(NamedTuple):
+class DeviceProperties(NamedTuple):
     """The description of a GPU that cuDNN is given."""
 
     capability: tuple[int, int]
@@ -98,7 +98,7 @@ class Device(NamedTuple):
     """In kHz."""
 
     @classmethod
-    def of(cls, capability: tuple[int, int]) -> Device:
+    def of(cls, capability: tuple[int, int]) -> DeviceProperties:
         """Some GPU of this compute capability.
 
         cuDNN 9.8 and 9.26 answered alike for 833 convolutions of five networks whatever number of multiprocessors,
@@ -219,9 +219,9 @@ class Library:
         if self.version < FIRST_VERSION:
             raise OSError(f"{path} is cuDNN {self.version}; planning without a GPU needs {FIRST_VERSION} or later")
         self._lock = threading.Lock()
-        self._devices: dict[Device, ctypes.c_void_p] = {}
+        self._devices: dict[DeviceProperties, ctypes.c_void_p] = {}
 
-    def workspace(self, call: Convolution, device: Device) -> int | None:
+    def workspace(self, call: Convolution, device: DeviceProperties) -> int | None:
         """Bytes of workspace that PyTorch would allocate for this call; None where cuDNN has no plan for it."""
         with self._lock, ExitStack() as stack:
             try:
@@ -263,7 +263,7 @@ class Library:
         if status:
             raise _Refused(status)
 
-    def _described(self, device: Device) -> ctypes.c_void_p:
+    def _described(self, device: DeviceProperties) -> ctypes.c_void_p:
         found = self._devices.get(device)
         if found is None:
             text = device.json().encode()
@@ -371,7 +371,7 @@ def workspace(call: Convolution) -> int | None:
 
 
 @contextlib.contextmanager
-def asking(library: Library, device: Device) -> Iterator[None]:
+def asking(library: Library, device: DeviceProperties) -> Iterator[None]:
     """While the block runs, :func:`workspace` answers for this device."""
     token = _answer.set(functools.lru_cache(maxsize=None)(lambda call: library.workspace(call, device)))
     try:
