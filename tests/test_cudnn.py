@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate.operators import cudnn
+from vram_guard.simulate.operators import cudnn, cudnn_library
 from vram_guard.timeline import Timeline
 
 AMPERE = cudnn.DeviceProperties.of((8, 6))
 
 
 @cache
-def library() -> cudnn.Library:
-    path = cudnn.installed()
+def library() -> cudnn_library.Library:
+    path = cudnn_library.installed()
     if path is None:
         pytest.skip("NVIDIA's cuDNN wheel is not installed here")
     try:
-        return cudnn.Library(path)
+        return cudnn_library.Library(path)
     except OSError as error:
         pytest.skip(str(error))
 
@@ -84,7 +84,7 @@ def timeline(model: torch.nn.Module) -> Timeline:
 
 def asked(model: torch.nn.Module, size: int | None) -> tuple[Timeline, list[cudnn.Convolution]]:
     answers = Remembering(size)
-    with cudnn.asking(answers, AMPERE):  # type: ignore[arg-type]
+    with cudnn.asking(answers, AMPERE):
         return timeline(model), answers.calls
 
 
@@ -125,7 +125,7 @@ def test_the_answer_is_allocated_for_the_call_and_given_back() -> None:
 
 
 def test_nobody_is_asked_after_the_block() -> None:
-    with cudnn.asking(Remembering(1), AMPERE):  # type: ignore[arg-type]
+    with cudnn.asking(Remembering(1), AMPERE):
         assert cudnn.workspace(call("forward", 2)) == 1
     assert cudnn.workspace(call("forward", 2)) is None
 
@@ -143,7 +143,7 @@ def test_a_cudnn_without_cublas_is_refused_before_it_aborts_the_process(tmp_path
     lonely.parent.mkdir(parents=True)
     lonely.write_bytes(b"")
     with pytest.raises(OSError, match="libcublasLt"):
-        cudnn.Library(lonely)
+        cudnn_library.Library(lonely)
 
 
 def test_a_real_cudnn_names_workspaces_without_a_gpu() -> None:

@@ -18,7 +18,7 @@ import liger
 import xmem
 from table import quantile
 
-from vram_guard.simulate.operators import cudnn
+from vram_guard.simulate.operators import cudnn, cudnn_library
 
 if TYPE_CHECKING:
     from records import Row
@@ -43,10 +43,10 @@ def show(name: str, one: float, other: float) -> None:
 
 def main() -> None:
     """Print every row and the summary."""
-    path = sys.argv[1] if len(sys.argv) > 1 else cudnn.installed()
+    path = sys.argv[1] if len(sys.argv) > 1 else cudnn_library.installed()
     if path is None:
         raise SystemExit("no cuDNN here: pip install nvidia-cudnn-cu12 nvidia-cublas-cu12, or name libcudnn.so.9")
-    library = cudnn.Library(path)
+    library = cudnn_library.Library(path)
     print(f"cuDNN {library.version}; error without and with its workspaces")
     for row in liger.rows():
         if "multi_token" in row.operator:

@@ -9,7 +9,7 @@ from vram_guard.allocator import AllocatorSettings, CachingAllocator, SimulatedO
 
 if TYPE_CHECKING:
     from vram_guard.allocator import Segment, SegmentEvent
-    from vram_guard.allocator.blocks import Block as AllocatorBlock
+    from vram_guard.allocator.blocks import PoolBlock as AllocatorBlock
     from vram_guard.timeline import Timeline
 
 
