@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,56 +79,8 @@ def _softmax_kernel(fused: Any) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def _attention_kernel(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, capability)
-
-    return kernel
-
-
 def _rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     mode = _RNN_MODES[name]
-
-    def run(
-        input: torch.Tensor,
-        hidden: list[torch.Tensor],
-        weights: list[torch.Tensor],
-        has_biases: bool,
-        layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-        batch_sizes: list[int],
-    ) -> tuple[torch.Tensor, ...]:
-        state = hidden[0]
-        cell = hidden[1] if len(hidden) > 1 else None
-        per_layer = 4 if has_biases else 2
-        projected = name == "lstm" and len(weights) % (per_layer + 1) == 0 and cell is not None
-        projected = projected and cell is not None and cell.shape[-1] != state.shape[-1]
-        hidden_size = cell.shape[-1] if cell is not None else state.shape[-1]
-        made = torch.ops.aten._cudnn_rnn(
-            *(input, weights, per_layer + int(projected), None, state, cell, mode, hidden_size),
-            *(state.shape[-1] if projected else 0, layers, batch_first, dropout, train, bidirectional),
-            *(batch_sizes, None),
-        )
-        return made[:3] if name == "lstm" else made[:2]  # type: ignore[no-any-return]
-
-    return run
-
-
-def _rnn_input(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    run = _rnn_kernel(name)
 
     def kernel(
         input: torch.Tensor,
@@ -140,9 +93,17 @@ def _rnn_input(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[torch.Tensor, ...]:
-        hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-        tail = (has_biases, num_layers, dropout, train, bidirectional)
-        return run(input, hidden, list(params), *tail, batch_first, [])
+        state, cell = hx if isinstance(hx, (list, tuple)) else (hx, None)
+        weights = list(params)
+        per_layer = 4 if has_biases else 2
+        projected = cell is not None and len(weights) % (per_layer + 1) == 0 and cell.shape[-1] != state.shape[-1]
+        hidden_size = state.shape[-1] if cell is None else cell.shape[-1]
+        made = torch.ops.aten._cudnn_rnn(
+            *(input, weights, per_layer + int(projected), None, state, cell, mode, hidden_size),
+            *(state.shape[-1] if projected else 0, num_layers, batch_first, dropout, train, bidirectional),
+            *([], None),
+        )
+        return made[:2] if cell is None else made[:3]  # type: ignore[no-any-return]
 
     return kernel
 
@@ -159,9 +120,9 @@ def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., A
     yield "batch_norm", _batch_norm
     yield "softmax.int", _softmax_kernel(torch.ops.aten._softmax)
     yield "log_softmax.int", _softmax_kernel(torch.ops.aten._log_softmax)
-    yield "scaled_dot_product_attention", _attention_kernel(capability)
+    yield "scaled_dot_product_attention", partial(attention, capability)
     for name in _RNN_MODES:
-        yield f"{name}.input", _rnn_input(name)
+        yield f"{name}.input", _rnn_kernel(name)
     if operator("_fused_rms_norm") is not None and operator("_fused_rms_norm_backward") is not None:
         yield "rms_norm", _rms_norm
 
