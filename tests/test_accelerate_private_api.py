@@ -10,30 +10,31 @@ import pytest
 pytest.importorskip("accelerate")
 
 import vram_guard_accelerate
+from vram_guard.private_names import PrivateName, missing_in_words
 from vram_guard_accelerate import private_api
 
 
 @pytest.mark.parametrize("name", private_api.TABLE, ids=lambda name: name.path)
-def test_this_release_has_it(name: private_api.PrivateName) -> None:
-    assert private_api.missing((name,)) == []
+def test_this_release_has_it(name: PrivateName) -> None:
+    assert missing_in_words((name,)) == []
 
 
 @pytest.mark.parametrize(
-    ("module", "path"),
+    ("path", "lacking"),
     [
-        ("accelerate.gone", "Anything"),
-        ("accelerate.state", "Gone"),
-        ("accelerate.accelerator", "Accelerator._made_up"),
+        ("accelerate.gone:Anything", "accelerate.gone"),
+        ("accelerate.state:Gone", "accelerate.state.Gone"),
+        ("accelerate.accelerator:Accelerator._made_up", "accelerate.accelerator.Accelerator._made_up"),
     ],
 )
-def test_what_a_release_dropped_is_named(module: str, path: str) -> None:
-    (fault,) = private_api.missing((private_api.PrivateName(module, path, "a purpose"),))
-    assert fault == f"{module}.{path} (used for: a purpose)"
+def test_what_a_release_dropped_is_named(path: str, lacking: str) -> None:
+    (fault,) = missing_in_words((PrivateName(path, "a purpose"),))
+    assert fault == f"{path.replace(':', '.')}: there is no {lacking} (used for: a purpose)"
 
 
 def test_private_names_in_the_sources_are_in_the_table() -> None:
     """Attributes with a leading underscore of anything but self, in every module of the package."""
-    listed = {part for name in private_api.TABLE for part in name.path.split(".")}
+    listed = {part for name in private_api.TABLE for part in re.split("[:.]", name.path)}
     others = {
         "_getframe",
         "_exit",

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from test_allocator_reference import requests
 
 from vram_guard.allocator import AllocatorSettings, CachingAllocator, compare, read_recording, replay
+from vram_guard.allocator.plain_pickle import load_plain_pickle
 from vram_guard.errors import InvalidInputError
 
 MIB = 2**20
@@ -102,8 +103,8 @@ def test_a_real_run_is_followed_segment_by_segment(snapshot):
     assert result.first_displaced_block is None
     # 20 + 2 MiB before, and 30 + 2 on top.
     assert result.recorded_peak_reserved == result.simulated_peak_reserved == 54 * MIB
-    assert [(one.address, other.address) for one, other in result.pairs] == [(BASE, BASE), (BASE + 54525952,) * 2]
-    assert [one == other for one, other in result.pairs] == [True, True]
+    assert [segment.address for segment in result.simulated] == [BASE, BASE + 54525952]
+    assert result.simulated == recording.final
 
 
 def test_what_stood_before_the_recording_is_found_again(snapshot):
@@ -306,6 +307,20 @@ def test_files_are_read(snapshot, tmp_path, protocol):
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(snapshot, protocol=protocol))
     assert read_recording(path) == read_recording(str(path)) == read_recording(snapshot)
+
+
+def test_more_values_than_a_byte_can_number_are_plain() -> None:
+    """Protocols 2 and 3 number every string and list; from the 256th on with four bytes (LONG_BINPUT)."""
+    value = [[str(number)] for number in range(300)]
+    data = pickle.dumps(value, protocol=2)
+    assert pickle.LONG_BINPUT in data
+    assert load_plain_pickle(data) == value
+    at = data.index(pickle.LONG_BINPUT + (256).to_bytes(4, "little"))
+    largest = data[: at + 1] + len(data).to_bytes(4, "little") + data[at + 5 :]
+    assert load_plain_pickle(largest) is not None  # as many entries as the file has bytes: it may be
+    beyond = data[: at + 1] + (len(data) + 1).to_bytes(4, "little") + data[at + 5 :]
+    with pytest.raises(InvalidInputError, match="numbers its values beyond its own length"):
+        load_plain_pickle(beyond)
 
 
 def test_long_strings_and_large_numbers_are_plain(snapshot):

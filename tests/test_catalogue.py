@@ -83,9 +83,9 @@ def test_the_fp32_figure_implies_a_possible_clock(gpu: GPU):
 
 @each_gpu
 def test_tensor_figures_are_dense_and_match_the_capability(gpu: GPU):
-    assert gpu.supports_bf16 == (gpu.compute_capability >= (8, 0)) == (gpu.bf16_flops is not None)
-    assert gpu.supports_fp16_tensor == (gpu.fp16_flops is not None)
-    assert (gpu.tf32_flops is not None) == gpu.supports_bf16
+    # bfloat16 and TF32 on tensor cores from capability 8.0 on, float16 from 7.0 on (CUDA C++ programming guide).
+    assert (gpu.compute_capability >= (8, 0)) == (gpu.bf16_flops is not None) == (gpu.tf32_flops is not None)
+    assert (gpu.compute_capability >= (7, 0)) == (gpu.fp16_flops is not None)
     if gpu.fp16_flops is not None:
         # 2 (GeForce) to 30 (B200) times FP32: a sparse figure would be double its architecture's most.
         most = {"Volta": 8.1, "Turing": 8.1, "Ampere": 16.1, "Ada": 4.1, "Hopper": 16, "Blackwell": 30.1}

@@ -78,6 +78,20 @@ def test_channels_last_carries_through_convolutions() -> None:
     assert copies[1] == 16 * 16 * 9 * 4  # the contiguous weight is copied to channels last for the call
 
 
+def test_channels_last_carries_through_convolutions_of_volumes() -> None:
+    def batch(b: int) -> torch.Tensor:
+        return torch.randn(b, 16, 4, 6, 8).contiguous(memory_format=torch.channels_last_3d)
+
+    volume = 4 * 16 * 4 * 6 * 8 * 4
+    model = nn.Conv3d(16, 16, 3, padding=1).to(memory_format=torch.channels_last_3d)
+    forward = made_by(traced(model, batch), "aten.convolution.default")
+    assert bytes_of(forward) == [volume] * 2  # one in each step: nothing is copied for layout's sake
+    mixed = traced(nn.Conv3d(16, 16, 3, padding=1), batch)
+    assert bytes_of(made_by(mixed, "aten.convolution.default"))[:2] == [volume, 16 * 16 * 27 * 4]  # the weight's copy
+    plain = traced(nn.Conv3d(16, 16, 3, padding=1), lambda b: torch.randn(b, 16, 4, 6, 8))
+    assert bytes_of(made_by(plain, "aten.convolution.default")) == [volume] * 2
+
+
 def model_input_channels_last(b: int) -> torch.Tensor:
     return torch.randn(b, 16, 8, 8).contiguous(memory_format=torch.channels_last)
 
@@ -136,6 +150,9 @@ def _qkv(dtype: torch.dtype, head: int = 64, length: int = 16, heads: int = 4):
         (torch.float32, (8, 0), False, 6, False, "math"),  # 6 is not aligned to 4 elements
         (torch.float32, (7, 0), False, 6, False, "efficient"),  # before 8.0 float32 has no alignment
         (torch.float16, (8, 0), False, 320, False, "efficient"),  # over 256: not flash
+        (torch.float16, (8, 0), True, 36, False, "math"),  # half precision is aligned to 8 elements, float32 to 4
+        (torch.float32, (8, 0), True, 36, False, "efficient"),
+        (torch.float16, (8, 0), False, 36, False, "flash"),  # which pads
         (torch.float64, (8, 0), False, 64, False, "math"),
     ],
 )
@@ -187,6 +204,14 @@ def test_attention_with_a_mask_takes_the_memory_efficient_kernel() -> None:
     timeline = traced(Attention(mask), lambda b: torch.randn(b, 200, 64))
     assert bytes_of(made_by(timeline, "_scaled_dot_product_efficient_attention.default"))[1] == 4 * 4 * 224 * 4
     assert not [b for b in timeline.blocks if b.size.base == 4 * 4 * 200 * 200 * 4]
+
+
+def test_in_half_precision_the_memory_efficient_backward_sums_in_float32() -> None:
+    """kernel_backward.h, ``kNeedsAccumGradQ``: lengths and head sizes rounded up to 64."""
+    mask = torch.zeros(200, 200, dtype=torch.bool)
+    timeline = traced(Attention(mask), lambda b: torch.randn(b, 200, 64), precision="bf16-mixed")
+    backward = bytes_of(made_by(timeline, "_scaled_dot_product_efficient_attention_backward"))
+    assert backward[3:5] == [4 * 4 * 200 * 4, 4 * 4 * 256 * 64 * 4]
 
 
 def test_the_math_backend_does_make_the_square_matrix() -> None:

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate.operators import cudnn
+from vram_guard.simulate.operators import cudnn, cudnn_library
 from vram_guard.timeline import Timeline
 
-AMPERE = cudnn.Device.of((8, 6))
+AMPERE = cudnn.DeviceProperties.of((8, 6))
 
 
 @cache
-def library() -> cudnn.Library:
-    path = cudnn.installed()
+def library() -> cudnn_library.Library:
+    path = cudnn_library.installed()
     if path is None:
         pytest.skip("NVIDIA's cuDNN wheel is not installed here")
     try:
-        return cudnn.Library(path)
+        return cudnn_library.Library(path)
     except OSError as error:
         pytest.skip(str(error))
 
@@ -66,7 +66,7 @@ class Remembering:
         self.size = size
         self.calls: list[cudnn.Convolution] = []
 
-    def workspace(self, call: cudnn.Convolution, _device: cudnn.Device) -> int | None:
+    def workspace(self, call: cudnn.Convolution, _device: cudnn.DeviceProperties) -> int | None:
         self.calls.append(call)
         return self.size
 
@@ -84,7 +84,7 @@ def timeline(model: torch.nn.Module) -> Timeline:
 
 def asked(model: torch.nn.Module, size: int | None) -> tuple[Timeline, list[cudnn.Convolution]]:
     answers = Remembering(size)
-    with cudnn.asking(answers, AMPERE):  # type: ignore[arg-type]
+    with cudnn.asking(answers, AMPERE):
         return timeline(model), answers.calls
 
 
@@ -125,7 +125,7 @@ def test_the_answer_is_allocated_for_the_call_and_given_back() -> None:
 
 
 def test_nobody_is_asked_after_the_block() -> None:
-    with cudnn.asking(Remembering(1), AMPERE):  # type: ignore[arg-type]
+    with cudnn.asking(Remembering(1), AMPERE):
         assert cudnn.workspace(call("forward", 2)) == 1
     assert cudnn.workspace(call("forward", 2)) is None
 
@@ -135,7 +135,7 @@ def test_a_device_is_described_in_the_fields_that_cudnn_reads() -> None:
     assert described["deviceVer"] == 860
     assert described["maxSharedMemoryPerBlockOptin"] == 99 * 1024
     with pytest.raises(KeyError):
-        cudnn.Device.of((3, 5)).json()
+        cudnn.DeviceProperties.of((3, 5)).json()
 
 
 def test_a_cudnn_without_cublas_is_refused_before_it_aborts_the_process(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_cudnn_without_cublas_is_refused_before_it_aborts_the_process(tmp_path
     lonely.parent.mkdir(parents=True)
     lonely.write_bytes(b"")
     with pytest.raises(OSError, match="libcublasLt"):
-        cudnn.Library(lonely)
+        cudnn_library.Library(lonely)
 
 
 def test_a_real_cudnn_names_workspaces_without_a_gpu() -> None:
@@ -161,4 +161,4 @@ def test_a_real_cudnn_without_tf32_plans_otherwise() -> None:
 
 
 def test_an_architecture_that_nothing_is_known_of_has_no_answer() -> None:
-    assert library().workspace(call("forward", 2), cudnn.Device.of((3, 5))) is None
+    assert library().workspace(call("forward", 2), cudnn.DeviceProperties.of((3, 5))) is None

@@ -12,7 +12,7 @@ from test_estimate_folder import SMALL, SMALL_TEXT
 
 from vram_guard import Budget, cli, trace
 from vram_guard.budget import catalogue, find_gpu
-from vram_guard.capture.named import step_named
+from vram_guard.capture.object_reference import load_step
 
 #: The guide's table for its 24 GB cards, and the factor by which each of its numbers misses its own formula.
 GUIDE_24GB = [(64, 16, 5.4, 8), (128, 8, 10.7, 8), (256, 2, 10.7, 8)]
@@ -48,7 +48,7 @@ def test_a_step_of_the_users_own_on_every_card(tmp_path, monkeypatch, capsys):
     (table,) = answer(capsys, "--model", "steps.py:build")["tables"]
     rows = {row["name"]: row for row in table["gpus"]}
     assert len(rows) == len(catalogue())
-    timeline = trace(step_named("steps.py:build"), compute_capability=(7, 5))
+    timeline = trace(load_step("steps.py:build"), compute_capability=(7, 5))
     card = find_gpu("T4")
     assert rows[card.name]["largest_batch"] == timeline.max_batch_size(Budget.of(card), limit=2**16)
     assert rows[card.name]["bytes"] == timeline.replay(rows[card.name]["largest_batch"]).peak_reserved

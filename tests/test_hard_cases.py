@@ -16,6 +16,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.simulate import estimate, trace
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
+from vram_guard.techniques import Recipe
 
 AMPERE = (8, 0)
 
@@ -404,6 +405,15 @@ def test_where_a_block_comes_from_is_written_down() -> None:
     assert {b.source.split(":")[0] for b in forward} == {"tests/test_hard_cases.py"}
     backward = [b for b in timeline.blocks if b.category == "gradients" and b.bytes_at(2) == 16 * 32 * 4]
     assert {b.module for b in backward} == {"encoder.0"}  # the backward knows whose it is
+
+
+def test_no_line_of_this_package_is_named_as_a_source() -> None:
+    """Offloading saves tensors in hooks of this package, below the user's line."""
+    offloaded = step_of(lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU())).with_(
+        recipe=Recipe(offload_activations=("",))
+    )
+    sources = {block.source.rpartition(":")[0] for block in trace(offloaded).blocks}
+    assert sources == {"", "tests/test_hard_cases.py"}
 
 
 def test_a_model_that_asks_its_tensors_where_they_are_is_answered_cuda() -> None:

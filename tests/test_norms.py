@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard import TrainingStep, trace
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import norms
-from vram_guard.simulate.tracing.recorder import Recorder
 
 aten = torch.ops.aten
 FLOATS = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])

@@ -95,8 +95,13 @@ class Mixer(nn.Module):
 
 
 def _real_allocations(step: TrainingStep, batch_size: int) -> list[int]:
-    """Bytes of every allocation and free (negative) of a second, real step on the CPU, above 1 KiB."""
+    """Bytes of every allocation and free (negative) of a second, real step on the CPU, above 1 KiB.
+
+    On one thread: a layer norm's backward takes a buffer for each (layer_norm_kernel.cpp), which CUDA's does not have.
+    """
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     model = step.model()
     optimizer = step.optimizer(model.parameters())
     batch = step.batch(batch_size)
@@ -112,6 +117,7 @@ def _real_allocations(step: TrainingStep, batch_size: int) -> list[int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         kept = once()
     del kept
+    torch.set_num_threads(threads)
     events: list[tuple[int, int]] = []
 
     def walk(nodes) -> None:

@@ -153,7 +153,7 @@ def test_named_blocks_are_checked() -> None:
         (["layer.1"], "no module named 'layer.1'; did you mean 'layers.1'"),
         (["layers"], "'layers' is a ModuleList without a forward"),
         (["layers.0", "layers.0"], "'layers.0' is named twice"),
-        ([""], "the whole model is no block"),
+        ([""], "the whole model is not a block"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             named_blocks(model, names)

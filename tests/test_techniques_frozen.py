@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vram_guard.errors import InvalidInputError, MissingLibraryError, Unsupporte
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.frozen import frozen_candidates, keep_on_host
+from vram_guard.techniques.host_modules import keep_parameters_in_place
 
 pytest.importorskip("accelerate")
 
@@ -115,6 +117,16 @@ def test_moving_the_model_moves_buffers_and_changes_the_type_only():
     # Of the teacher's parameters only empty stand-ins were moved; the student's and the buffers went whole.
     assert moved.count(0) == len(list(model.teacher.parameters()))
     assert sum(moved) == sum(p.numel() for p in model.student.parameters()) + sum(b.numel() for b in model.buffers())
+
+
+def test_a_copy_of_the_model_moves_its_own_parameters_only():
+    module = nn.Linear(4, 4)
+    undo = keep_parameters_in_place(module)
+    copied = copy.deepcopy(module).half()
+    assert copied.weight.dtype == torch.float16
+    assert module.weight.dtype == torch.float32
+    undo()
+    assert "_apply" not in vars(module)
 
 
 def test_a_hook_that_was_there_before_stays():

@@ -84,9 +84,9 @@ def checked(
     size = checked_count("batch_size", batch_size)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     if isinstance(step, str):
-        from vram_guard.capture.named import step_named
+        from vram_guard.capture.object_reference import load_step
 
-        step = step_named(step, arguments)
+        step = load_step(step, arguments)
     if not isinstance(step, TrainingStep):
         raise InvalidInputError(f"step must be a TrainingStep or the name of one, not {type(step).__name__}")
     from vram_guard.simulate import trace

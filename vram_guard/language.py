@@ -1,4 +1,4 @@
-"""What people read, in their language: English, or Chinese.
+"""Messages in the reader's language: English, or Chinese.
 
 Messages stand in the code in English, as ``_("needs {peak}", peak=...)``, and are translated by gettext catalogues
 under ``locale/``. ``make messages`` brings the catalogues up to date with the code and compiles them.

@@ -70,7 +70,7 @@ class TrainingStep:
             DDP's gradient buckets count.
         whole_batch: the micro-batches are slices of one loaded batch, which stays on the device while they
             run (the guard splits batches so); False: each micro-batch is loaded by itself.
-        prepare: called once with the model, on the pretend device, before the optimizer is made
+        prepare: called once with the model, on the simulated device, before the optimizer is made
             (what a framework does there: ``configure_model``, wrapping blocks, ...).
         recipe: techniques that are switched on for the step, see :class:`Recipe`.
         runner: where the step is no function that can be called but a loop that somebody else runs: runs it

@@ -112,13 +112,13 @@ def _from_number(value: object, name: str) -> int:
 
 
 def _said(name: str, value: object) -> dict[str, str]:
-    """What every message about an amount names."""
+    """The values that every message about an amount names."""
     return {"name": name, "value": _shown(value), "advice": _(_ADVICE)}
 
 
 def _shown(value: object, longest: int = 60) -> str:
     """``value`` for a message, whatever its length (a pasted file, an int of a million digits)."""
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"an int of {value.bit_length()} bits"
+        return _("an int of {count} bits", count=value.bit_length())
     text = repr(value)
     return text if len(text) <= longest else text[:longest] + "..."

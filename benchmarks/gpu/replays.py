@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.gpu.records import Measured
 from vram_guard import AllocatorSettings, Timeline
-from vram_guard.allocator import Comparison, Recording, compare, read_recording, replay
+from vram_guard.allocator import Recording, RecordingComparison, compare, read_recording, replay
 
 #: Requests below this many bytes are left out where sequences are compared: scalars of losses and scalers.
 LEAST_REQUEST = 4096
@@ -48,7 +48,7 @@ def told_history(facts: dict[str, Any]) -> str:
     return f"  history: {facts['segments']} {verdict}; {peaks}; requests: {facts['requests'] or 'not compared'}"
 
 
-def _difference(followed: Comparison) -> str:
+def _difference(followed: RecordingComparison) -> str:
     found = followed.first_difference
     if found is not None:
         return f"at entry {found.event}: recorded {found.recorded}, simulated {found.simulated}"

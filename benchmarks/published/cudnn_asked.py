@@ -16,7 +16,7 @@ from collections.abc import Callable
 from benchmarks.harness.records import Row
 from benchmarks.harness.statistics import quantile
 from benchmarks.published import liger, xmem
-from vram_guard.simulate.operators import cudnn
+from vram_guard.simulate.operators import cudnn, cudnn_library
 
 
 def cnn_rows() -> list[tuple[tuple[int, int], Callable[[], Row]]]:
@@ -38,21 +38,23 @@ def show(name: str, one: float, other: float) -> None:
 
 def main() -> None:
     """Print every row and the summary."""
-    path = sys.argv[1] if len(sys.argv) > 1 else cudnn.installed()
+    path = sys.argv[1] if len(sys.argv) > 1 else cudnn_library.installed()
     if path is None:
         raise SystemExit("no cuDNN here: pip install nvidia-cudnn-cu12 nvidia-cublas-cu12, or name libcudnn.so.9")
-    library = cudnn.Library(path)
+    library = cudnn_library.Library(path)
     print(f"cuDNN {library.version}; error without and with its workspaces")
     for row in liger.rows():
         if "multi_token" in row.operator:
             without = liger.predict(row).error
-            with cudnn.asking(library, cudnn.Device.of((8, 6))):  # all measured on an RTX 3090
+            with cudnn.asking(library, cudnn.DeviceProperties.of((8, 6))):  # all measured on an RTX 3090
                 show(f"{row.operator} {row.size}", without, liger.predict(row).error)
     errors: tuple[list[float], list[float]] = ([], [])
     for capability, predict in cnn_rows():
         found = []
         for asked, kept in zip(
-            (contextlib.nullcontext(), cudnn.asking(library, cudnn.Device.of(capability))), errors, strict=True
+            (contextlib.nullcontext(), cudnn.asking(library, cudnn.DeviceProperties.of(capability))),
+            errors,
+            strict=True,
         ):
             with asked:
                 found.append(predict())

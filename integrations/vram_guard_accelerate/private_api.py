@@ -2,65 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from typing import NamedTuple
-
-
-class PrivateName(NamedTuple):
-    """One name that Accelerate does not promise to keep."""
-
-    module: str
-    path: str
-    """Of a class or function, or of an attribute of a class ("Accelerator._models")."""
-    used_for: str
-
+from vram_guard.private_names import PrivateName
 
 #: Only for parameters on the host: Accelerate has FSDP2 since 1.6.
 FSDP2: tuple[PrivateName, ...] = (
-    PrivateName("accelerate.utils.fsdp_utils", "fsdp2_prepare_model", "who shards the model"),
-    PrivateName("accelerate.accelerator", "Accelerator.is_fsdp2", "whether FSDP2 was switched on"),
-    PrivateName("accelerate.state", "AcceleratorState.fsdp_plugin", "FSDP2 in the dry run"),
+    PrivateName("accelerate.utils.fsdp_utils:fsdp2_prepare_model", "who shards the model"),
+    PrivateName("accelerate.accelerator:Accelerator.is_fsdp2", "whether FSDP2 was switched on"),
+    PrivateName("accelerate.state:AcceleratorState.fsdp_plugin", "FSDP2 in the dry run"),
 )
 
 TABLE: tuple[PrivateName, ...] = (
     *FSDP2,
-    PrivateName("accelerate.commands.launch", "launch_command_parser", "where a script begins among the arguments"),
-    PrivateName("accelerate.commands.launch", "launch_command", "the launchers for several processes"),
-    PrivateName("accelerate.commands.launch", "_validate_launch_command", "config file, defaults and contradictions"),
-    PrivateName("accelerate.utils.launch", "prepare_simple_launcher_cmd_env", "the environment of a script"),
-    PrivateName("accelerate.accelerator", "convert_outputs_to_fp32", "mixed precision for prepared models"),
-    PrivateName(
-        "accelerate.accelerator", "get_mixed_precision_context_manager", "mixed precision as Accelerate has it"
-    ),
-    PrivateName("accelerate.accelerator", "Accelerator._models", "the prepared models"),
-    PrivateName("accelerate.accelerator", "Accelerator._optimizers", "the prepared optimizers"),
-    PrivateName("accelerate.accelerator", "Accelerator._schedulers", "the prepared schedulers"),
-    PrivateName("accelerate.accelerator", "Accelerator.native_amp", "mixed precision for prepared models"),
-    PrivateName("accelerate.accelerator", "Accelerator.autocast_handler", "mixed precision for prepared models"),
-    PrivateName("accelerate.optimizer", "patch_optimizer_step", "steps that a GradScaler skips"),
-    PrivateName("accelerate.optimizer", "AcceleratedOptimizer.optimizer", "the script's own optimizer"),
-    PrivateName("accelerate.scheduler", "AcceleratedScheduler.scheduler", "the script's own scheduler"),
-    PrivateName("accelerate.data_loader", "send_to_device", "when a batch arrives on the GPU"),
-    PrivateName("accelerate.state", "AcceleratorState._mixed_precision", "the precision, and another one"),
-    PrivateName("accelerate.state", "AcceleratorState._shared_state", "one process with a GPU, in a copy"),
-    PrivateName("accelerate.local_sgd", "LocalSGD", "what is refused by name"),
+    PrivateName("accelerate.commands.launch:launch_command_parser", "where a script begins among the arguments"),
+    PrivateName("accelerate.commands.launch:launch_command", "the launchers for several processes"),
+    PrivateName("accelerate.commands.launch:_validate_launch_command", "config file, defaults and contradictions"),
+    PrivateName("accelerate.utils.launch:prepare_simple_launcher_cmd_env", "the environment of a script"),
+    PrivateName("accelerate.accelerator:convert_outputs_to_fp32", "mixed precision for prepared models"),
+    PrivateName("accelerate.accelerator:get_mixed_precision_context_manager", "mixed precision as Accelerate has it"),
+    PrivateName("accelerate.accelerator:Accelerator._models", "the prepared models"),
+    PrivateName("accelerate.accelerator:Accelerator._optimizers", "the prepared optimizers"),
+    PrivateName("accelerate.accelerator:Accelerator._schedulers", "the prepared schedulers"),
+    PrivateName("accelerate.accelerator:Accelerator.native_amp", "mixed precision for prepared models"),
+    PrivateName("accelerate.accelerator:Accelerator.autocast_handler", "mixed precision for prepared models"),
+    PrivateName("accelerate.optimizer:patch_optimizer_step", "steps that a GradScaler skips"),
+    PrivateName("accelerate.optimizer:AcceleratedOptimizer.optimizer", "the script's own optimizer"),
+    PrivateName("accelerate.scheduler:AcceleratedScheduler.scheduler", "the script's own scheduler"),
+    PrivateName("accelerate.data_loader:send_to_device", "when a batch arrives on the GPU"),
+    PrivateName("accelerate.state:AcceleratorState._mixed_precision", "the precision, and another one"),
+    PrivateName("accelerate.state:AcceleratorState._shared_state", "one process with a GPU, in a copy"),
+    PrivateName("accelerate.local_sgd:LocalSGD", "what is refused by name"),
 )
-
-
-def missing(names: tuple[PrivateName, ...] = TABLE) -> list[str]:
-    """What this release of Accelerate does not have, in words; empty when everything is there."""
-    return [f"{name.module}.{name.path} (used for: {name.used_for})" for name in names if not _exists(name)]
-
-
-def _exists(name: PrivateName) -> bool:
-    try:
-        found: object = importlib.import_module(name.module)
-    except ImportError:
-        return False
-    owner, _, attribute = name.path.partition(".")
-    found = getattr(found, owner, None)
-    if found is None or not attribute:
-        return found is not None
-    source = inspect.getsource(found)
-    return hasattr(found, attribute) or f"self.{attribute} =" in source or f"self.{attribute}:" in source

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
-from vram_guard.techniques.placing import optimizer_for, place
+from vram_guard.techniques.placement import optimizer_for, place
 from vram_guard_lightning import closure, growth, namespaces
 
 if TYPE_CHECKING:

@@ -239,7 +239,7 @@ def _preparation_of(trainer: Trainer, module: LightningModule) -> Callable[[Any]
     """What happens on the pretend device before the first step."""
 
     def prepare(model: Any) -> None:
-        trainer_proxy.move_to_pretend_device(model)
+        trainer_proxy.move_to_simulated_device(model)
         if not module.automatic_optimization:  # training_step will ask for them itself
             trainer.strategy.optimizers = optimizers_in(module.configure_optimizers())
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vram_guard.capture.pretend_device import move_to_pretend_device
+from vram_guard.capture.simulated_device import move_to_simulated_device
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-__all__ = ["TrainerView", "lent_to_a_trace", "move_to_pretend_device"]
+__all__ = ["TrainerView", "lent_to_a_trace", "move_to_simulated_device"]
 
 
 class TrainerView:

@@ -13,7 +13,7 @@ from mmengine.model import is_model_wrapper
 from vram_guard import techniques
 from vram_guard.capture.loader import set_batch_size
 from vram_guard.techniques.optimizers import with_form
-from vram_guard.techniques.placing import optimizer_for
+from vram_guard.techniques.placement import optimizer_for
 from vram_guard_mmengine import optim
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from mmengine.runner.activation_checkpointing import turn_on_activation_checkpoi
 from torch.utils.data import DataLoader
 
 from vram_guard.capture.loader import Sample, random_state_kept, read_loader
-from vram_guard.capture.pretend_device import move_to_pretend_device
+from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import optim, pretence
@@ -190,7 +190,7 @@ def checkpointed_by_config(runner: Any) -> list[str]:
 
 def _prepare(model: nn.Module, checkpointed: list[str]) -> None:
     """What happens on the pretend device before the first step."""
-    move_to_pretend_device(model)
+    move_to_simulated_device(model)
     turn_on_activation_checkpointing(model, checkpointed)
     model.train()  # as the loops do; backbones freeze stages in it
 

@@ -61,8 +61,13 @@ class Segment:
     blocks: tuple[SegmentBlock, ...]
 
     @property
+    def end(self) -> int:
+        """The address behind its last byte."""
+        return self.address + self.total_size
+
+    @property
     def is_large(self) -> bool:
-        """Whether it belongs to the pool for requests of more than 1 MiB."""
+        """True if it belongs to the pool for requests of more than 1 MiB."""
         return self.segment_type == "large"
 
     @property
@@ -92,7 +97,7 @@ class TraceEntry(NamedTuple):
     """Its index in the snapshot's ``device_traces[device]``."""
 
 
-class Block:
+class PoolBlock:
     """A stretch of a segment: live, free, or (expandable segments) without memory behind it."""
 
     __slots__ = ("address", "born", "next", "pool", "previous", "requested", "size", "state")
@@ -105,18 +110,18 @@ class Block:
         self.requested = 0
         #: The large pools' search count when the block last became free (``gc_count_base``).
         self.born = 0
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous: PoolBlock | None = None
+        self.next: PoolBlock | None = None
 
     @property
     def is_split(self) -> bool:
-        """Whether it shares its segment with other blocks."""
+        """True if it shares its segment with other blocks."""
         return self.previous is not None or self.next is not None
 
-    def cut(self, size: int, state: int) -> Block:
+    def cut(self, size: int, state: int) -> PoolBlock:
         """A new neighbour of ``size`` bytes, taken from this block's end."""
         self.size -= size
-        block = Block(self.address + self.size, size, self.pool, state)
+        block = PoolBlock(self.address + self.size, size, self.pool, state)
         block.previous = self
         block.next = following = self.next
         if following is not None:
@@ -124,7 +129,7 @@ class Block:
         self.next = block
         return block
 
-    def absorb(self, following: Block) -> None:
+    def absorb(self, following: PoolBlock) -> None:
         """Take over the bytes of the block behind this one, which is gone afterwards."""
         self.size += following.size
         self.next = after = following.next
@@ -147,34 +152,34 @@ class Pool:
         #: A free block is split where at least this many bytes remain.
         self.least_remainder = least_remainder
         self.keys: list[int] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[PoolBlock] = []
         #: Unmapped blocks by address; few.
-        self.unmapped: list[Block] = []
+        self.unmapped: list[PoolBlock] = []
 
-    def add(self, block: Block) -> None:
+    def add(self, block: PoolBlock) -> None:
         """Put a free block in its place."""
         key = block.size << KEY_SHIFT | block.address
         at = bisect_left(self.keys, key)
         self.keys.insert(at, key)
         self.blocks.insert(at, block)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: PoolBlock) -> None:
         """Take a block that is in the list out of it."""
         at = bisect_left(self.keys, block.size << KEY_SHIFT | block.address)
         del self.keys[at]
         del self.blocks[at]
 
-    def add_unmapped(self, block: Block) -> None:
+    def add_unmapped(self, block: PoolBlock) -> None:
         """Put an unmapped block in its place."""
         addresses = [other.address for other in self.unmapped]
         self.unmapped.insert(bisect_left(addresses, block.address), block)
 
 
-def contiguous(heads: Iterable[Block]) -> Iterator[tuple[Block, ...]]:
+def contiguous(heads: Iterable[PoolBlock]) -> Iterator[tuple[PoolBlock, ...]]:
     """The blocks of every segment; of an expandable one, of each stretch that has memory behind it."""
     for head in heads:
-        stretch: list[Block] = []
-        block: Block | None = head
+        stretch: list[PoolBlock] = []
+        block: PoolBlock | None = head
         while block is not None:
             if block.state != UNMAPPED:
                 stretch.append(block)
@@ -184,8 +189,8 @@ def contiguous(heads: Iterable[Block]) -> Iterator[tuple[Block, ...]]:
             block = block.next
 
 
-def view(blocks: Sequence[Block], *, is_expandable: bool) -> Segment:
-    """What a snapshot shows of the neighbouring blocks of one segment."""
+def view(blocks: Sequence[PoolBlock], *, is_expandable: bool) -> Segment:
+    """The neighbouring blocks of one segment as a snapshot shows them."""
     pool = blocks[0].pool
     return Segment(
         address=blocks[0].address,

@@ -22,15 +22,16 @@ from vram_guard.allocator.blocks import (
     SMALL_REQUEST,
     SMALL_SEGMENT,
     UNMAPPED,
-    Block,
     Pool,
+    PoolBlock,
     contiguous,
     view,
 )
-from vram_guard.allocator.device import Device
+from vram_guard.allocator.driver import SimulatedDriver
 from vram_guard.allocator.expandable import ExpandableSegments, least_expanded
 from vram_guard.allocator.settings import LEAST_OWN_SEGMENT, AllocatorSettings
 from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -51,9 +52,16 @@ class SimulatedOutOfMemory(VramGuardError, MemoryError):  # noqa: N818 - named a
 
     def __init__(self, requested: int, segment: int, allocated: int, reserved: int, capacity: int) -> None:
         super().__init__(
-            f"{requested} bytes do not fit: the device was asked for {segment} bytes; of the {capacity} that "
-            f"may be reserved, {allocated} are allocated and {reserved - allocated} reserved but in pieces. "
-            "Use a smaller batch or a larger budget"
+            _(
+                "{requested} bytes do not fit: the device was asked for {segment} bytes; of the {capacity} that may be "
+                "reserved, {allocated} are allocated and {fragments} reserved but in pieces. Use a smaller batch or a "
+                "larger budget",
+                requested=requested,
+                segment=segment,
+                capacity=capacity,
+                allocated=allocated,
+                fragments=reserved - allocated,
+            )
         )
         self.requested = requested
         self.segment = segment
@@ -69,7 +77,7 @@ class CachingAllocator:
         settings: as PYTORCH_CUDA_ALLOC_CONF would set them; None: PyTorch's defaults.
         capacity: bytes that the device has for this allocator; None: no limit.
         place: ``(size, stream) -> address`` of the next segment, for following a recorded run; None: above
-            all earlier ones (see :class:`vram_guard.allocator.device.Device`).
+            all earlier ones (see :class:`vram_guard.allocator.driver.SimulatedDriver`).
 
     Attributes:
         allocated: bytes in live blocks (``torch.cuda.memory_allocated``).
@@ -84,13 +92,15 @@ class CachingAllocator:
         place: Callable[[int, int], int] | None = None,
     ) -> None:
         if capacity is not None and capacity < 0:
-            raise InvalidInputError(f"capacity must be bytes, 0 or more, or None for no limit; not {capacity}")
+            raise InvalidInputError(
+                _("capacity must be bytes, 0 or more, or None for no limit; not {capacity}", capacity=capacity)
+            )
         self.settings = settings = settings or AllocatorSettings()
         self.allocated = self.requested = self.peak_allocated = 0
-        self._device = Device(capacity, place)
+        self._device = SimulatedDriver(capacity, place)
         #: The first block of every segment, by the segment's address.
-        self._heads: dict[int, Block] = {}
-        self._live: dict[int, Block] = {}
+        self._heads: dict[int, PoolBlock] = {}
+        self._live: dict[int, PoolBlock] = {}
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
         self._expandable = (
@@ -136,7 +146,7 @@ class CachingAllocator:
                 then.
         """
         if size < 1:
-            raise InvalidInputError(f"size must be at least 1 byte, not {size}")
+            raise InvalidInputError(_("size must be at least 1 byte, not {size}", size=size))
         block = self.allocate(size, stream)
         self._live[block.address] = block
         return block.address
@@ -149,13 +159,15 @@ class CachingAllocator:
         """
         block = self._live.pop(handle, None)
         if block is None:
-            raise InvalidInputError(f"{handle:#x} is not the address of a live block: was it freed before?")
+            raise InvalidInputError(
+                _("{address} is not the address of a live block: was it freed before?", address=f"{handle:#x}")
+            )
         self.release(block)
 
     def empty_cache(self) -> None:
         """``torch.cuda.empty_cache()``: give back all wholly free segments or pages."""
         for pools in (self._large, self._small):
-            for _, pool in sorted(pools.items()):
+            for _stream, pool in sorted(pools.items()):
                 for block in tuple(pool.blocks):
                     if self._expandable is not None:
                         self._expandable.shrink(block)
@@ -170,10 +182,10 @@ class CachingAllocator:
         return sorted(views, key=lambda segment: segment.address)
 
     # The same for callers that keep the blocks themselves. These two are the hot path of every prediction:
-    # what Pool.add, Pool.remove, Block.cut and Block.absorb do is written out, which halves the time of a
+    # what Pool.add, Pool.remove, PoolBlock.cut and PoolBlock.absorb do is written out, which halves the time of a
     # replay.
 
-    def allocate(self, requested: int, stream: int = 0) -> Block:
+    def allocate(self, requested: int, stream: int = 0) -> PoolBlock:
         """``malloc``: a live block for ``requested`` bytes (at least 1), best fit first.
 
         Raises:
@@ -198,7 +210,7 @@ class CachingAllocator:
         remainder = granted - size
         if remainder >= pool.least_remainder and not (self._limits_splits and self._is_oversize(size)):
             # The front is handed out; what remains stays free.
-            rest = Block(block.address + size, remainder, pool)
+            rest = PoolBlock(block.address + size, remainder, pool)
             rest.previous = block
             rest.next = following = block.next
             if following is not None:
@@ -218,7 +230,7 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: PoolBlock) -> None:
         """``free``: a live block becomes free and merges with its free neighbours. It is void afterwards."""
         self.allocated -= block.size
         self.requested -= block.requested
@@ -251,7 +263,7 @@ class CachingAllocator:
         keys.insert(at, key)
         pool.blocks.insert(at, block)
 
-    def restore(self, segments: Iterable[Segment]) -> dict[int, Block]:
+    def restore(self, segments: Iterable[Segment]) -> dict[int, PoolBlock]:
         """Start from segments that exist already; the answer is their live blocks by address.
 
         An expandable segment's first mapped address is taken for its start: where its address space really
@@ -261,7 +273,7 @@ class CachingAllocator:
             InvalidInputError: where the allocator was used before.
         """
         if self._heads:
-            raise InvalidInputError("segments can only be restored into a fresh allocator")
+            raise InvalidInputError(_("segments can only be restored into a fresh allocator"))
         for segment in sorted(segments, key=lambda segment: segment.address):
             self._restore_segment(segment)
         self.peak_allocated = self.allocated
@@ -337,7 +349,7 @@ class CachingAllocator:
 
     # New memory, and giving memory back.
 
-    def _take_new(self, pool: Pool, size: int, requested: int) -> Block:
+    def _take_new(self, pool: Pool, size: int, requested: int) -> PoolBlock:
         """The rest of ``malloc``: collect, ask the device, give cached segments back and ask again."""
         segment = self.segment_size(size)
         if self._collects:
@@ -353,7 +365,7 @@ class CachingAllocator:
             raise SimulatedOutOfMemory(requested, segment, self.allocated, self.reserved, capacity or 0)
         return block
 
-    def _grow(self, pool: Pool, size: int, segment: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int, segment: int) -> PoolBlock | None:
         """``alloc_block``: a block that is in no list; None where the capacity does not suffice."""
         if self._allowed is not None and self.reserved + segment > self._allowed:
             return None
@@ -363,10 +375,10 @@ class CachingAllocator:
             return None
         address = self._device.place(segment, pool.stream)
         self._device.take("segment_alloc", address, segment, pool.stream)
-        self._heads[address] = block = Block(address, segment, pool)
+        self._heads[address] = block = PoolBlock(address, segment, pool)
         return block
 
-    def _give_back(self, block: Block) -> None:
+    def _give_back(self, block: PoolBlock) -> None:
         """``release_block``: cudaFree of a segment that is one free block."""
         block.pool.remove(block)
         block.state = UNMAPPED
@@ -417,17 +429,16 @@ class CachingAllocator:
         if self._expandable is not None:
             block = self._expandable.restore(segment, pool)
         else:
-            self._heads[segment.address] = block = Block(segment.address, segment.total_size, pool)
+            self._heads[segment.address] = block = PoolBlock(segment.address, segment.total_size, pool)
         self._device.take("segment_alloc", segment.address, segment.total_size, segment.stream)
-        end = segment.address + segment.total_size
-        self._device.next_address = max(self._device.next_address, end)
+        self._device.next_address = max(self._device.next_address, segment.end)
         for shown in segment.blocks[:-1]:
             rest = block.cut(block.size - shown.size, LIVE)
             self._restore_block(block, shown)
             block = rest
         self._restore_block(block, segment.blocks[-1])
 
-    def _restore_block(self, block: Block, shown: SegmentBlock) -> None:
+    def _restore_block(self, block: PoolBlock, shown: SegmentBlock) -> None:
         if shown.state == "inactive":
             block.state = FREE
             block.pool.add(block)

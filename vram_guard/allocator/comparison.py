@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.allocator.caching import CachingAllocator
-from vram_guard.allocator.device import ALIGNMENT
+from vram_guard.allocator.driver import ALIGNMENT
 from vram_guard.allocator.expandable import ADDRESS_SPACE
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vram_guard.allocator.blocks import Block, Segment, SegmentType, TraceEntry
+    from vram_guard.allocator.blocks import PoolBlock, Segment, SegmentType, TraceEntry
     from vram_guard.allocator.recording import Recording
     from vram_guard.allocator.settings import AllocatorSettings
 
 
 class Difference(NamedTuple):
-    """Where the simulation first left the recorded run."""
+    """The first point at which the simulation left the recorded run."""
 
     event: int
     """Position of the entry in the snapshot's trace."""
@@ -28,7 +29,7 @@ class Difference(NamedTuple):
 
 
 class SegmentCount(NamedTuple):
-    """How many segments of one kind the recorded and the simulated run ended with."""
+    """The number of segments of one kind at the end of the recorded and of the simulated run."""
 
     segment_type: SegmentType
     stream: int
@@ -39,7 +40,7 @@ class SegmentCount(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RecordingComparison:
     """A recorded run and its simulation; sizes in bytes."""
 
     recorded_peak_reserved: int
@@ -47,8 +48,8 @@ class Comparison:
     simulated_peak_reserved: int
     counts: tuple[SegmentCount, ...]
     """The segments at the end, by type, stream and size."""
-    pairs: tuple[tuple[Segment | None, Segment | None], ...]
-    """The segments at the end one by one, (recorded, simulated): first those at the same address."""
+    simulated: tuple[Segment, ...]
+    """The simulated segments at the end, by address."""
     first_difference: Difference | None
     """The first action at which the two took or kept different segments."""
     first_displaced_block: Difference | None
@@ -56,11 +57,11 @@ class Comparison:
 
     @property
     def same_segments(self) -> bool:
-        """Whether the segments were the same all along and at the end."""
+        """True if the segments were the same all along and at the end."""
         return self.first_difference is None and all(count.recorded == count.simulated for count in self.counts)
 
 
-def compare(recording: Recording, settings: AllocatorSettings | None = None) -> Comparison:
+def compare(recording: Recording, settings: AllocatorSettings | None = None) -> RecordingComparison:
     """Follow a recorded run with the simulation, from the segments that it began with.
 
     New segments get the addresses that CUDA gave them. What the run gave back to the device (``empty_cache``,
@@ -76,11 +77,11 @@ def compare(recording: Recording, settings: AllocatorSettings | None = None) -> 
     for entry in recording.trace:
         follower.follow(entry)
     simulated = tuple(follower.allocator.segments())
-    return Comparison(
+    return RecordingComparison(
         recorded_peak_reserved=follower.recorded_peak,
         simulated_peak_reserved=follower.allocator.peak_reserved,
         counts=_counts(recording.final, simulated),
-        pairs=_pairs(recording.final, simulated),
+        simulated=simulated,
         first_difference=follower.first_difference,
         first_displaced_block=follower.first_displaced,
     )
@@ -91,7 +92,7 @@ class _Follower:
 
     def __init__(self, recording: Recording, settings: AllocatorSettings) -> None:
         self.allocator = CachingAllocator(settings, place=self._place)
-        self.blocks: dict[int, Block] = self.allocator.restore(recording.initial)
+        self.blocks: dict[int, PoolBlock] = self.allocator.restore(recording.initial)
         self.recorded = self.recorded_peak = self.allocator.reserved
         self.first_difference: Difference | None = None
         self.first_displaced: Difference | None = None
@@ -99,7 +100,7 @@ class _Follower:
         self._growth: deque[TraceEntry] = deque()
         self._unmapping = False
         ends = [entry.address + entry.size for entry in recording.trace]
-        ends += [segment.address + segment.total_size for segment in recording.initial]
+        ends += [segment.end for segment in recording.initial]
         #: Above everything the recording knows: for segments that only the simulation takes.
         self._beyond = -(-max(ends, default=0) // ALIGNMENT) * ALIGNMENT + ADDRESS_SPACE
         self._freed_by = recording.freed_by
@@ -133,7 +134,7 @@ class _Follower:
         if recorded != simulated:
             self._differ(entry, _told(recorded), _told(simulated))
         elif self.recorded != self.allocator.reserved:
-            self._differ(entry, f"{self.recorded} bytes reserved", f"{self.allocator.reserved} bytes reserved")
+            self._differ(entry, *(_("{size} bytes reserved", size=n) for n in (self.recorded, self.allocator.reserved)))
         if block.address != entry.address and self.first_displaced is None:
             self.first_displaced = Difference(entry.position, f"{entry.address:#x}", f"{block.address:#x}")
 
@@ -144,7 +145,7 @@ class _Follower:
                 self.allocator.empty_cache()
             self._unmapping = True
         elif not (self.allocator.give_back_segment(entry.address) or self._give_back_alike(entry)):
-            self._differ(entry, f"gave back {entry.size} bytes", "has no free segment of that size")
+            self._differ(entry, _("gave back {size} bytes", size=entry.size), _("has no free segment of that size"))
 
     def _give_back_alike(self, entry: TraceEntry) -> bool:
         """After the two have parted: any free segment of the same size and stream."""
@@ -170,7 +171,8 @@ class _Follower:
 
 
 def _told(growth: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{action} {size} bytes" for action, size in growth) or "no new segment"
+    told = [_("{action} {size} bytes", action=action, size=size) for action, size in growth]
+    return ", ".join(told) or _("no new segment")
 
 
 def _counts(recorded: tuple[Segment, ...], simulated: tuple[Segment, ...]) -> tuple[SegmentCount, ...]:
@@ -180,21 +182,3 @@ def _counts(recorded: tuple[Segment, ...], simulated: tuple[Segment, ...]) -> tu
 
 def _kind(segment: Segment) -> tuple[SegmentType, int, int]:
     return segment.segment_type, segment.stream, segment.total_size
-
-
-def _pairs(
-    recorded: tuple[Segment, ...], simulated: tuple[Segment, ...]
-) -> tuple[tuple[Segment | None, Segment | None], ...]:
-    """Same address first, then same kind in the order of addresses, then what has no partner."""
-    left = {segment.address: segment for segment in simulated}
-    pairs: list[tuple[Segment | None, Segment | None]] = []
-    unpaired = []
-    for segment in recorded:
-        if segment.address in left:
-            pairs.append((segment, left.pop(segment.address)))
-        else:
-            unpaired.append(segment)
-    for segment in unpaired:
-        alike = next((each for each in left.values() if _kind(each) == _kind(segment)), None)
-        pairs.append((segment, left.pop(alike.address) if alike else None))
-    return (*pairs, *((None, segment) for segment in left.values()))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vram_guard.allocator.blocks import FREE, LIVE, SMALL_SEGMENT, UNMAPPED, Block
+from vram_guard.allocator.blocks import FREE, LIVE, SMALL_SEGMENT, UNMAPPED, PoolBlock
 
 if TYPE_CHECKING:
     from vram_guard.allocator.blocks import Pool, Segment
-    from vram_guard.allocator.device import Device
+    from vram_guard.allocator.driver import SimulatedDriver
 
 #: Address space of one expandable segment, in bytes. torch reserves 9/8 of the device's memory; the device is
 #: not known here, and no device reaches 64 TiB.
@@ -24,12 +24,12 @@ class ExpandableSegments:
         large_page: bytes of a page of the large pool; the small pool's have 2 MiB.
     """
 
-    def __init__(self, device: Device, heads: dict[int, Block], large_page: int) -> None:
+    def __init__(self, device: SimulatedDriver, heads: dict[int, PoolBlock], large_page: int) -> None:
         self._device = device
         self._heads = heads
         self._large_page = large_page
 
-    def grow(self, pool: Pool, size: int) -> Block | None:
+    def grow(self, pool: Pool, size: int) -> PoolBlock | None:
         """``try_allocate_expandable_block``: map pages at the lowest address that has room.
 
         Returns:
@@ -51,7 +51,7 @@ class ExpandableSegments:
         pool.remove(block)
         return block
 
-    def shrink(self, block: Block) -> None:
+    def shrink(self, block: PoolBlock) -> None:
         """``unmap_block``: give back the whole pages inside a free block; its ragged ends stay free."""
         pool = block.pool
         page = self._page(pool)
@@ -70,7 +70,7 @@ class ExpandableSegments:
         self._device.give("segment_unmap", first, last - first, pool.stream)
         self._become_unmapped(block)
 
-    def restore(self, segment: Segment, pool: Pool) -> Block:
+    def restore(self, segment: Segment, pool: Pool) -> PoolBlock:
         """The block that covers a stretch which a snapshot shows as mapped; the caller sets its state."""
         room = next((each for each in pool.unmapped if each.address + each.size > segment.address), None)
         if room is None:
@@ -88,7 +88,7 @@ class ExpandableSegments:
     def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT if pool.is_small else self._large_page
 
-    def _find_room(self, pool: Pool, size: int) -> Block:
+    def _find_room(self, pool: Pool, size: int) -> PoolBlock:
         """``find_expandable_block``: the first of a row of free and unmapped blocks that has room."""
         for unmapped in pool.unmapped:
             before = unmapped.previous
@@ -97,18 +97,18 @@ class ExpandableSegments:
                 return first
         return self._reserve(pool, None, size)
 
-    def _reserve(self, pool: Pool, address: int | None, size: int) -> Block:
+    def _reserve(self, pool: Pool, address: int | None, size: int) -> PoolBlock:
         """A new segment: address space for at least ``size`` bytes, nothing mapped."""
         page = self._page(pool)
         space = -(-max(ADDRESS_SPACE, size) // page) * page
         if address is None:
             address = self._device.place(space, pool.stream)
         self._device.next_address = max(self._device.next_address, address + space)
-        self._heads[address] = block = Block(address, space, pool, UNMAPPED)
+        self._heads[address] = block = PoolBlock(address, space, pool, UNMAPPED)
         pool.add_unmapped(block)
         return block
 
-    def _map(self, block: Block, size: int) -> Block | None:
+    def _map(self, block: PoolBlock, size: int) -> PoolBlock | None:
         """``map_block``: put memory behind a block's first ``size`` bytes, in whole pages.
 
         Returns:
@@ -136,7 +136,7 @@ class ExpandableSegments:
         pool.add(block)
         return block
 
-    def _become_unmapped(self, block: Block) -> None:
+    def _become_unmapped(self, block: PoolBlock) -> None:
         """Merge with the unmapped neighbours; a segment with no memory left is given up."""
         pool = block.pool
         block.state = UNMAPPED
@@ -154,7 +154,7 @@ class ExpandableSegments:
             del self._heads[block.address]
 
 
-def least_expanded(blocks: list[Block], at: int) -> int:
+def least_expanded(blocks: list[PoolBlock], at: int) -> int:
     """``get_free_block``: from the best fit on, the block that would stay smallest if it could grow.
 
     A block grows into what is unmapped behind it. The search ends where the next one is no smaller so.
@@ -164,12 +164,12 @@ def least_expanded(blocks: list[Block], at: int) -> int:
     return at
 
 
-def _expanded(block: Block) -> int:
+def _expanded(block: PoolBlock) -> int:
     following = block.next
     return block.size + (following.size if following is not None and following.state == UNMAPPED else 0)
 
 
-def _room(block: Block | None, size: int) -> int:
+def _room(block: PoolBlock | None, size: int) -> int:
     """Bytes of the free and unmapped blocks in a row from this one on, as far as ``size`` needs."""
     room = 0
     while block is not None and block.state != LIVE and room < size:
@@ -178,7 +178,7 @@ def _room(block: Block | None, size: int) -> int:
     return room
 
 
-def _start(block: Block) -> int:
+def _start(block: PoolBlock) -> int:
     """The address at which the block's segment begins: its pages are counted from there."""
     while block.previous is not None:
         block = block.previous

@@ -7,37 +7,19 @@ import pickle
 from typing import Any, NoReturn
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 #: Opcodes that build plain values, with the number of bytes that follow each (the table in pickletools.py).
 #: Everything else is refused before a value is built: what imports and calls, what sets state or makes bytes,
 #: and what reserves memory for more than the file holds.
 _PLAIN = {
-    pickle.PROTO: 1,
-    pickle.FRAME: 8,
-    pickle.EMPTY_DICT: 0,
-    pickle.EMPTY_LIST: 0,
-    pickle.EMPTY_TUPLE: 0,
-    pickle.MARK: 0,
-    pickle.BINPUT: 1,
-    pickle.LONG_BINPUT: 4,
-    pickle.MEMOIZE: 0,
-    pickle.BINGET: 1,
-    pickle.LONG_BINGET: 4,
-    pickle.BININT: 4,
-    pickle.BININT1: 1,
+    **dict.fromkeys((pickle.PROTO, pickle.BINPUT, pickle.BINGET, pickle.BININT1), 1),
     pickle.BININT2: 2,
-    pickle.BINFLOAT: 8,
-    pickle.NONE: 0,
-    pickle.NEWTRUE: 0,
-    pickle.NEWFALSE: 0,
-    pickle.APPEND: 0,
-    pickle.APPENDS: 0,
-    pickle.SETITEM: 0,
-    pickle.SETITEMS: 0,
-    pickle.TUPLE: 0,
-    pickle.TUPLE1: 0,
-    pickle.TUPLE2: 0,
-    pickle.TUPLE3: 0,
+    **dict.fromkeys((pickle.LONG_BINPUT, pickle.LONG_BINGET, pickle.BININT), 4),
+    **dict.fromkeys((pickle.FRAME, pickle.BINFLOAT), 8),
+    **dict.fromkeys((pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.MARK, pickle.MEMOIZE), 0),
+    **dict.fromkeys((pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.APPEND, pickle.APPENDS), 0),
+    **dict.fromkeys((pickle.SETITEM, pickle.SETITEMS, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3), 0),
     pickle.STOP: 0,
 }
 
@@ -54,10 +36,12 @@ class _PlainUnpickler(pickle.Unpickler):
     """A second lock behind the check of the opcodes."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise InvalidInputError(f"the pickle asks for {module_name}.{global_name}; only plain values are read")
+        raise InvalidInputError(
+            _("the pickle asks for {name}; only plain values are read", name=f"{module_name}.{global_name}")
+        )
 
     def persistent_load(self, _pid: Any, /) -> NoReturn:
-        raise InvalidInputError("the pickle refers to objects outside itself; only plain values are read")
+        raise InvalidInputError(_("the pickle refers to objects outside itself; only plain values are read"))
 
 
 def load_plain_pickle(data: bytes) -> Any:
@@ -73,7 +57,9 @@ def load_plain_pickle(data: bytes) -> Any:
     except InvalidInputError:
         raise
     except Exception as error:  # damaged pickles raise many kinds: TypeError for an unhashable key, KeyError, ...
-        raise InvalidInputError(f"the pickle is damaged ({type(error).__name__}: {error}); save it again") from error
+        raise InvalidInputError(
+            _("the pickle is damaged ({error}); save it again", error=f"{type(error).__name__}: {error}")
+        ) from error
 
 
 def _check_opcodes(data: bytes) -> None:
@@ -88,10 +74,10 @@ def _check_opcodes(data: bytes) -> None:
                 continue
             if code == put and int.from_bytes(data[at + 1 : at + 5], "little") > len(data):
                 # The unpickler makes room for as many entries as the index says.
-                raise InvalidInputError("the pickle numbers its values beyond its own length: it is damaged")
+                raise InvalidInputError(_("the pickle numbers its values beyond its own length: it is damaged"))
             at += 1 + width
     except IndexError:
-        raise InvalidInputError("the pickle is cut off: save it again") from None
+        raise InvalidInputError(_("the pickle is cut off: save it again")) from None
 
 
 def _past_counted(data: bytes, at: int) -> int:
@@ -99,7 +85,11 @@ def _past_counted(data: bytes, at: int) -> int:
     width = _COUNTED.get(data[at : at + 1])
     if width is None:
         raise InvalidInputError(
-            f"not a pickle of plain values: opcode {data[at]:#04x} at byte {at} is refused. "
-            "Expected is the file that torch.cuda.memory._dump_snapshot() writes"
+            _(
+                "not a pickle of plain values: opcode {opcode} at byte {position} is refused. Expected is the file "
+                "that torch.cuda.memory._dump_snapshot() writes",
+                opcode=f"{data[at]:#04x}",
+                position=at,
+            )
         )
     return at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vram_guard.allocator.blocks import Segment, SegmentBlock, TraceEntry
 from vram_guard.allocator.plain_pickle import load_plain_pickle
 from vram_guard.allocator.rewind import Rewound, rewind
 from vram_guard.allocator.settings import AllocatorSettings
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 #: Snapshots above this size (bytes) are refused rather than read into memory; 200,000 entries with their
 #: stack frames take a tenth of it.
@@ -21,14 +22,8 @@ LARGEST_FILE = 2 * 2**30
 #: memory.
 ACTIONS = frozenset(
     {
-        "alloc",
-        "free_requested",
-        "free_completed",
-        "segment_alloc",
-        "segment_free",
-        "segment_map",
-        "segment_unmap",
-        "oom",
+        *("alloc", "free_requested", "free_completed", "oom"),
+        *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
     }
 )
 IGNORED = frozenset({"snapshot", "user_defined", "workspace_snapshot"})
@@ -36,7 +31,7 @@ IGNORED = frozenset({"snapshot", "user_defined", "workspace_snapshot"})
 
 @dataclass(frozen=True)
 class Recording:
-    """What one device's allocator did while its history was recorded.
+    """The actions of one device's allocator while its history was recorded.
 
     ``replay(recording.events, recording.sizes, streams=recording.streams)`` runs it through a fresh
     allocator; :func:`vram_guard.allocator.compare` starts from the segments that were there and follows the
@@ -64,14 +59,13 @@ class Recording:
     trace_index: tuple[int, ...]
     """For every event the position of its entry in the snapshot's trace; -1: from before the recording."""
     notes: tuple[str, ...] = ()
-    """What was left out, and why."""
+    """The parts that were left out, and why."""
 
 
 def read_recording(source: str | Path | bytes | Mapping[str, Any], device: int = 0) -> Recording:
     """Read a snapshot: the file of ``torch.cuda.memory._dump_snapshot()``, its bytes, or the dict itself.
 
-    The file is read as plain values: nothing in it is imported or run. Memory that another stream still uses
-        when it
+    The file is read as plain values: nothing in it is imported or run. Memory that another stream still uses when it
     is freed becomes available later; the events here follow "free_completed", when that has happened.
 
     Args:
@@ -84,17 +78,18 @@ def read_recording(source: str | Path | bytes | Mapping[str, Any], device: int =
     """
     snapshot = source if isinstance(source, Mapping) else load_plain_pickle(_bytes_of(source))
     if not isinstance(snapshot, Mapping) or "device_traces" not in snapshot:
-        raise InvalidInputError("not a memory snapshot: expected a dict with device_traces (and segments)")
+        raise _no_snapshot(_("expected a dict with device_traces (and segments)"))
     notes: list[str] = []
     settings = _settings(snapshot, notes)
-    segments = _segments(snapshot, device)
-    own, private = _split_private(segments or ())
+    own, private = _segments(snapshot, device)
     trace = _trace(snapshot, device, private, notes)
     freed = _freeing_action(trace)
-    if segments is None:
+    if "segments" not in snapshot:
         notes.append(
-            "the snapshot has no segments: what the trace frees without having allocated it is taken as "
-            "allocated before the recording, in fresh segments"
+            _(
+                "the snapshot has no segments: what the trace frees without having allocated it is taken as allocated "
+                "before the recording, in fresh segments"
+            )
         )
         rewound = Rewound((), _unknown_blocks(trace, freed))
     else:
@@ -108,10 +103,12 @@ def _bytes_of(source: str | Path | bytes) -> bytes:
     path = Path(source)
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise InvalidInputError(f"{path} is larger than 2 GiB: record with a smaller max_entries")
+            raise InvalidInputError(_("{path} is larger than 2 GiB: record with a smaller max_entries", path=path))
         return path.read_bytes()
     except OSError as error:
-        raise InvalidInputError(f"cannot read the snapshot {path}: {error.strerror}") from error
+        raise InvalidInputError(
+            _("cannot read the snapshot {path}: {problem}", path=path, problem=error.strerror)
+        ) from error
 
 
 def _settings(snapshot: Mapping[str, Any], notes: list[str]) -> AllocatorSettings:
@@ -120,39 +117,36 @@ def _settings(snapshot: Mapping[str, Any], notes: list[str]) -> AllocatorSetting
     text = recorded.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(recorded, Mapping) else None
     if isinstance(text, str):
         return AllocatorSettings.from_conf(text)
-    notes.append("the snapshot does not name the allocator's settings: PyTorch's defaults are assumed")
+    notes.append(_("the snapshot does not name the allocator's settings: PyTorch's defaults are assumed"))
     return AllocatorSettings()
+
+
+def _no_snapshot(problem: str) -> InvalidInputError:
+    return InvalidInputError(_("not a memory snapshot: {problem}", problem=problem))
 
 
 def _int(entry: Any, name: str, where: str) -> int:
     value = entry.get(name) if isinstance(entry, Mapping) else None
     if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**64:
-        raise InvalidInputError(f"not a memory snapshot: {where} has no whole number {name!r}")
+        raise _no_snapshot(_("{where} has no whole number {name}", where=where, name=repr(name)))
     return value
 
 
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise InvalidInputError(f"not a memory snapshot: {where} is not a list")
+        raise _no_snapshot(_("{where} is not a list", where=where))
     return value
 
 
-class _ReadSegment(NamedTuple):
-    segment: Segment
-    is_private: bool
-
-
-def _segments(snapshot: Mapping[str, Any], device: int) -> list[_ReadSegment] | None:
-    """The device's segments; None where the snapshot has none at all."""
-    if "segments" not in snapshot:
-        return None
-    read = []
-    for number, entry in enumerate(_list(snapshot["segments"], "segments")):
-        where = f"segment {number}"
-        if not isinstance(entry, Mapping) or entry.get("device", 0) != device:
-            continue
-        read.append(_ReadSegment(_segment(entry, where), _is_private(entry.get("segment_pool_id"))))
-    return read
+def _segments(snapshot: Mapping[str, Any], device: int) -> tuple[list[Segment], list[Segment]]:
+    """The device's segments of the allocator's own pool, and those of private pools."""
+    own: list[Segment] = []
+    private: list[Segment] = []
+    for number, entry in enumerate(_list(snapshot.get("segments", []), "segments")):
+        if isinstance(entry, Mapping) and entry.get("device", 0) == device:
+            segments = private if _is_private(entry.get("segment_pool_id")) else own
+            segments.append(_segment(entry, f"segment {number}"))
+    return own, private
 
 
 def _is_private(pool: Any) -> bool:
@@ -166,17 +160,19 @@ def _segment(entry: Mapping[str, Any], where: str) -> Segment:
     for block in _list(entry.get("blocks"), f"{where}'s blocks"):
         size = _int(block, "size", where)
         if size <= 0:
-            raise InvalidInputError(f"not a memory snapshot: {where} holds a block of {size} bytes")
+            raise _no_snapshot(_("{where} holds a block of {size} bytes", where=where, size=size))
         is_live = str(block.get("state")).startswith("active")
         requested = _int(block, "requested_size", where) if is_live else 0
         blocks.append(SegmentBlock(address, size, requested, "active_allocated" if is_live else "inactive"))
         address += size
     total = _int(entry, "total_size", where)
     if not blocks or sum(block.size for block in blocks) != total:
-        raise InvalidInputError(f"the snapshot contradicts itself: the blocks of {where} do not add up to its size")
+        raise InvalidInputError(
+            _("the snapshot contradicts itself: the blocks of {where} do not add up to its size", where=where)
+        )
     kind = entry.get("segment_type")
     if kind not in ("small", "large"):
-        raise InvalidInputError(f"not a memory snapshot: {where} is neither small nor large")
+        raise _no_snapshot(_("{where} is neither small nor large", where=where))
     return Segment(
         address=blocks[0].address,
         total_size=total,
@@ -187,35 +183,34 @@ def _segment(entry: Mapping[str, Any], where: str) -> Segment:
     )
 
 
-def _split_private(segments: Iterable[_ReadSegment]) -> tuple[list[Segment], list[Segment]]:
-    own: list[Segment] = []
-    private: list[Segment] = []
-    for segment, is_private in segments:
-        (private if is_private else own).append(segment)
-    return own, private
-
-
 def _trace(
     snapshot: Mapping[str, Any], device: int, private: Sequence[Segment], notes: list[str]
 ) -> tuple[TraceEntry, ...]:
     """The device's trace without what private pools did."""
     traces = _list(snapshot["device_traces"], "device_traces")
     if not 0 <= device < len(traces):
-        raise InvalidInputError(f"the snapshot has no trace of device {device}: it has {len(traces)} traces")
+        raise InvalidInputError(
+            _("the snapshot has no trace of device {device}: it has {count} traces", device=device, count=len(traces))
+        )
     kept = []
     left_out = 0
     for index, raw in enumerate(_list(traces[device], f"device_traces[{device}]")):
         entry = _entry(raw, index)
         if entry is None:
             continue
-        if _is_private(raw.get("pool_id")) or any(_within(entry.address, segment) for segment in private):
+        inside = any(segment.address <= entry.address < segment.end for segment in private)
+        if inside or _is_private(raw.get("pool_id")):
             left_out += 1
         else:
             kept.append(entry)
     if left_out or private:
         notes.append(
-            f"private pools (CUDA graphs, MemPool) are not modelled: {left_out} of their actions and "
-            f"{sum(segment.total_size for segment in private)} bytes of their segments are left out"
+            _(
+                "private pools (CUDA graphs, MemPool) are not modelled: {count} of their actions and {size} bytes of "
+                "their segments are left out",
+                count=left_out,
+                size=sum(segment.total_size for segment in private),
+            )
         )
     return tuple(kept)
 
@@ -226,26 +221,22 @@ def _entry(raw: Any, index: int) -> TraceEntry | None:
     if isinstance(action, str) and action in IGNORED:
         return None
     if not isinstance(action, str) or action not in ACTIONS:
-        raise InvalidInputError(f"not a memory snapshot: {where} has the unknown action {action!r}")
+        raise _no_snapshot(_("{where} has the unknown action {action}", where=where, action=repr(action)))
     address = 0 if action == "oom" else _int(raw, "addr", where)
     size = _int(raw, "size", where)
     if size < 0 or address < 0:
-        raise InvalidInputError(f"not a memory snapshot: {where} has a negative size or address")
+        raise _no_snapshot(_("{where} has a negative size or address", where=where))
     return TraceEntry(action, address, size, _int(raw, "stream", where), index)
 
 
-def _within(address: int, segment: Segment) -> bool:
-    return segment.address <= address < segment.address + segment.total_size
-
-
 def _freeing_action(trace: Iterable[TraceEntry]) -> str:
-    """Which action tells that memory is free again: free_completed, unless the recorder skipped it."""
+    """The action that tells that memory is free again: free_completed, unless the recorder skipped it."""
     actions = {entry.action for entry in trace}
     return "free_requested" if "free_completed" not in actions else "free_completed"
 
 
 def _unknown_blocks(trace: Iterable[TraceEntry], freed: str) -> tuple[TraceEntry, ...]:
-    """What is freed without having been allocated in the trace."""
+    """The blocks that are freed without having been allocated in the trace."""
     live: set[int] = set()
     unknown = []
     for entry in trace:
@@ -276,22 +267,30 @@ def _numbered(
     for entry in trace:
         if entry.action == "alloc":
             if entry.address in number:
-                raise InvalidInputError(f"trace entry {entry.position} allocates at an address that is still in use")
+                raise InvalidInputError(
+                    _("trace entry {position} allocates at an address that is still in use", position=entry.position)
+                )
             number[entry.address] = len(sizes)
             events.append(len(sizes))
             sizes.append(entry.size)
             streams.append(entry.stream)
         elif entry.action == freed:
             if entry.address not in number:
-                raise InvalidInputError(f"trace entry {entry.position} frees an address that is not in use")
+                raise InvalidInputError(
+                    _("trace entry {position} frees an address that is not in use", position=entry.position)
+                )
             events.append(~number.pop(entry.address))
         else:
             continue
         positions.append(entry.position)
     if rewound.live:
         notes.append(
-            f"{len(rewound.live)} blocks ({sum(block.size for block in rewound.live)} bytes) were allocated "
-            "before the recording began: they come first, in the order of their addresses"
+            _(
+                "{count} blocks ({size} bytes) were allocated before the recording began: they come first, in the "
+                "order of their addresses",
+                count=len(rewound.live),
+                size=sum(block.size for block in rewound.live),
+            )
         )
     return Recording(
         device=device,

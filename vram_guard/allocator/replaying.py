@@ -8,30 +8,31 @@ from typing import TYPE_CHECKING
 
 from vram_guard.allocator.caching import CachingAllocator, SimulatedOutOfMemory
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from vram_guard.allocator.blocks import Block, Segment
+    from vram_guard.allocator.blocks import PoolBlock, Segment
     from vram_guard.allocator.settings import AllocatorSettings
 
 
 @dataclass(frozen=True)
 class ReplayFailure:
-    """Where a replay ran out of its capacity; sizes in bytes."""
+    """The event at which a replay ran out of its capacity; sizes in bytes."""
 
     event: int
     """Index of the event that failed."""
     requested: int
-    """What that event asked for."""
+    """The size that that event asked for."""
     allocated: int
     reserved: int
-    """What was still reserved after every cached segment that could be given back was given back."""
+    """Still reserved after every cached segment that could be given back was given back."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a sequence of allocations and frees comes to; sizes in bytes.
+    """The result of a sequence of allocations and frees; sizes in bytes.
 
     After a failure everything holds for the events before it.
     """
@@ -41,7 +42,7 @@ class Replay:
     peak_event: int
     """Index of the event at which the allocated bytes first reached their maximum; 0 if none were."""
     peak_live: Mapping[int, int] = field(repr=False)
-    """Block index -> bytes the allocator counts for it, of all alive then; sums to ``peak_allocated``."""
+    """PoolBlock index -> bytes the allocator counts for it, of all alive then; sums to ``peak_allocated``."""
     failure: ReplayFailure | None = None
     allocated_curve: tuple[int, ...] | None = field(default=None, repr=False)
     """Allocated bytes after every event, where a curve was asked for."""
@@ -100,11 +101,21 @@ class _Run:
         self, events: list[int], sizes: list[int], streams: Sequence[int] | None, optional: Container[int]
     ) -> None:
         if sizes and min(sizes) < 0:
-            raise InvalidInputError(f"block {sizes.index(min(sizes))} has a negative size: {min(sizes)} bytes")
+            raise InvalidInputError(
+                _("block {index} has a negative size: {size} bytes", index=sizes.index(min(sizes)), size=min(sizes))
+            )
         if events and not -len(sizes) <= min(events) <= max(events) < len(sizes):
-            raise InvalidInputError(f"events name blocks that have no size: there are {len(sizes)} sizes")
+            raise InvalidInputError(
+                _("events name blocks that have no size: there are {count} sizes", count=len(sizes))
+            )
         if streams is not None and len(streams) != len(sizes):
-            raise InvalidInputError(f"there are {len(streams)} streams for {len(sizes)} sizes: give one for each")
+            raise InvalidInputError(
+                _(
+                    "there are {streams} streams for {sizes} sizes: give one for each",
+                    streams=len(streams),
+                    sizes=len(sizes),
+                )
+            )
         self.events = events
         self.sizes = sizes
         self.streams = streams or [0] * len(sizes)
@@ -118,7 +129,7 @@ class _Run:
     ) -> ReplayFailure | None:
         """Every event in order. The loop is the hot path of all predictions: hence the local names."""
         sizes, streams, granted = self.sizes, self.streams, self.granted
-        blocks: list[Block | None] = [None] * len(sizes)
+        blocks: list[PoolBlock | None] = [None] * len(sizes)
         allocate, release = allocator.allocate, allocator.release
         peak = 0
         for index, event in enumerate(self.events):
@@ -126,7 +137,9 @@ class _Run:
                 size = sizes[event]
                 if size:
                     if granted[event]:
-                        raise InvalidInputError(f"event {index} allocates block {event} for the second time")
+                        raise InvalidInputError(
+                            _("event {index} allocates block {block} for the second time", index=index, block=event)
+                        )
                     try:
                         blocks[event] = block = allocate(size, streams[event])
                     except SimulatedOutOfMemory as error:
@@ -141,7 +154,9 @@ class _Run:
             elif sizes[~event]:
                 held = blocks[~event]
                 if held is None:
-                    raise InvalidInputError(f"event {index} frees block {~event}, which is not allocated then")
+                    raise InvalidInputError(
+                        _("event {index} frees block {block}, which is not allocated then", index=index, block=~event)
+                    )
                 release(held)
                 blocks[~event] = None
             if curves is not None:
@@ -150,7 +165,7 @@ class _Run:
         return None
 
     def alive_at_peak(self) -> dict[int, int]:
-        """Block index -> granted bytes of the blocks that were alive right after the peak event."""
+        """PoolBlock index -> granted bytes of the blocks that were alive right after the peak event."""
         alive: dict[int, int] = {}
         for event in self.events[: self.peak_event + 1]:
             if event < 0:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.allocator.blocks import SMALL_SEGMENT, Segment, SegmentBlock, SegmentType, TraceEntry
 from vram_guard.allocator.caching import CachingAllocator
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,21 +22,6 @@ class Rewound(NamedTuple):
     segments: tuple[Segment, ...]
     live: tuple[TraceEntry, ...]
     """The blocks that were alive, as if each had just been allocated, by address."""
-
-
-@dataclass
-class _Stretch:
-    """A segment while the trace is undone; of an expandable one, a contiguous mapped stretch."""
-
-    address: int
-    size: int
-    stream: int
-    kind: SegmentType
-    is_expandable: bool
-
-    @property
-    def end(self) -> int:
-        return self.address + self.size
 
 
 class _Live(NamedTuple):
@@ -84,18 +70,11 @@ class _Layout:
 
     def __init__(self, final: Iterable[Segment], settings: AllocatorSettings) -> None:
         self.rules = CachingAllocator(settings)
-        self.stretches: list[_Stretch] = []
+        #: Segments without their blocks; of an expandable one, contiguous mapped stretches.
+        self.stretches: list[Segment] = []
         self.live: dict[int, _Live] = {}
         for segment in final:
-            self.stretches.append(
-                _Stretch(
-                    segment.address,
-                    segment.total_size,
-                    segment.stream,
-                    segment.segment_type,
-                    segment.is_expandable,
-                )
-            )
+            self.stretches.append(replace(segment, blocks=()))
             for block in segment.blocks:
                 if block.state != "inactive":
                     self.live[block.address] = _Live(block.requested_size, block.size, segment.stream, -1)
@@ -103,11 +82,11 @@ class _Layout:
     def undo_alloc(self, entry: TraceEntry) -> None:
         block = self.live.pop(entry.address, None)
         if block is None or block.requested != entry.size:
-            raise _contradiction(entry, f"allocates {entry.size} bytes, which are not in use afterwards")
+            raise _contradiction(entry, _("allocates {size} bytes, which are not in use afterwards", size=entry.size))
 
     def undo_free(self, entry: TraceEntry) -> None:
         if entry.address in self.live:
-            raise _contradiction(entry, "frees what is in use afterwards")
+            raise _contradiction(entry, _("frees what is in use afterwards"))
         self.live[entry.address] = _Live(entry.size, None, entry.stream, entry.position)
 
     def undo_growth(self, entry: TraceEntry) -> None:
@@ -115,19 +94,20 @@ class _Layout:
         stretch = next((each for each in self.stretches if each.address <= entry.address < each.end), None)
         end = entry.address + entry.size
         pages = entry.action == "segment_map"
-        if stretch is None or end > stretch.end or (not pages and stretch.size != entry.size):
-            raise _contradiction(entry, "adds memory that no segment shows afterwards")
+        if stretch is None or end > stretch.end or (not pages and stretch.total_size != entry.size):
+            raise _contradiction(entry, _("adds memory that no segment shows afterwards"))
         self.stretches.remove(stretch)
         for address, size in ((stretch.address, entry.address - stretch.address), (end, stretch.end - end)):
             if size:
-                self.stretches.append(_Stretch(address, size, stretch.stream, stretch.kind, True))
+                self.stretches.append(replace(stretch, address=address, total_size=size, is_expandable=True))
 
     def undo_release(self, entry: TraceEntry) -> None:
         """Put back what was given up; pages join their neighbours."""
         end = entry.address + entry.size
         if any(entry.address < each.end and each.address < end for each in self.stretches):
-            raise _contradiction(entry, "gives up memory that is there afterwards")
-        restored = _Stretch(entry.address, entry.size, entry.stream, self._kind(entry), entry.action == "segment_unmap")
+            raise _contradiction(entry, _("gives up memory that is there afterwards"))
+        is_expandable = entry.action == "segment_unmap"
+        restored = Segment(entry.address, entry.size, entry.stream, self._kind(entry), is_expandable, ())
         if restored.is_expandable:
             for each in list(self.stretches):
                 if (
@@ -136,13 +116,8 @@ class _Layout:
                     and entry.address in (each.end, each.address - entry.size)
                 ):
                     self.stretches.remove(each)
-                    restored = _Stretch(
-                        min(restored.address, each.address),
-                        restored.size + each.size,
-                        entry.stream,
-                        each.kind,
-                        True,
-                    )
+                    address, size = min(restored.address, each.address), restored.total_size + each.total_size
+                    restored = replace(each, address=address, total_size=size)
         self.stretches.append(restored)
 
     def _kind(self, entry: TraceEntry) -> SegmentType:
@@ -162,18 +137,11 @@ class _Layout:
                 at += 1
             if inside and inside[0] < stretch.address:
                 raise _outside(self.live[inside[0]])
-            yield Segment(
-                address=stretch.address,
-                total_size=stretch.size,
-                stream=stretch.stream,
-                segment_type=stretch.kind,
-                is_expandable=stretch.is_expandable,
-                blocks=tuple(self._blocks(stretch, inside)),
-            )
+            yield replace(stretch, blocks=tuple(self._blocks(stretch, inside)))
         if at < len(addresses):
             raise _outside(self.live[addresses[at]])
 
-    def _blocks(self, stretch: _Stretch, inside: list[int]) -> Iterator[SegmentBlock]:
+    def _blocks(self, stretch: Segment, inside: list[int]) -> Iterator[SegmentBlock]:
         """The live blocks of a stretch and the free ones between them."""
         at = stretch.address
         for address, following in zip(inside, [*inside, stretch.end][1:], strict=True):
@@ -195,13 +163,20 @@ class _Layout:
         return self.rules.granted(requested, room)
 
 
-def _contradiction(entry: TraceEntry, what: str) -> InvalidInputError:
+def _contradiction(entry: TraceEntry, problem: str) -> InvalidInputError:
     return InvalidInputError(
-        f"the snapshot contradicts itself: trace entry {entry.position} ({entry.action} at "
-        f"{entry.address:#x}) {what}. Record and save the snapshot again, of one process and its device"
+        _(
+            "the snapshot contradicts itself: trace entry {position} ({action} at {address}) {problem}. Record and "
+            "save the snapshot again, of one process and its device",
+            position=entry.position,
+            action=entry.action,
+            address=f"{entry.address:#x}",
+            problem=problem,
+        )
     )
 
 
 def _outside(block: _Live) -> InvalidInputError:
-    where = f"freed by trace entry {block.freed_at}" if block.freed_at >= 0 else "alive at the end"
-    return InvalidInputError(f"the snapshot contradicts itself: a block {where} lies in no segment")
+    position = block.freed_at
+    where = _("freed by trace entry {position}", position=position) if position >= 0 else _("alive at the end")
+    return InvalidInputError(_("the snapshot contradicts itself: a block {where} lies in no segment", where=where))

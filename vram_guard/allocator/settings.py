@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,18 +34,10 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 #: host memory, locks, CUDA graphs, and the wording of errors (CUDAAllocatorConfig.h, AllocatorConfig.cpp).
 WITHOUT_EFFECT = frozenset(
     {
-        "graph_capture_record_stream_reuse",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-        "throw_on_cudamalloc_oom",
+        *("graph_capture_record_stream_reuse", "pinned_free_catch_all", "pinned_max_cached_size_mb"),
+        *("pinned_max_round_threshold_mb", "pinned_num_register_threads", "pinned_reserve_segment_size_mb"),
+        *("pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_use_hip_host_register"),
+        *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "throw_on_cudamalloc_oom"),
     }
 )
 
@@ -89,18 +82,28 @@ class AllocatorSettings:
 
     def __post_init__(self) -> None:
         if self.large_segment_size <= LEAST_OWN_SEGMENT:
-            raise InvalidInputError("large_segment_size must be more than 10 MiB (large_segment_size_mb: 11 or more)")
+            raise InvalidInputError(
+                _("large_segment_size must be more than 10 MiB (large_segment_size_mb: 11 or more)")
+            )
         for name in ("max_split_size", "max_non_split_rounding_size"):
             size = getattr(self, name)
             if size is not None and size < self.large_segment_size:
                 least = self.large_segment_size // MIB
-                raise InvalidInputError(f"{name} must be at least large_segment_size ({least} MiB), not {size} bytes")
+                message = _(
+                    "{name} must be at least large_segment_size ({least} MiB), not {size} bytes",
+                    name=name,
+                    least=least,
+                    size=size,
+                )
+                raise InvalidInputError(message)
         if not 0.0 <= self.garbage_collection_threshold < 1.0:
-            raise InvalidInputError("garbage_collection_threshold must lie between 0 and 1 (0: off)")
+            raise InvalidInputError(_("garbage_collection_threshold must lie between 0 and 1 (0: off)"))
         if not 0.0 <= self.per_process_memory_fraction <= 1.0:
-            raise InvalidInputError("per_process_memory_fraction must lie between 0 and 1")
+            raise InvalidInputError(_("per_process_memory_fraction must lie between 0 and 1"))
         if len(self.roundup_power2_divisions) not in (0, INTERVALS):
-            raise InvalidInputError(f"roundup_power2_divisions takes {INTERVALS} numbers, one for each power of two")
+            raise InvalidInputError(
+                _("roundup_power2_divisions takes {count} numbers, one for each power of two", count=INTERVALS)
+            )
         for divisions in self.roundup_power2_divisions:
             _power_of_two_or_zero(divisions)
 
@@ -108,7 +111,7 @@ class AllocatorSettings:
     def from_conf(cls, text: str) -> AllocatorSettings:
         """Read PYTORCH_CUDA_ALLOC_CONF's text, e.g. "max_split_size_mb:128,expandable_segments:True".
 
-        The grammar is that of AllocatorConfig.cpp in torch 2.13. Where torch lets a slip pass in silence
+        The grammar is that of AllocatorConfig.cpp in torch 2.13. Where torch lets a typo pass in silence
         ("40x" read as 40, "-1" as no limit, a comma for a colon) this raises.
 
         Raises:
@@ -140,7 +143,9 @@ class AllocatorSettings:
         environ = os.environ if environ is None else environ
         for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
             if environ.get(name, "0") != "0":
-                raise InvalidInputError(f"{name} switches the caching allocator off, which is not modelled: unset it")
+                raise InvalidInputError(
+                    _("{name} switches the caching allocator off, which is not modelled: unset it", name=name)
+                )
         for name in VARIABLES:
             if name in environ:
                 return cls.from_conf(environ[name])
@@ -159,6 +164,10 @@ class AllocatorSettings:
         return self.roundup_power2_divisions[min(interval, INTERVALS - 1)]
 
 
+def _refused(problem: str) -> InvalidInputError:
+    return InvalidInputError(_("allocator settings: {problem}", problem=problem))
+
+
 def _tokens(text: str) -> list[str]:
     """The separators ``,:[]`` and what stands between them, without white space (``ConfigTokenizer``)."""
     return [token for token in re.split(r"([,:\[\]])", re.sub(r"\s", "", text)) if token]
@@ -171,17 +180,17 @@ def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
     while at < len(tokens):
         key = tokens[at]
         if key in ",:[]":
-            raise InvalidInputError(f"allocator settings: expected an option's name, found {key!r}")
+            raise _refused(_("expected an option's name, found {text}", text=repr(key)))
         if tokens[at + 1 : at + 2] != [":"] or tokens[at + 2 : at + 3] in ([], [","], [":"], ["]"]):
-            raise InvalidInputError(f"allocator settings: {key!r} needs a value, as in {key}:VALUE")
+            raise _refused(_("{option} needs a value, as in {example}", option=repr(key), example=f"{key}:VALUE"))
         end = at + 3
         if tokens[at + 2] == "[":
             if "]" not in tokens[end:]:
-                raise InvalidInputError(f'allocator settings: the list of {key!r} lacks its closing "]"')
+                raise _refused(_('the list of {option} lacks its closing "]"', option=repr(key)))
             end = tokens.index("]", end) + 1
         groups.append((key, tokens[at + 2 : end]))
         if end < len(tokens) and tokens[end] != ",":
-            raise InvalidInputError(f'allocator settings: expected "," after {key!r}, found {tokens[end]!r}')
+            raise _refused(_('expected "," after {option}, found {text}', option=repr(key), text=repr(tokens[end])))
         at = end + 1
     return groups
 
@@ -192,12 +201,12 @@ def _read(key: str, value: list[str]) -> dict[str, Any]:
         return {}
     if key not in _READERS:
         near = difflib.get_close_matches(key, [*_READERS, *WITHOUT_EFFECT], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidInputError(f"allocator settings: PyTorch has no option {key!r}{hint}")
+        hint = _("; did you mean {name}?", name=repr(near[0])) if near else ""
+        raise _refused(_("PyTorch has no option {option}", option=repr(key)) + hint)
     if key == "roundup_power2_divisions":
         return {key: _divisions(value)}
     if len(value) != 1:
-        raise InvalidInputError(f"allocator settings: {key} takes one value, not a list")
+        raise _refused(_("{option} takes one value, not a list", option=key))
     field, reader = _READERS[key]
     read = reader(key, value[0])
     return {field: read} if field else {}
@@ -209,37 +218,42 @@ def _mebibytes(key: str, value: str) -> int:
 
 def _count(key: str, value: str) -> int:
     if not re.fullmatch(r"[0-9]+", value):
-        raise InvalidInputError(f"allocator settings: {key} takes a whole number, not {value!r}")
+        raise _refused(_("{option} takes a whole number, not {value}", option=key, value=repr(value)))
     return int(value)
 
 
 def _threshold(key: str, value: str) -> float:
     number = _number(key, value)
     if not 0.0 < number < 1.0:
-        raise InvalidInputError(f"allocator settings: {key} must lie between 0 and 1, and be neither, not {value!r}")
+        raise _refused(
+            _("{option} must lie between 0 and 1, and be neither, not {value}", option=key, value=repr(value))
+        )
     return number
 
 
 def _number(key: str, value: str) -> float:
     if not _FLOAT.fullmatch(value):
-        raise InvalidInputError(f"allocator settings: {key} takes a number, not {value!r}")
+        raise _refused(_("{option} takes a number, not {value}", option=key, value=repr(value)))
     return float(value)
 
 
 def _truth(key: str, value: str) -> bool:
     if value not in ("True", "False"):
-        raise InvalidInputError(f"allocator settings: {key} takes True or False, not {value!r}")
+        raise _refused(_("{option} takes True or False, not {value}", option=key, value=repr(value)))
     return value == "True"
 
 
 def _native(key: str, value: str) -> None:
     if value in ("cudaMallocAsync", "hipMallocAsync"):
         raise InvalidInputError(
-            f"backend:{value} is not modelled: its pool belongs to the CUDA driver. "
-            "Plan with the native allocator (remove the option), or measure on the device"
+            _(
+                "backend:{value} is not modelled: its pool belongs to the CUDA driver. Plan with the native allocator "
+                "(remove the option), or measure on the device",
+                value=value,
+            )
         )
     if value != "native":
-        raise InvalidInputError(f"allocator settings: {key} is native or cudaMallocAsync, not {value!r}")
+        raise _refused(_("{option} is native or cudaMallocAsync, not {value}", option=key, value=repr(value)))
 
 
 _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
@@ -263,7 +277,7 @@ def _divisions(value: list[str]) -> tuple[int, ...]:
     if value[0] != "[":
         parts = _count("roundup_power2_divisions", value[0])
         if parts == 0:
-            raise InvalidInputError("roundup_power2_divisions must be a power of two, not 0")
+            raise InvalidInputError(_("roundup_power2_divisions must be a power of two, not 0"))
         return (_power_of_two_or_zero(parts),) * INTERVALS
     divisions = [0] * INTERVALS
     last, first = 0, True
@@ -285,7 +299,7 @@ def _pairs(tokens: list[str]) -> list[tuple[str, int]]:
     for at in range(0, len(tokens), 4):
         pair = tokens[at : at + 4]
         if len(pair) < 3 or pair[1] != ":" or pair[3:] not in ([], [","]):
-            raise InvalidInputError("roundup_power2_divisions takes a list like [256:1,512:2,>:4]")
+            raise InvalidInputError(_("roundup_power2_divisions takes a list like [256:1,512:2,>:4]"))
         pairs.append((pair[0], _power_of_two_or_zero(_count("roundup_power2_divisions", pair[2]))))
     return pairs
 
@@ -293,11 +307,15 @@ def _pairs(tokens: list[str]) -> list[tuple[str, int]]:
 def _interval(bound: str) -> int:
     mebibytes = _count("roundup_power2_divisions", bound)
     if mebibytes == 0 or mebibytes & (mebibytes - 1):
-        raise InvalidInputError(f"roundup_power2_divisions: the bound {bound} must be a power of two (MiB)")
+        raise InvalidInputError(
+            _("roundup_power2_divisions: the bound {bound} must be a power of two (MiB)", bound=bound)
+        )
     return mebibytes.bit_length() - 1
 
 
 def _power_of_two_or_zero(divisions: int) -> int:
     if divisions < 0 or divisions & (divisions - 1):
-        raise InvalidInputError(f"roundup_power2_divisions: {divisions} must be a power of two, or 0 for no rounding")
+        raise InvalidInputError(
+            _("roundup_power2_divisions: {count} must be a power of two, or 0 for no rounding", count=divisions)
+        )
     return divisions

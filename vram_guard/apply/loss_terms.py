@@ -196,7 +196,7 @@ def _constant(node: Any, behind: list[Any]) -> tuple[Any, float] | None:
 
 def _number(tensor: torch.Tensor) -> Any:
     """What a real tensor on the CPU holds; None for others."""
-    from vram_guard.simulate.device.fake_cuda import is_symbolic
+    from vram_guard.simulate.device.symbolic import is_symbolic
 
     with _disable_current_modes():  # in a trace, nothing is to be written down for this
         real = tensor.dim() == 0 and not is_symbolic(tensor) and tensor.device.type == "cpu"

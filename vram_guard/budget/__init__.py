@@ -1,4 +1,4 @@
-"""How many bytes there are: an explicit amount, a card from the catalogue, or the device at hand."""
+"""The memory there is: an explicit amount, a card from the catalogue, or the device of this machine."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DEFAULT_MARGIN = measured_margin().fraction
 
 @dataclass(frozen=True)
 class Budget:
-    """How much memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
+    """The memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
 
     Attributes:
         total: bytes of the whole amount: the explicit amount, or the device's memory.
@@ -63,7 +63,11 @@ class Budget:
         object.__setattr__(self, "margin", checked_margin(self.margin))
         if not 0 <= self.available <= self.total:
             raise InvalidInputError(
-                f"available ({self.available}) must be between 0 and the total of {self.total} bytes"
+                _(
+                    "available ({available}) must be between 0 and the total of {total} bytes",
+                    available=self.available,
+                    total=self.total,
+                )
             )
 
     @property
@@ -196,7 +200,7 @@ def checked_margin(margin: object) -> float:
     """``margin`` as a float in [0, 1).
 
     Raises:
-        InvalidInputError: for bool, text, NaN, negative numbers and 1 or more (5 for 5% is a slip).
+        InvalidInputError: for bool, text, NaN, negative numbers and 1 or more (5 for 5% is a mistake).
 
     Example:
         >>> checked_margin(0.05)
@@ -221,7 +225,7 @@ def _margin(margin: float | None) -> tuple[float, str]:
 
 
 def _names_a_card(text: str) -> bool:
-    """Whether ``text`` is meant as a card's name rather than an amount.
+    """True if ``text`` is meant as a card's name rather than an amount.
 
     Raises:
         InvalidInputError: for "4090", which is both a card and a number of bytes that nobody means.
@@ -239,7 +243,7 @@ def _names_a_card(text: str) -> bool:
     try:
         parse_bytes(text)
     except InvalidInputError:
-        # An amount with a slip in it ("24GIGS") begins with a number or a sign; cards' names do too
+        # An amount with a typo in it ("24GIGS") begins with a number or a sign; cards' names do too
         # ("4090 Ti"), so those are names only where the catalogue knows them.
         amount_like = text.strip()[:1] in {*"0123456789+-.", ""} or form_of(text) <= {
             "inf",
@@ -273,7 +277,7 @@ def _of_card(gpu: GPU, margin: float) -> Budget:
 
 
 def _at_hand(device: object, margin: float) -> Budget:
-    """What is free now on a GPU of this machine."""
+    """The memory that is free now on a GPU of this machine."""
     ordinal = cuda_ordinal(device)
     if ordinal is None:
         ordinal = torch_cuda.current_device()

@@ -72,16 +72,6 @@ class GPU:
     host_link_bandwidth: int | None = None
 
     @property
-    def supports_bf16(self) -> bool:
-        """Whether bfloat16 runs on tensor cores: capability 8.0 and later (CUDA C++ programming guide)."""
-        return self.compute_capability >= (8, 0)
-
-    @property
-    def supports_fp16_tensor(self) -> bool:
-        """Whether float16 runs on tensor cores: capability 7.0 and later (same guide)."""
-        return self.compute_capability >= (7, 0)
-
-    @property
     def pcie_bandwidth(self) -> int | None:
         """Bytes a second between host and card, one way, at most; None where it is not PCIe, or unknown."""
         if self.pcie_generation is None or self.pcie_lanes is None:
@@ -110,7 +100,7 @@ class GPU:
         return context_bytes(self.multiprocessors)
 
     def source_of(self, figure: str) -> str:
-        """Where a figure ("memory_bytes", "pcie", ...) comes from, in words.
+        """The source of a figure ("memory_bytes", "pcie", ...), in words.
 
         Raises:
             KeyError: for a figure that has no source because it is unknown.
@@ -135,7 +125,7 @@ def find_gpu(name: str) -> GPU:
             the amount of memory open ("A100": 40 or 80 GB).
     """
     if not isinstance(name, str):
-        raise InvalidInputError(f'a GPU is given by its name ("RTX 4090"), not {name!r}')
+        raise InvalidInputError(_('a GPU is given by its name ("RTX 4090"), not {name}', name=repr(name)))
     wanted = form_of(name)
     exact = [gpu for gpu in _catalogue() if any(form == wanted for form in _forms(gpu))]
     found = exact or _closest(wanted)
@@ -143,7 +133,9 @@ def find_gpu(name: str) -> GPU:
         raise InvalidInputError(_unknown(name))
     if len({(gpu.memory_bytes, gpu.compute_capability) for gpu in found}) > 1:
         names = ", ".join(f'"{gpu.name}"' for gpu in found[:8]) + (", ..." if len(found) > 8 else "")
-        raise InvalidInputError(f"GPU {name!r} could be several cards: {names}. Name one of them.")
+        raise InvalidInputError(
+            _("GPU {name} could be several cards: {names}. Name one of them.", name=repr(name), names=names)
+        )
     return min(found, key=lambda gpu: gpu.memory_bandwidth)
 
 
@@ -231,7 +223,7 @@ def _forms(gpu: GPU) -> tuple[Form, ...]:
 
 
 def _extra_words(gpu: GPU, wanted: Form) -> int | None:
-    """How many words of the card's name ``wanted`` leaves out; None where it has a word the card has not.
+    """The number of words of the card's name that ``wanted`` leaves out; None where it has a word the card has not.
 
     The memory size is a word of every name, and one that may be left out.
     """

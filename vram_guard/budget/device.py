@@ -1,4 +1,4 @@
-"""What is known about one GPU at hand: plain values, wherever they were read."""
+"""Facts about one GPU of this machine: plain values, wherever they were read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import operator
 from dataclasses import dataclass
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 
 @dataclass(frozen=True)
@@ -64,4 +65,6 @@ def cuda_ordinal(device: object) -> int | None:
             ordinal = -1
         if ordinal >= 0:
             return ordinal
-    raise InvalidInputError(f'device must be a CUDA device (0, "cuda:0", torch.device("cuda", 0)), not {device!r}')
+    raise InvalidInputError(
+        _('device must be a CUDA device (0, "cuda:0", torch.device("cuda", 0)), not {device}', device=repr(device))
+    )

@@ -1,4 +1,4 @@
-"""How much memory the host has left, as this process may use it (offloading keeps tensors there)."""
+"""Host memory that this process may use (offloading keeps tensors there)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import DeviceQueryError
+from vram_guard.language import _
 from vram_guard.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def host_share(host_budget: str | int | None, processes: int) -> int | None:
-    """What each of the processes that share a machine may take of its memory, in bytes.
+    """The share of a machine's memory that each of its processes may take, in bytes.
 
     Args:
         host_budget: of the machine: "64GiB" or bytes; None: what is free now.
@@ -88,8 +89,10 @@ def _physical_memory_without_proc() -> HostMemory:
         total = page * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         raise DeviceQueryError(
-            "The operating system does not say how much memory this machine has (no /proc/meminfo, no "
-            "sysconf): plan without offload."
+            _(
+                "The operating system does not say how much memory this machine has (no /proc/meminfo, no sysconf): "
+                "plan without offload."
+            )
         ) from None
     return HostMemory(total, total, PHYSICAL)
 

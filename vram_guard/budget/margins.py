@@ -19,7 +19,7 @@ USUAL_TIER = "symbolic"
 
 
 class MeasuredMargin(NamedTuple):
-    """What the errors of one tier ask for."""
+    """The margin that the measured errors of one tier ask for."""
 
     tier: str
     """The tier whose rows it comes from: another one's where a tier has too few rows of its own."""

@@ -22,7 +22,7 @@ def form_of(name: str) -> Form:
 
 
 def differences(wanted: Form, known: Form, size: str) -> int | None:
-    """How many words of ``known`` are missing from ``wanted``; None where ``wanted`` is another name.
+    """The number of words of ``known`` that are missing from ``wanted``; None where ``wanted`` is another name.
 
     Args:
         wanted: what was asked for.

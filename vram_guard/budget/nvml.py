@@ -18,6 +18,7 @@ from vram_guard.budget.device import DeviceMemory, GpuProcess
 from vram_guard.budget.host import host_memory
 from vram_guard.budget.visible import ORDER, VISIBLE, ordered_by_bus, visible_devices
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
+from vram_guard.language import _, marked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,13 +32,15 @@ _GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH = 15, 16, 18
 _UNTOLD = frozenset({_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _FUNCTION_NOT_FOUND})
 
 _ADVICE = {
-    _NO_PERMISSION: "this account may not ask the driver: join the group that owns /dev/nvidia*",
-    _GPU_IS_LOST: "the GPU has fallen off the bus: restart the machine",
-    _RESET_REQUIRED: "the GPU needs a reset: ask whoever runs the machine for one, or restart it",
-    _VERSION_MISMATCH: "the NVIDIA driver was updated while its old kernel module still runs: restart the "
-    "machine (or unload and load the nvidia kernel modules); inside a container, restart the container",
+    _NO_PERMISSION: marked("this account may not ask the driver: join the group that owns /dev/nvidia*"),
+    _GPU_IS_LOST: marked("the GPU has fallen off the bus: restart the machine"),
+    _RESET_REQUIRED: marked("the GPU needs a reset: ask whoever runs the machine for one, or restart it"),
+    _VERSION_MISMATCH: marked(
+        "the NVIDIA driver was updated while its old kernel module still runs: restart the machine (or unload and load "
+        "the nvidia kernel modules); inside a container, restart the container"
+    ),
 }
-_WITHOUT = 'Or plan without this GPU: give budget="24GiB" or gpu="RTX 4090".'
+_USUAL_ADVICE = marked("run nvidia-smi, which asks the same library, and see what it says")
 
 
 class NvmlUnavailableError(Exception):
@@ -81,7 +84,7 @@ def opened() -> Iterator[Nvml]:
     try:
         nvml = Nvml(load_library())
     except ImportError:
-        raise NvmlUnavailableError("the package nvidia-ml-py is not installed") from None
+        raise NvmlUnavailableError(_("the package nvidia-ml-py is not installed")) from None
     nvml.ask("nvmlInit")
     try:
         yield nvml
@@ -118,13 +121,12 @@ class Nvml:
     def read(self, ordinal: int, uuid: str | None) -> DeviceMemory:
         """See :func:`read_device`."""
         handle, notes = self.find(ordinal, uuid)
-        memory = self.maybe("nvmlDeviceGetMemoryInfo", handle, untold=frozenset({_NOT_SUPPORTED}))
-        # "Not supported" and a total of 0 both mean that the GPU has no memory of its own (GB10, Jetson).
-        unified = memory is None or memory.total == 0
-        if unified:
+        memory = self.own_memory(handle, untold=frozenset({_NOT_SUPPORTED}))
+        if memory is None:
             host = host_memory()
             total, free = host.total, host.available
-            notes = (*notes, f"the GPU shares the host's RAM ({host.limited_by}): these are its bytes")
+            shared = _("the GPU shares the host's RAM ({limit}): these are its bytes", limit=host.limited_by)
+            notes = (*notes, shared)
         else:
             total, free = int(memory.total), int(memory.free)
         parent = self._parent(handle)
@@ -132,20 +134,26 @@ class Nvml:
             name=text(self.ask("nvmlDeviceGetName", handle)),
             total=total,
             free=free,
-            processes=self._processes(handle),
+            processes=tuple(one for one in self.processes(handle) if one.pid != os.getpid()),
             compute_capability=self._capability(handle if parent is None else parent),
             multiprocessors=None if parent is None else self._slice_multiprocessors(handle),
-            unified=unified,
+            unified=memory is None,
             mig=parent is not None,
             notes=notes,
         )
 
+    def own_memory(self, handle: Any, untold: frozenset[int] = _UNTOLD) -> Any | None:
+        """NVML's numbers about a GPU's memory; None where it has none of its own (GB10, Jetson).
+
+        "Not supported" and a total of 0 both mean that.
+        """
+        memory = self.maybe("nvmlDeviceGetMemoryInfo", handle, untold=untold)
+        return None if memory is None or memory.total == 0 else memory
+
     def find(self, ordinal: int, uuid: str | None) -> tuple[Any, tuple[str, ...]]:
         """The handle of the GPU (or slice) that CUDA counts as ``ordinal``, and what is to be said about it."""
-        count = int(self.ask("nvmlDeviceGetCount"))
-        if count == 0:
-            raise NvmlUnavailableError("the NVIDIA driver sees no GPU")
-        handles = self._by_bus([self.ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)])
+        handles = self._by_bus(self.devices())
+        count = len(handles)
         visible = visible_devices()
         chosen_slice = any(str(entry).startswith("MIG-") for entry in visible or ())
         # CUDA's own word for which GPU it runs on, except that it does not tell the slice.
@@ -154,16 +162,25 @@ class Nvml:
             return self._slice_of(known[0])
         if visible == []:
             raise NoDeviceError(
-                f"{VISIBLE}={os.environ.get(VISIBLE)!r} hides every GPU from CUDA: change it, or give "
-                'budget="24GiB" or gpu="RTX 4090".'
+                _(
+                    "{variable}={value} hides every GPU from CUDA: change it, or give "
+                    'budget="24GiB" or gpu="RTX 4090".',
+                    variable=VISIBLE,
+                    value=repr(os.environ.get(VISIBLE)),
+                )
             )
         names = range(count) if visible is None else visible
         # As in CUDA, a number that no GPU has ends the list.
         usable = _until(names, lambda entry: isinstance(entry, str) or entry < count)
         if ordinal >= len(usable):
             raise InvalidInputError(
-                f"device {ordinal} does not exist: CUDA sees {len(usable)} of this machine's {count} GPUs"
-                f" ({VISIBLE}={os.environ.get(VISIBLE)!r})"
+                _(
+                    "device {ordinal} does not exist: CUDA sees {visible} of this machine's {count} GPUs ({setting})",
+                    ordinal=ordinal,
+                    visible=len(usable),
+                    count=count,
+                    setting=f"{VISIBLE}={os.environ.get(VISIBLE)!r}",
+                )
             )
         return self._named(usable[ordinal], handles)
 
@@ -177,8 +194,15 @@ class Nvml:
         else:
             found = self._with_uuid(handles, entry)
         if len(found) != 1:
-            what = "no device has this UUID" if not found else "several devices' UUIDs start like this"
-            raise DeviceQueryError(f"{VISIBLE} names {entry!r}, and {what}: see `nvidia-smi -L`. {_WITHOUT}")
+            what = _("several devices' UUIDs start like this") if found else _("no device has this UUID")
+            raise _without_this_gpu(
+                _(
+                    "{variable} names {entry}, and {what}: see `nvidia-smi -L`.",
+                    variable=VISIBLE,
+                    entry=repr(entry),
+                    what=what,
+                )
+            )
         return (found[0], ()) if entry.startswith("MIG-") else self._slice_of(found[0])
 
     def _by_bus(self, handles: list[Any]) -> list[Any]:
@@ -193,10 +217,14 @@ class Nvml:
         """Only CUDA knows which of several different GPUs it takes for the fastest."""
         names = {text(self.ask("nvmlDeviceGetName", handle)) for handle in handles}
         if len(names) > 1 and not ordered_by_bus():
-            raise DeviceQueryError(
-                f"This machine has different GPUs ({', '.join(sorted(names))}), and CUDA numbers them by "
-                f"speed, in an order of its own. Set {ORDER}=PCI_BUS_ID, or name the GPU by its UUID in "
-                f"{VISIBLE} (`nvidia-smi -L`). {_WITHOUT}"
+            raise _without_this_gpu(
+                _(
+                    "This machine has different GPUs ({names}), and CUDA numbers them by speed, in an order of its "
+                    "own. Set {order}=PCI_BUS_ID, or name the GPU by its UUID in {visible} (`nvidia-smi -L`).",
+                    names=", ".join(sorted(names)),
+                    order=ORDER,
+                    visible=VISIBLE,
+                )
             )
 
     def _with_uuid(self, handles: list[Any], uuid: str) -> list[Any]:
@@ -212,13 +240,29 @@ class Nvml:
             return handle, ()
         slices = self.slices(handle)
         if not slices:
-            raise DeviceQueryError(
-                "MIG is on but no slice has been made, so CUDA has nothing to run on: make one "
-                f"(`nvidia-smi mig -cgi ... -C`) or switch MIG off. {_WITHOUT}"
+            raise _without_this_gpu(
+                _(
+                    "MIG is on but no slice has been made, so CUDA has nothing to run on: make one "
+                    "(`nvidia-smi mig -cgi ... -C`) or switch MIG off."
+                )
             )
         if len(slices) == 1:
             return slices[0], ()
-        return slices[0], (f"the first of {len(slices)} MIG slices; name another by its UUID in {VISIBLE}",)
+        note = _(
+            "the first of {count} MIG slices; name another by its UUID in {visible}", count=len(slices), visible=VISIBLE
+        )
+        return slices[0], (note,)
+
+    def devices(self) -> list[Any]:
+        """The handles of all GPUs, in NVML's own order, which is nvidia-smi's.
+
+        Raises:
+            NvmlUnavailableError: there is none.
+        """
+        count = int(self.ask("nvmlDeviceGetCount"))
+        if count == 0:
+            raise NvmlUnavailableError(_("the NVIDIA driver sees no GPU"))
+        return [self.ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
 
     def slices(self, handle: Any) -> list[Any]:
         """The MIG slices of a GPU; none where it is not cut into any."""
@@ -246,33 +290,38 @@ class Nvml:
         capability = self.maybe("nvmlDeviceGetCudaComputeCapability", handle)
         return None if capability is None else (int(capability[0]), int(capability[1]))
 
-    def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
-        """The others on this device.
+    def processes(self, handle: Any) -> tuple[GpuProcess, ...]:
+        """The processes on this device, those that hold most first.
 
-        In a container the driver may count in the host's process numbers; this process is then among them.
+        In a container the driver may count in the host's process numbers.
         """
         found: dict[int, GpuProcess] = {}
         for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
             for process in self.maybe(function, handle) or ():
-                if process.pid != os.getpid():
-                    used = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
-                    found[process.pid] = GpuProcess(process.pid, self.process_name(process.pid), used)
+                used = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
+                found[process.pid] = GpuProcess(process.pid, self._process_name(process.pid), used)
         return tuple(sorted(found.values(), key=lambda process: (-(process.bytes or 0), process.pid)))
 
-    def process_name(self, pid: int) -> str:
+    def _process_name(self, pid: int) -> str:
         """The program of a process, without its folder."""
         name = text(self.maybe("nvmlSystemGetProcessName", pid) or "")
         # NVML gives a path, with arguments behind it on some drivers.
-        return PurePath(name.split(" ", 1)[0]).name or "unknown program"
+        return PurePath(name.split(" ", 1)[0]).name or _("unknown program")
 
 
 def _explained(error: Exception) -> Exception:
     """The error to raise for one of NVML's: what is wrong and what to do about it."""
     code = getattr(error, "value", None)
     if code in (_DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND):
-        return NvmlUnavailableError(f"no NVIDIA driver ({error})")
-    advice = _ADVICE.get(code or 0, "run nvidia-smi, which asks the same library, and see what it says")
-    return DeviceQueryError(f"The NVIDIA driver does not answer ({error}): {advice}. {_WITHOUT}")
+        return NvmlUnavailableError(_("no NVIDIA driver ({error})", error=error))
+    advice = _(_ADVICE.get(code or 0, _USUAL_ADVICE))
+    return _without_this_gpu(_("The NVIDIA driver does not answer ({error}): {advice}.", error=error, advice=advice))
+
+
+def _without_this_gpu(problem: str) -> DeviceQueryError:
+    """The error for a GPU that cannot be asked, with the way around it."""
+    advice = _('Or plan without this GPU: give budget="24GiB" or gpu="RTX 4090".')
+    return DeviceQueryError(f"{problem} {advice}")
 
 
 def _until(entries: Iterable[int | str], valid: Callable[[int | str], bool]) -> list[int | str]:
@@ -285,6 +334,6 @@ def _until(entries: Iterable[int | str], valid: Callable[[int | str], bool]) -> 
 
 
 def text(value: Any) -> str:
-    """What NVML says, as text."""
+    """An answer of NVML as text."""
     # Old versions of nvidia-ml-py answer in bytes.
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

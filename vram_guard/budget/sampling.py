@@ -1,4 +1,4 @@
-"""What the GPUs of this machine do right now: utilisation and memory, by process. Through NVML, many times cheaply."""
+"""Utilisation and memory of this machine's GPUs right now, by process. Through NVML, many times cheaply."""
 
 from __future__ import annotations
 
@@ -70,12 +70,8 @@ def nvml_sampler(ordinal: int | None = None, uuid: str | None = None) -> Iterato
 
 def _all(library: Nvml) -> list[_Device]:
     """Every GPU, in NVML's own order, which is nvidia-smi's; the slices of those that are cut into MIG slices."""
-    count = int(library.ask("nvmlDeviceGetCount"))
-    if count == 0:
-        raise _nvml.NvmlUnavailableError("the NVIDIA driver sees no GPU")
     devices = []
-    for index in range(count):
-        handle = library.ask("nvmlDeviceGetHandleByIndex", index)
+    for index, handle in enumerate(library.devices()):
         slices = library.slices(handle)
         devices += [_Device(library, f"{index}:{number}", piece) for number, piece in enumerate(slices)]
         if not slices:
@@ -93,8 +89,8 @@ class _Device:
         self._seen = 0
 
     def sample(self) -> GpuSample:
-        memory = self._library.maybe("nvmlDeviceGetMemoryInfo", self._handle)
-        if memory is None or memory.total == 0:  # the GPU shares the host's memory, as in budget/nvml.py
+        memory = self._library.own_memory(self._handle)
+        if memory is None:  # the GPU shares the host's memory
             host = host_memory()
             used, total = host.total - host.available, host.total
         else:
@@ -105,13 +101,8 @@ class _Device:
 
     def _processes(self) -> tuple[ProcessSample, ...]:
         shares = self._shares()
-        found: dict[int, ProcessSample] = {}
-        for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
-            for process in self._library.maybe(function, self._handle) or ():
-                held = None if process.usedGpuMemory is None else int(process.usedGpuMemory)
-                name = self._library.process_name(process.pid)
-                found[process.pid] = ProcessSample(process.pid, name, held, shares.get(process.pid))
-        return tuple(sorted(found.values(), key=lambda one: (-(one.bytes or 0), one.pid)))
+        found = self._library.processes(self._handle)
+        return tuple(ProcessSample(one.pid, one.name, one.bytes, shares.get(one.pid)) for one in found)
 
     def _shares(self) -> dict[int, float]:
         """Utilisation by pid since the last look; nothing where the driver does not tell (MIG, older GPUs)."""

@@ -1,4 +1,4 @@
-"""What PyTorch itself knows about the GPU, asked without waking it up where it has not run yet."""
+"""PyTorch's own knowledge of the GPU, read without starting CUDA where it has not run yet."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from vram_guard.budget.device import DeviceMemory
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
+from vram_guard.language import _
 
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ASYNC_BACKEND = re.compile(r"backend\s*:\s*(?:cuda|hip)MallocAsync")
@@ -62,7 +63,7 @@ def device_uuid(ordinal: int) -> str | None:
 
 
 def use_of(ordinal: int) -> TorchUse | None:
-    """How torch uses a device now; None where CUDA does not run in this process.
+    """Torch's use of a device now; None where CUDA does not run in this process.
 
     Raises:
         DeviceQueryError: CUDA does not answer.
@@ -86,14 +87,20 @@ def read_device(ordinal: int, why: str) -> tuple[DeviceMemory, TorchUse]:
     """
     torch = loaded_torch() or import_module("torch")
     if not torch.cuda.is_available():
-        built = "" if torch.version.cuda or torch.version.hip else " is a CPU build and"
+        build = "" if torch.version.cuda or torch.version.hip else _(" (a CPU build)")
         raise NoDeviceError(
-            f"No GPU can be read on this machine: {why}, and torch {torch.__version__}{built} sees none. Say "
-            'what to plan for: budget="24GiB" (what PyTorch may reserve) or gpu="RTX 4090" (a card by name).'
+            _(
+                "No GPU can be read on this machine: {why}, and torch {version}{build} sees none. Say what to plan "
+                "for: "
+                'budget="24GiB" (what PyTorch may reserve) or gpu="RTX 4090" (a card by name).',
+                why=why,
+                version=torch.__version__,
+                build=build,
+            )
         )
     use = _use_of(torch, ordinal)
     properties = torch.cuda.get_device_properties(ordinal)
-    note = f"read through torch alone ({why}): other processes are not known by name"
+    note = _("read through torch alone ({why}): other processes are not known by name", why=why)
     memory = DeviceMemory(
         name=str(properties.name),
         total=use.total,
@@ -107,13 +114,16 @@ def read_device(ordinal: int, why: str) -> tuple[DeviceMemory, TorchUse]:
 
 
 def notes() -> tuple[str, ...]:
-    """What about this torch and its settings makes a prediction for this GPU doubtful."""
+    """The properties of this torch and its settings that make a prediction for this GPU doubtful."""
     found = []
     torch = loaded_torch()
     if torch is not None and not (torch.version.cuda or torch.version.hip):
-        found.append("this torch is a CPU build: training here runs on the CPU, the plan is for the GPU")
+        found.append(_("this torch is a CPU build: training here runs on the CPU, the plan is for the GPU"))
     found.extend(
-        f"{variable} chooses the cudaMallocAsync allocator, which is not supported: predictions do not hold"
+        _(
+            "{variable} chooses the cudaMallocAsync allocator, which is not supported: predictions do not hold",
+            variable=variable,
+        )
         for variable in _SETTINGS
         if _ASYNC_BACKEND.search(os.environ.get(variable, ""))
     )
@@ -122,12 +132,19 @@ def notes() -> tuple[str, ...]:
 
 def _use_of(torch: Any, ordinal: int) -> TorchUse:
     if ordinal >= torch.cuda.device_count():
-        raise InvalidInputError(f"device {ordinal} does not exist: torch sees {torch.cuda.device_count()} GPUs")
+        count = torch.cuda.device_count()
+        raise InvalidInputError(
+            _("device {ordinal} does not exist: torch sees {count} GPUs", ordinal=ordinal, count=count)
+        )
     try:
         free, total = torch.cuda.mem_get_info(ordinal)
     except RuntimeError as error:
         raise DeviceQueryError(
-            f'CUDA does not tell the memory of device {ordinal} ({error}): give budget="24GiB" or gpu="RTX 4090".'
+            _(
+                'CUDA does not tell the memory of device {ordinal} ({error}): give budget="24GiB" or gpu="RTX 4090".',
+                ordinal=ordinal,
+                error=error,
+            )
         ) from error
     return TorchUse(int(total), int(free), int(torch.cuda.memory_reserved(ordinal)), _cap(torch, ordinal, total))
 

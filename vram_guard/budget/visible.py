@@ -35,7 +35,7 @@ def visible_devices(environment: Mapping[str, str] | None = None) -> list[int] |
 
 
 def ordered_by_bus(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether CUDA numbers the devices by PCI bus; its default is "fastest first"."""
+    """True if CUDA numbers the devices by PCI bus; its default is "fastest first"."""
     return (os.environ if environment is None else environment).get(ORDER) == "PCI_BUS_ID"
 
 

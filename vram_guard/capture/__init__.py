@@ -1,1 +1,1 @@
-"""Capture: what the adapters share while they read a training from its framework's objects."""
+"""Capture: training steps from names, configs and loaders, and the helpers that adapters share to read a framework."""

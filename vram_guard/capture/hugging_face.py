@@ -33,7 +33,7 @@ MOST_LAYERS: Final = 10_000
 
 
 def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """What builds the model of a config.json.
+    """A constructor of the model of a config.json.
 
     Raises:
         InvalidInputError: the config names no class of diffusers or transformers.
@@ -85,7 +85,7 @@ def inputs_of(config: Mapping[str, Any], sizes: InputSizes) -> Callable[[int], d
 
 
 class Pieces(nn.Module):
-    """What a fine-tuning holds on the GPU: one model that learns, and others that do not."""
+    """The models of a fine-tuning on the GPU: one that learns, and others that do not."""
 
     def __init__(self, trained: nn.Module, frozen: Mapping[str, nn.Module], *, twin: str, text: str) -> None:
         super().__init__()
@@ -191,25 +191,20 @@ def _class(library: str, name: str) -> Any:
 
 
 def _check_depth(config: Mapping[str, Any]) -> None:
-    """Layers cost time to build, even symbolically: a config of a billion of them is a slip."""
+    """Layers cost time to build, even symbolically: a config of a billion of them is a mistake."""
     for name, value in config.items():
         if name.endswith(("layers", "depth", "blocks")) and isinstance(value, int) and value > MOST_LAYERS:
             raise InvalidInputError(_("{name} is {value}: no model has so many layers", name=name, value=value))
 
 
 def _transformers_config(config: Mapping[str, Any]) -> Any:
+    kind = config["model_type"]
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise MissingLibraryError(
-            _(
-                "building {name} needs {library}: {error}",
-                name=config["model_type"],
-                library="transformers",
-                error=error,
-            )
+            _("building {name} needs {library}: {error}", name=kind, library="transformers", error=error)
         ) from error
-    kind = config["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise InvalidInputError(_("{library} has no model called {name}", library="transformers", name=str(kind)[:60]))
     try:

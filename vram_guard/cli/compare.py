@@ -139,7 +139,7 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], ste
     Raises:
         InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
     """
-    from vram_guard.capture.described import described_step, is_buildable
+    from vram_guard.capture.config_step import is_buildable, step_from_config
     from vram_guard.closed_form.from_config import asked
     from vram_guard.plan.comparison import Configuration
 
@@ -151,7 +151,7 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], ste
         )
     if "batch" not in given.numbers:
         raise InvalidInputError(_("{name} has no batch size", name=name))
-    step = described_step(given, merged)
+    step = step_from_config(given, merged)
     step = step.with_(
         precision=given.precision or step.precision, accumulate=given.numbers.get("accumulate", step.accumulate)
     )
@@ -214,14 +214,14 @@ def _variants(options: argparse.Namespace) -> int:
 
 def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
     """Labels with their steps."""
-    from vram_guard.capture.named import step_named, steps_named
+    from vram_guard.capture.object_reference import load_step, load_steps
 
     for text in names:
         label, equals, name = text.partition("=")
         if equals:
-            yield label, step_named(name)
+            yield label, load_step(name)
         else:
-            yield from steps_named(text).items()
+            yield from load_steps(text).items()
 
 
 def _progress(line: str) -> None:

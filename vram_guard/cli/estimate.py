@@ -103,7 +103,7 @@ def _estimate(options: argparse.Namespace) -> int:
 
 def _tells_its_sizes(found: Asked) -> bool:
     """Whether the model brings its sizes itself, and the numbers that the rule asks for are not all there."""
-    from vram_guard.capture.described import EXAMPLE_NAMES, is_buildable
+    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
 
     known = is_buildable(found.model) and (found.model or "").lower() not in EXAMPLE_NAMES
     return known and "batch" in found.numbers and bool(found.missing())
@@ -234,7 +234,7 @@ def category(name: str) -> str:
 
 def _step(found: Asked, config: dict[str, Any], printer: _Printer) -> TrainingStep | None:
     """The step that is described, where it can be built; what stands in its way is said, and the rule remains."""
-    from vram_guard.capture.described import described_step, is_buildable
+    from vram_guard.capture.config_step import is_buildable, step_from_config
 
     if found.model is None:
         return None
@@ -247,7 +247,7 @@ def _step(found: Asked, config: dict[str, Any], printer: _Printer) -> TrainingSt
         )
         return None
     try:
-        return described_step(found, config)
+        return step_from_config(found, config)
     except InvalidInputError:
         raise  # a slip of the user's: nothing to fall back from
     except VramGuardError as error:

@@ -71,7 +71,7 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
 
 
 def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
-    from vram_guard.capture.described import EXAMPLE_NAMES, is_buildable
+    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
     from vram_guard.closed_form.from_config import asked
     from vram_guard.config_file import load_config
 
@@ -117,11 +117,11 @@ def _by_rule(found: Asked, options: argparse.Namespace, cards: Sequence[GPU]) ->
 
 
 def _symbolic(found: Asked, config: Mapping[str, Any], cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
-    from vram_guard.capture.described import described_step
+    from vram_guard.capture.config_step import step_from_config
     from vram_guard.plan.every_gpu import on_every_gpu
     from vram_guard.simulate import trace
 
-    step = described_step(found, config)
+    step = step_from_config(found, config)
 
     def traced(capability: tuple[int, int]) -> Any:
         major, minor = capability

@@ -125,7 +125,7 @@ def _chosen(keys: Sequence[str]) -> dict[str, str]:
 
 def _step(options: argparse.Namespace, document: Document) -> tuple[TrainingStep | None, str]:
     """The step that the config (or --step) names, where it names one that can be built; and the precision."""
-    from vram_guard.capture.described import described_step, is_buildable
+    from vram_guard.capture.config_step import is_buildable, step_from_config
     from vram_guard.closed_form.from_config import asked
 
     given = asked(document.values, {"model": options.step})
@@ -134,7 +134,7 @@ def _step(options: argparse.Namespace, document: Document) -> tuple[TrainingStep
         if options.step:
             raise InvalidInputError(_("--step is module:function, not {name}", name=repr(options.step)))
         return None, precision
-    step = described_step(given, document.values)
+    step = step_from_config(given, document.values)
     return step, step.precision if given.precision is None else precision
 
 

@@ -9,7 +9,7 @@ from vram_guard.allocator import AllocatorSettings, CachingAllocator, SimulatedO
 
 if TYPE_CHECKING:
     from vram_guard.allocator import Segment, SegmentEvent
-    from vram_guard.allocator.blocks import Block as AllocatorBlock
+    from vram_guard.allocator.blocks import PoolBlock
     from vram_guard.timeline import Timeline
 
 
@@ -51,7 +51,7 @@ def walk(
     count = len(exact.blocks)
     notes = Walk(exact, batch_size, exact.sizes(batch_size), [0] * count, [0] * count)
     allocator = CachingAllocator(settings, capacity)
-    held: dict[int, AllocatorBlock] = {}
+    held: dict[int, PoolBlock] = {}
     for index, event in enumerate(exact.events):
         block = event if event >= 0 else ~event
         if notes.sizes[block]:

@@ -95,7 +95,7 @@ def trace_at(
 
 
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
-    """Whether a direct trace at one batch size is what the law says of it."""
+    """True if a direct trace at one batch size is what the law says of it."""
     return (
         direct.events == merged.events
         and direct.sizes(batch_size) == merged.sizes(batch_size)
@@ -107,7 +107,7 @@ def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
 def estimate(
     step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
 ) -> Estimate:
-    """What the step takes at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked.
+    """The memory of the step at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked.
 
     Example:
         >>> net = torch.nn.Linear(256, 256)

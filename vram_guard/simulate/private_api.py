@@ -1,27 +1,16 @@
 """Every private or undocumented name of torch that the trace leans on, in one table.
 
-A release of torch that drops one is named by :func:`missing_names` before anything is traced, and by the test of
-this table. The behaviour behind each name is held by the tests named in the last column.
+A release of torch that drops one is named by :func:`check_torch` before anything is traced, and by the test of this
+table. The behaviour behind each name is held by the tests named in the last column.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-from typing import NamedTuple
 
 from vram_guard.errors import UnsupportedStepError
-
-
-class PrivateName(NamedTuple):
-    """One name that torch does not promise to keep."""
-
-    path: str
-    """"module:attribute.attribute"."""
-    used_for: str
-    held_by: str
-    """The test that fails when the behaviour changes while the name stays."""
-
+from vram_guard.language import _
+from vram_guard.private_names import PrivateName, missing_names
 
 _LAW = "test_the_symbolic_step_allocates_what_a_real_step_allocates"
 _AUTOCAST = "test_autocast_follows_cudas_lists"
@@ -33,7 +22,7 @@ _IMPORTED = "test_a_module_that_is_imported_during_a_trace_is_a_real_one"
 _FOREACH = "test_foreach_optimizers_hold_copies_of_the_parameters"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    PrivateName("torch._C:TensorBase.device", "the true device behind the pretended one", _ASKED),
+    PrivateName("torch._C:TensorBase.device", "the true device behind the simulated one", _ASKED),
     PrivateName("torch._C:TensorBase.is_meta", "which tensors are symbolic", _ASKED),
     PrivateName("torch._C:TensorBase.is_cpu", "the true answer for real tensors", _ASKED),
     PrivateName("torch._C:TensorBase._use_count", "who else holds a gradient", _IN_PLACE),
@@ -103,26 +92,6 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
 )
 
 
-def missing_names(names: tuple[PrivateName, ...] | None = None) -> list[PrivateName]:
-    """The rows of the table (None: of the one that every trace needs) that this torch does not have."""
-    return [name for name in (PRIVATE_NAMES if names is None else names) if not _exists(name.path)]
-
-
-def _exists(path: str) -> bool:
-    module, _, attributes = path.partition(":")
-    try:
-        found: object = importlib.import_module(module)
-    except ImportError:
-        # torch._C is no package: its submodules are attributes.
-        parent, _, last = module.rpartition(".")
-        found = getattr(importlib.import_module(parent), last, None)
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            return False
-        found = getattr(found, attribute)
-    return True
-
-
 @functools.cache
 def check_torch() -> None:
     """Refuse a torch that lacks what the trace needs, before anything is touched.
@@ -130,11 +99,14 @@ def check_torch() -> None:
     Raises:
         UnsupportedStepError: names what is missing.
     """
-    missing = missing_names()
+    missing = missing_names(PRIVATE_NAMES)
     if missing:
         import torch
 
-        names = ", ".join(name.path.replace(":", ".") for name in missing)
         raise UnsupportedStepError(
-            f"torch {torch.__version__} has no {names}; use a release that vram_guard was tested with (2.4 to 2.15)"
+            _(
+                "torch {version} has no {names}; use a release that vram_guard was tested with (2.4 to 2.15)",
+                version=torch.__version__,
+                names=", ".join(name.dotted for name in missing),
+            )
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.techniques.blocks import ModelBlock, find_blocks, named_blocks
 from vram_guard.techniques.compatibility import incompatible
-from vram_guard.techniques.placing import optimizer_for, place
+from vram_guard.techniques.placement import optimizer_for, place
 from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, OptimizerForm, Recipe
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from vram_guard.techniques.forwards import PatchedForward, patch
+from vram_guard.techniques.patched_forward import PatchedForward, patch_forwards
+from vram_guard.tensors import is_dense, version_of
 
 
 def offload_activations(model: nn.Module, names: Iterable[str], *, pin_memory: bool = True) -> Callable[[], None]:
@@ -37,7 +38,7 @@ def offload_activations(model: nn.Module, names: Iterable[str], *, pin_memory: b
     Raises:
         InvalidInputError: no module has such a name; nothing was changed.
     """
-    return patch(model, names, partial(Offloaded, copies=_Copies(pin_memory)))
+    return patch_forwards(model, names, partial(Offloaded, copies=_Copies(pin_memory)))
 
 
 class Offloaded(PatchedForward):
@@ -65,15 +66,15 @@ class _Left:
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached: an operator that saves its own result would otherwise keep itself alive.
         self.tensor = tensor.detach()
-        self.version = _version(tensor)
+        self.version = version_of(tensor)
 
     def back(self) -> torch.Tensor:
         # Autograd makes this check itself only where it holds the tensor itself.
-        if _version(self.tensor) != self.version:
-            raise RuntimeError(
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(  # in autograd's words
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {list(self.tensor.shape)} is at version {_version(self.tensor)}; expected version "
-                f"{self.version} instead"
+                f"a tensor of shape {list(self.tensor.shape)} is at version {version_of(self.tensor)}; expected "
+                f"version {self.version} instead"
             )
         return self.tensor
 
@@ -127,7 +128,7 @@ _Packed = _Left | _Moved | _View | _Elsewhere
 
 
 class _Copies:
-    """What has been copied and is still needed, by the memory it was copied from."""
+    """Copies that are still needed, by the memory that they were copied from."""
 
     def __init__(self, pin_memory: bool) -> None:
         self.pin_memory = pin_memory
@@ -144,18 +145,13 @@ class _Copies:
         return self._copied(tensor.detach())
 
     def _copied(self, tensor: torch.Tensor) -> _Moved:
-        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, _version(tensor))
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor))
         key = (id(tensor.untyped_storage()), *place)
         known = self._moved.get(key)
         if known is not None and known.source() is tensor.untyped_storage():
             return known
         made = self._moved[key] = _Moved(tensor, self.pin_memory and torch.cuda.is_available())
         return made
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place: autograd's own counter."""
-    return tensor._version  # noqa: SLF001 - torch has no public name for it
 
 
 def _pack(copies: _Copies, resident: set[int], tensor: torch.Tensor) -> _Packed:
@@ -178,17 +174,5 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether this is a parameter or a view of one (``weight.t()``)."""
+    """True if this is a parameter or a view of one (``weight.t()``)."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)  # noqa: SLF001 - as above
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their stretch of memory without gaps or overlaps, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.techniques.forwards import found
+from vram_guard.language import _
+from vram_guard.techniques.patched_forward import callable_module
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,10 +55,10 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> tuple[ModelBlock, ..
     modules: dict[str, nn.Module] = {}
     for name in names:
         if name == "":
-            raise InvalidInputError("the whole model is no block of itself; name modules inside it")
+            raise InvalidInputError(_("the whole model is not a block of itself; name modules inside it"))
         if name in modules:
-            raise InvalidInputError(f"the module {name!r} is named twice")
-        modules[name] = found(model, name)
+            raise InvalidInputError(_("the module {name} is named twice", name=repr(name)))
+        modules[name] = callable_module(model, name)
     return tuple(_described(modules.items()))
 
 
@@ -71,7 +72,7 @@ def _repeated(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     """The repeated modules below ``module``, outermost first."""
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     groups: dict[Any, list[nn.Module]] = {}
-    for _, child in children:
+    for _name, child in children:
         groups.setdefault(_kind(child), []).append(child)
     made: list[tuple[str, nn.Module]] = []
     for name, child in children:
@@ -86,7 +87,7 @@ def _repeated(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
 
 
 def _kind(module: nn.Module) -> Any:
-    """What two siblings share that repeat each other; a Sequential is of the kind of what it holds."""
+    """The property that siblings share which repeat each other; a Sequential is of the kind of what it holds."""
     from torch import nn
 
     if type(module) is nn.Sequential:
@@ -110,7 +111,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _are_stages(siblings: list[nn.Module]) -> bool:
-    """Whether the siblings are stages rather than layers: no size is that of more than half of them."""
+    """True if the siblings are stages rather than layers: no size is that of more than half of them."""
     from torch import nn
 
     if all(type(sibling) is nn.Sequential for sibling in siblings):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from vram_guard.techniques.forwards import PatchedForward, patch
+from vram_guard.techniques.patched_forward import PatchedForward, patch_forwards
+from vram_guard.tensors import version_of
 
 
 def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
@@ -33,7 +34,7 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> Callable[[], N
     Raises:
         InvalidInputError: no module has such a name; nothing was changed.
     """
-    return patch(model, names, Checkpointed)
+    return patch_forwards(model, names, Checkpointed)
 
 
 class Checkpointed(PatchedForward):
@@ -67,12 +68,12 @@ def _with_names(forward: Callable[..., Any], positional: int, names: tuple[str, 
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether this is a cache that attention appends to (transformers' ``Cache`` and its kin)."""
+    """True if this is a cache that attention appends to (transformers' ``Cache`` and its kin)."""
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
 def _filled(caches: list[Any], module: nn.Module) -> bool:
-    """Whether a cache may hold something for these layers that their results depend on."""
+    """True if a cache may hold something for these layers that their results depend on."""
     layers = {m.layer_idx for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)}
     return not layers or any(cache.get_seq_length(layer) for cache in caches for layer in layers)
 
@@ -107,7 +108,7 @@ class _Kept:
         """Module, name and value before the forward; None where the value makes no difference."""
 
     def __enter__(self) -> None:
-        self._versions = [_version(buffer) for _, _, buffer in self._buffers]
+        self._versions = [version_of(buffer) for _, _, buffer in self._buffers]
         # Normalisation in training works from the batch's own statistics, whatever the running ones are.
         with torch.no_grad():
             self._copies = [
@@ -120,7 +121,7 @@ class _Kept:
         self.written = [
             (owner, name, copy)
             for (owner, name, buffer), version, copy in found
-            if getattr(owner, name) is not buffer or _version(buffer) != version or _keeps_statistics(owner)
+            if getattr(owner, name) is not buffer or version_of(buffer) != version or _keeps_statistics(owner)
         ]
         self._buffers, self._copies = [], []
 
@@ -128,11 +129,6 @@ class _Kept:
 def _keeps_statistics(owner: nn.Module) -> bool:
     """Kernels of batch normalisation write running statistics without raising their version counters."""
     return owner.training and getattr(owner, "running_mean", None) is not None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place: autograd's own counter."""
-    return tensor._version  # noqa: SLF001 - torch has no public name for it
 
 
 class _SecondRun:

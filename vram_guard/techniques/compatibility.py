@@ -1,7 +1,8 @@
-"""Which techniques go together, and with what else of a step: answered without tracing anything."""
+"""Techniques that exclude each other, or other settings of a step: answered without tracing anything."""
 
 from __future__ import annotations
 
+from vram_guard.language import _
 from vram_guard.techniques.recipe import Recipe
 
 #: torch's optimizers whose update of a parameter depends on nothing but that parameter, with a fused step for the CPU
@@ -25,7 +26,7 @@ def incompatible(
     torch_version: tuple[int, int] | None = None,
     sharded: bool = False,
 ) -> str:
-    """Why a recipe cannot run in this step; "" if nothing is known against it.
+    """The reason why a recipe cannot run in this step; "" if nothing is known against it.
 
     What needs the model or the optimizer itself (tied parameters, a subclass) is refused by the functions that install
     the techniques.
@@ -52,15 +53,25 @@ def _optimizer_form(
 ) -> str:
     if recipe.optimizer == "fused":
         if name and name not in FUSED:
-            return f"{name} has no fused form; torch has one of {', '.join(FUSED)}"
+            return no_fused_form(name)
         if clip and precision == "16-mixed":
-            return (
+            return _(
                 "a fused optimizer unscales float16 gradients itself, within its step: clipping before it would work "
                 "on scaled gradients, and Lightning refuses it"
             )
     if recipe.optimizer == "8bit" and name and name not in EIGHT_BIT:
-        return f"{name} has no 8-bit form; {' and '.join(EIGHT_BIT)} have one"
+        return no_eight_bit_form(name)
     return ""
+
+
+def no_fused_form(name: str) -> str:
+    """The reason against "fused" for an optimizer of this name."""
+    return _("{name} has no fused form; torch has one of {known}", name=name, known=", ".join(FUSED))
+
+
+def no_eight_bit_form(name: str) -> str:
+    """The reason against "8bit" for an optimizer of this name."""
+    return _("{name} has no 8-bit form; {known} have one", name=name, known=_(" and ").join(EIGHT_BIT))
 
 
 def _optimizer_on_host(
@@ -69,24 +80,24 @@ def _optimizer_on_host(
     if not recipe.optimizer_on_host:
         return ""
     if clip:
-        return (
+        return _(
             "gradients are copied to the host while the backward pass runs: clipping after it would change only those "
             "on the GPU, without effect"
         )
     if precision == "16-mixed":
-        return (
+        return _(
             "gradients are copied to the host while the backward pass runs: the GradScaler would unscale only those on "
             "the GPU, without effect"
         )
     if ranks > 1:
-        return (
+        return _(
             "gradients are copied to the host before DistributedDataParallel has reduced them: each "
             "process would step with its own"
         )
     if recipe.optimizer == "8bit":
-        return "8-bit states on the host save next to nothing on the GPU, and no library steps them there"
+        return _("8-bit states on the host save next to nothing on the GPU, and no library steps them there")
     if name and name not in STEP_ON_HOST:
-        return f"{name} cannot step on the host; {', '.join(STEP_ON_HOST)} can"
+        return _("{name} cannot step on the host; {known} can", name=name, known=", ".join(STEP_ON_HOST))
     return ""
 
 
@@ -96,15 +107,17 @@ def _parameters_on_host(
     if not recipe.parameters_on_host:
         return ""
     if recipe.optimizer_on_host:
-        return "parameters on the host have their optimizer states there already: optimizer_on_host has nothing to do"
+        return _(
+            "parameters on the host have their optimizer states there already: optimizer_on_host has nothing to do"
+        )
     if recipe.frozen_on_host:
-        return "name frozen modules in parameters_on_host instead: one library moves a module's parameters, not two"
+        return _("name frozen modules in parameters_on_host instead: one library moves a module's parameters, not two")
     if recipe.optimizer == "8bit":
-        return "no library steps 8-bit states on the host, where the parameters' gradients are"
+        return _("no library steps 8-bit states on the host, where the parameters' gradients are")
     if precision == "16-mixed":
-        return "the GradScaler unscales gradients on the GPU, and these are on the host"
+        return _("the GradScaler unscales gradients on the GPU, and these are on the host")
     if ranks > 1:
-        return "parameters on the host are installed in one process here, not in several"
+        return _("parameters on the host are installed in one process here, not in several")
     if version is not None and version < (2, 6):
-        return "parameters on the host need torch 2.6 or later (torch.distributed.fsdp.fully_shard)"
+        return _("parameters on the host need torch 2.6 or later (torch.distributed.fsdp.fully_shard)")
     return ""

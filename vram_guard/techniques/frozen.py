@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
+from vram_guard.language import _
+from vram_guard.techniques.host_modules import keep_parameters_in_place, shared_parameter
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +40,7 @@ def frozen_candidates(model: nn.Module, *, at_least: int = WORTH_MOVING) -> tupl
         if not name or inside_another or type(module).forward is _no_forward():
             continue
         parameters = list(module.parameters())
-        if not parameters or any(p.requires_grad for p in parameters) or _tied(model, name):
+        if not parameters or any(p.requires_grad for p in parameters) or shared_parameter(model, name):
             continue
         if sum(p.numel() * p.element_size() for p in parameters) >= at_least:
             found.append(name)
@@ -90,7 +92,7 @@ def accelerate_hooks() -> Any:
         import accelerate.hooks
     except ImportError as error:
         raise MissingLibraryError(
-            "frozen modules wait on the host through accelerate's hooks: pip install accelerate"
+            _("frozen modules wait on the host through accelerate's hooks: pip install accelerate")
         ) from error
     return accelerate.hooks
 
@@ -103,35 +105,30 @@ def _no_forward() -> Any:
 
 def _check(model: nn.Module, modules: dict[str, nn.Module], name: str, names: tuple[str, ...]) -> None:
     if not name or name not in modules:
-        raise InvalidInputError(f"frozen_on_host: the model has no module named {name!r}")
+        raise InvalidInputError(_("frozen_on_host: the model has no module named {name}", name=repr(name)))
     outer = next(
         (other for other in names if name.startswith(other + ".") or (name == other and names.count(name) > 1)), None
     )
     if outer is not None:
-        raise InvalidInputError(f"frozen_on_host: {name!r} lies inside {outer!r}, which is named too")
+        raise InvalidInputError(
+            _("frozen_on_host: {name} lies inside {outer}, which is named too", name=repr(name), outer=repr(outer))
+        )
     module = modules[name]
     trained = next((path for path, p in module.named_parameters() if p.requires_grad), None)
     if trained is not None:
-        raise UnsupportedTechniqueError(f"{name} cannot wait on the host: its parameter {trained} is trained")
+        raise _cannot_wait(name, _("its parameter {parameter} is trained", parameter=trained))
     if next(module.parameters(), None) is None:
-        raise UnsupportedTechniqueError(f"{name} cannot wait on the host: it has no parameters")
+        raise _cannot_wait(name, _("it has no parameters"))
     if type(module).forward is _no_forward():
-        raise UnsupportedTechniqueError(
-            f"{name} cannot wait on the host: a {type(module).__name__} has no forward of its own; name what it holds"
-        )
-    shared = _tied(model, name)
+        kind = type(module).__name__
+        raise _cannot_wait(name, _("a {kind} has no forward of its own; name what it holds", kind=kind))
+    shared = shared_parameter(model, name)
     if shared:
-        raise UnsupportedTechniqueError(f"{name} cannot wait on the host: it shares {shared} with a module outside it")
+        raise _cannot_wait(name, _("it shares {parameter} with a module outside it", parameter=shared))
 
 
-def _tied(model: nn.Module, name: str) -> str:
-    """The name of a parameter that this module shares with one outside it; "" where there is none."""
-    own = {id(p) for p in model.get_submodule(name).parameters()}
-    inside = name + "."
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and not path.startswith(inside):
-            return path
-    return ""
+def _cannot_wait(name: str, why: str) -> UnsupportedTechniqueError:
+    return UnsupportedTechniqueError(_("{name} cannot wait on the host: {why}", name=name, why=why))
 
 
 def _install(hooks: Any, module: nn.Module, name: str, device: torch.device) -> Callable[[], None]:
@@ -154,10 +151,10 @@ def _install(hooks: Any, module: nn.Module, name: str, device: torch.device) -> 
     hooks.add_hook_to_module(module, ComesForItsForward(), append=True)
     # After an exception in the forward (out of memory, say) only hooks of this kind run.
     cleaning = module.register_forward_hook(lambda *_: weights.send_back(), always_call=True)
-    module.__dict__["_apply"] = weights.applied
+    undo_placement = keep_parameters_in_place(module)
 
     def undo() -> None:
-        module.__dict__.pop("_apply", None)
+        undo_placement()
         cleaning.remove()
         hooks.remove_hook_from_module(module)
         if other is not None:  # somebody else's hook, which accelerate took away with ours
@@ -199,23 +196,13 @@ class _Weights:
     def check(self, output: Any) -> None:
         """Refuse what would compute wrong gradients, or fail in the backward pass."""
         if any(tensor.requires_grad for tensor in _tensors(output)):
-            raise UnsupportedTechniqueError(
-                f"{self.name} cannot wait on the host: gradients flow through it, so that the backward pass needs its "
-                "weights on the device. Take it out of frozen_on_host, or call it under torch.no_grad() where no "
-                "gradient is meant to pass"
+            raise _cannot_wait(
+                self.name,
+                _(
+                    "gradients flow through it, so that the backward pass needs its weights on the device. Take it out "
+                    "of frozen_on_host, or call it under torch.no_grad() where no gradient is meant to pass"
+                ),
             )
-
-    def applied(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """``Module._apply``: buffers move, parameters change their type only."""
-        from torch import nn
-
-        def stay(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                return function(tensor)
-            return tensor.to(dtype=function(tensor.data.new_empty(0)).dtype)
-
-        moved: nn.Module = type(self.module)._apply(self.module, stay, recurse)  # noqa: SLF001 - .to() ends there
-        return moved
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
+from vram_guard.language import _
 from vram_guard.techniques.compatibility import STEP_ON_HOST
 
 if TYPE_CHECKING:
@@ -41,15 +42,16 @@ def on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def cannot_step_on_host(optimizer: torch.optim.Optimizer) -> str:
-    """Why this optimizer cannot step on the host; "" if it can."""
+    """The reason why this optimizer cannot step on the host; "" if it can."""
     import torch
 
     kind = type(optimizer)
     if kind.__name__ not in STEP_ON_HOST or getattr(torch.optim, kind.__name__, None) is not kind:
-        return f"{kind.__name__} cannot step on the host; torch's own {', '.join(STEP_ON_HOST)} can"
+        known = ", ".join(STEP_ON_HOST)
+        return _("{name} cannot step on the host; torch's own {known} can", name=kind.__name__, known=known)
     for option in ("capturable", "differentiable"):
         if any(group.get(option) for group in optimizer.param_groups):
-            return f"{kind.__name__} cannot step on the host with {option}=True"
+            return _("{name} cannot step on the host with {option}=True", name=kind.__name__, option=option)
     return ""
 
 
@@ -65,7 +67,9 @@ def host_optimizer() -> Any:
     try:
         from torchao.optim import CPUOffloadOptimizer
     except ImportError as error:
-        raise MissingLibraryError("optimizer states wait on the host through torchao: pip install torchao") from error
+        raise MissingLibraryError(
+            _("optimizer states wait on the host through torchao: pip install torchao")
+        ) from error
 
     class HostOptimizer(CPUOffloadOptimizer):  # type: ignore[misc]
         """torchao's optimizer with what schedulers, Lightning and MMEngine ask of an optimizer."""
@@ -154,7 +158,7 @@ def host_optimizer() -> Any:
             """From a checkpoint of this class or of the plain optimizer."""
             saved = state_dict["param_groups"]
             if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self._groups]:
-                raise ValueError("loaded state dict has other parameter groups than the optimizer")
+                raise ValueError(_("loaded state dict has other parameter groups than the optimizer"))
             for group, theirs in zip(self._groups, saved, strict=True):
                 group.update({name: value for name, value in theirs.items() if name != "params"})
             states = {}
@@ -179,7 +183,7 @@ def host_optimizer() -> Any:
         def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's own signature
             """Refused: parameters are registered once, when this is built."""
             raise UnsupportedTechniqueError(
-                "an optimizer on the host takes no further parameter groups; add them before it is moved there"
+                _("an optimizer on the host takes no further parameter groups; add them before it is moved there")
             )
 
         def __repr__(self) -> str:

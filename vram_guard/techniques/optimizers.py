@@ -7,8 +7,9 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
-from vram_guard.techniques.compatibility import EIGHT_BIT, FUSED
-from vram_guard.techniques.recipe import OPTIMIZER_FORMS, OptimizerForm
+from vram_guard.language import _
+from vram_guard.techniques.compatibility import EIGHT_BIT, FUSED, no_eight_bit_form, no_fused_form
+from vram_guard.techniques.recipe import OPTIMIZER_FORMS, OptimizerForm, unknown_form
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def with_form(optimizer: torch.optim.Optimizer, form: OptimizerForm, *, library:
         MissingLibraryError: "8bit" without a library that has it.
     """
     if form not in OPTIMIZER_FORMS:
-        raise InvalidInputError(f"optimizer form {form!r} is not one of {', '.join(OPTIMIZER_FORMS)}")
+        raise unknown_form(form)
     if form == "as-written":
         return optimizer
     reason = no_such_form(optimizer, form)
@@ -48,19 +49,22 @@ def with_form(optimizer: torch.optim.Optimizer, form: OptimizerForm, *, library:
 
 
 def no_such_form(optimizer: torch.optim.Optimizer, form: OptimizerForm) -> str:
-    """Why the optimizer has no such form; "" if it has."""
+    """The reason why the optimizer has no such form; "" if it has."""
     name = _torch_class(optimizer)
     if form == "fused":
         if name not in FUSED:
-            return f"{type(optimizer).__name__} has no fused form; torch has one of {', '.join(FUSED)}"
+            return no_fused_form(type(optimizer).__name__)
         if any(group.get("differentiable") for group in optimizer.param_groups):
-            return f"{name}: torch's fused kernels do not support differentiable=True"
+            return _("{name}: torch's fused kernels do not support differentiable=True", name=name)
         odd = {str(p.dtype) for group in optimizer.param_groups for p in group["params"] if not p.is_floating_point()}
-        return f"{name}: torch's fused kernels take floating-point parameters, not {', '.join(odd)}" if odd else ""
+        if not odd:
+            return ""
+        kinds = ", ".join(odd)
+        return _("{name}: torch's fused kernels take floating-point parameters, not {kinds}", name=name, kinds=kinds)
     if form == "for-loop":
-        return (
-            "" if name and "foreach" in optimizer.defaults else f"{type(optimizer).__name__} has no foreach to switch"
-        )
+        if name and "foreach" in optimizer.defaults:
+            return ""
+        return _("{name} has no foreach option", name=type(optimizer).__name__)
     if form == "8bit":
         return _no_eight_bit(optimizer, name)
     return ""
@@ -118,15 +122,18 @@ def _move_step_counts(optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
 
 def _no_eight_bit(optimizer: torch.optim.Optimizer, name: str) -> str:
     if name not in EIGHT_BIT:
-        return f"{type(optimizer).__name__} has no 8-bit form here; {' and '.join(EIGHT_BIT)} have one"
+        return no_eight_bit_form(type(optimizer).__name__)
     if optimizer.state:
-        return f"{name} has stepped already: its states cannot become 8-bit ones; set the form before the first step"
+        return _(
+            "{name} has stepped already: its states cannot become 8-bit ones; set the form before the first step",
+            name=name,
+        )
     for group in optimizer.param_groups:
         for option in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group.get(option):
-                return f"{name}: the 8-bit form does not support {option}=True"
+                return _("{name}: the 8-bit form does not support {option}=True", name=name, option=option)
         if name == "Adam" and group.get("decoupled_weight_decay"):
-            return "Adam: the 8-bit form does not support decoupled_weight_decay=True; use AdamW"
+            return _("Adam: the 8-bit form does not support decoupled_weight_decay=True; use AdamW")
     return ""
 
 
@@ -138,12 +145,22 @@ def eight_bit_library(wanted: str = "") -> str:
         MissingLibraryError: it, or every one of them, is missing.
     """
     if wanted and wanted not in LIBRARIES:
-        raise InvalidInputError(f"8-bit optimizers come from {' or '.join(LIBRARIES)}, not from {wanted!r}")
+        raise InvalidInputError(
+            _(
+                "8-bit optimizers come from {libraries}, not from {wanted}",
+                libraries=_(" or ").join(LIBRARIES),
+                wanted=repr(wanted),
+            )
+        )
     for name in (wanted,) if wanted else LIBRARIES:
         if importlib.util.find_spec(name) is not None:
             return name
     raise MissingLibraryError(
-        f"the 8-bit form needs {wanted or ' or '.join(LIBRARIES)}: pip install {wanted or LIBRARIES[0]}"
+        _(
+            "the 8-bit form needs {libraries}: pip install {library}",
+            libraries=wanted or _(" or ").join(LIBRARIES),
+            library=wanted or LIBRARIES[0],
+        )
     )
 
 
@@ -161,7 +178,7 @@ def _eight_bit(optimizer: torch.optim.Optimizer, library: str) -> torch.optim.Op
 
 
 def _extras(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[str]:
-    """What the user, or a scheduler (``initial_lr``), added to a group."""
+    """The entries that the user, or a scheduler (``initial_lr``), added to a group."""
     return [name for name in group if name != "params" and name not in optimizer.defaults]
 
 
@@ -184,8 +201,12 @@ def repoint(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         return
     if len(old.param_groups) != len(optimizer.param_groups):
         raise UnsupportedTechniqueError(
-            f"{type(scheduler).__name__} drives {len(old.param_groups)} parameter groups, the new optimizer has "
-            f"{len(optimizer.param_groups)}"
+            _(
+                "{scheduler} drives {count} parameter groups, the new optimizer has {new}",
+                scheduler=type(scheduler).__name__,
+                count=len(old.param_groups),
+                new=len(optimizer.param_groups),
+            )
         )
     _watch_steps(old, optimizer)
     for mine, theirs in zip(optimizer.param_groups, old.param_groups, strict=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 OptimizerForm = Literal["as-written", "fused", "for-loop", "8bit"]
 OPTIMIZER_FORMS: tuple[str, ...] = get_args(OptimizerForm)
@@ -39,24 +40,32 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_FORMS:
-            raise InvalidInputError(f"optimizer form {self.optimizer!r} is not one of {', '.join(OPTIMIZER_FORMS)}")
+            raise unknown_form(self.optimizer)
         for name in ("checkpoint", "offload_activations", "frozen_on_host", "parameters_on_host"):
             paths = getattr(self, name)
             if isinstance(paths, str):
-                raise InvalidInputError(f"{name} must be a tuple of module names, not the text {paths!r}")
+                raise InvalidInputError(
+                    _("{name} must be a tuple of module names, not the text {text}", name=name, text=repr(paths))
+                )
             object.__setattr__(self, name, tuple(paths))
         both = set(self.checkpoint) & set(self.offload_activations)
         if both:
             names = ", ".join(sorted(both))
-            raise InvalidInputError(f"{names}: a module is either checkpointed or offloaded, not both")
+            raise InvalidInputError(_("{names}: a module is either checkpointed or offloaded, not both", names=names))
 
     def __bool__(self) -> bool:
-        """Whether anything is switched on."""
+        """True if anything is switched on."""
         return self != AS_WRITTEN
 
     def with_(self, **changes: Any) -> Recipe:
         """The same recipe with some fields changed."""
         return replace(self, **changes)
+
+
+def unknown_form(form: object) -> InvalidInputError:
+    """The error for an optimizer form that is none of :data:`OPTIMIZER_FORMS`."""
+    known = ", ".join(OPTIMIZER_FORMS)
+    return InvalidInputError(_("optimizer form {form} is not one of {known}", form=repr(form), known=known))
 
 
 AS_WRITTEN = Recipe()

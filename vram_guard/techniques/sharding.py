@@ -8,10 +8,12 @@ the device from its forward to its backward (``fully_shard``'s default for the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
+from vram_guard.language import _
+from vram_guard.techniques.host_modules import keep_parameters_in_place, shared_parameter
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +56,9 @@ def offload_parameters(
     names = tuple(dict.fromkeys(names))
     check_torch()
     if precision == "16-mixed":
-        raise UnsupportedTechniqueError("parameters cannot wait on the host with 16-mixed: use bf16-mixed or 32-true")
+        raise UnsupportedTechniqueError(
+            _("parameters cannot wait on the host with 16-mixed: use bf16-mixed or 32-true")
+        )
     for name in names:
         _check_module(model, name)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -73,7 +77,7 @@ def offload_parameters(
     for name in sorted(filter(None, names), key=lambda name: -name.count(".")):
         fully_shard(model.get_submodule(name), reshard_after_forward=True, **settings)
     fully_shard(model, **settings)
-    stay(model)
+    keep_parameters_in_place(model)
 
 
 def check_torch() -> None:
@@ -86,9 +90,13 @@ def check_torch() -> None:
 
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) < SINCE:
-        raise UnsupportedTechniqueError(f"parameters wait on the host with torch 2.6 or later, not {torch.__version__}")
+        raise UnsupportedTechniqueError(
+            _("parameters wait on the host with torch 2.6 or later, not {version}", version=torch.__version__)
+        )
     if not torch.distributed.is_available():
-        raise UnsupportedTechniqueError("parameters wait on the host through torch.distributed, which this torch lacks")
+        raise UnsupportedTechniqueError(
+            _("parameters wait on the host through torch.distributed, which this torch lacks")
+        )
 
 
 def _check_module(model: nn.Module, name: str) -> None:
@@ -98,20 +106,24 @@ def _check_module(model: nn.Module, name: str) -> None:
         return
     modules = dict(model.named_modules())
     if name not in modules:
-        raise InvalidInputError(f"parameters_on_host: the model has no module named {name!r}")
+        raise InvalidInputError(_("parameters_on_host: the model has no module named {name}", name=repr(name)))
     module = modules[name]
     if type(module).forward is nn.Module.forward:
-        raise InvalidInputError(f"parameters_on_host: {name!r} has no forward of its own; name the modules in it")
-    own = {id(p) for p in module.parameters()}
-    if not own:
-        raise InvalidInputError(f"parameters_on_host: {name!r} has no parameters")
-    inside = name + "."
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and not path.startswith(inside):
-            raise UnsupportedTechniqueError(
-                f"{name} cannot be carried by itself: it shares {path} with a module outside it; leave it out of "
-                "parameters_on_host, and both are carried with the rest of the model"
+        raise InvalidInputError(
+            _("parameters_on_host: {name} has no forward of its own; name the modules in it", name=repr(name))
+        )
+    if next(module.parameters(), None) is None:
+        raise InvalidInputError(_("parameters_on_host: {name} has no parameters", name=repr(name)))
+    shared = shared_parameter(model, name)
+    if shared:
+        raise UnsupportedTechniqueError(
+            _(
+                "{name} cannot be sharded by itself: it shares {parameter} with a module outside it; leave it out of "
+                "parameters_on_host, and both are moved with the rest of the model",
+                name=name,
+                parameter=shared,
             )
+        )
 
 
 def _mesh_of_one(device: torch.device) -> Any:
@@ -124,34 +136,17 @@ def _mesh_of_one(device: torch.device) -> Any:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if dist.get_world_size() != 1:
         raise UnsupportedTechniqueError(
-            f"parameters wait on the host in one process here, not in {dist.get_world_size()}: use FSDP itself"
+            _(
+                "parameters wait on the host in one process here, not in {count}: use FSDP itself",
+                count=dist.get_world_size(),
+            )
         )
     if "gloo" not in dist.get_backend_config():
         raise UnsupportedTechniqueError(
-            "gradients on the host are clipped with gloo: init_process_group('cpu:gloo,cuda:nccl') instead of "
-            f"{dist.get_backend_config()}"
+            _(
+                "gradients on the host are clipped with gloo: init_process_group('cpu:gloo,cuda:nccl') instead of "
+                "{backend}",
+                backend=dist.get_backend_config(),
+            )
         )
     return init_device_mesh(device.type, (1,))
-
-
-def stay(model: nn.Module) -> None:
-    """From now on ``model.to(device)`` leaves the parameters where they are; a change of dtype reaches them."""
-    from torch import nn
-
-    kind = type(model)
-
-    def applied(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
-            return type_only(function, tensor) if isinstance(tensor, nn.Parameter) else function(tensor)
-
-        moved: nn.Module = kind._apply(model, placed, recurse)  # noqa: SLF001 - Module.to and its kin end there
-        return moved
-
-    model.__dict__["_apply"] = applied
-
-
-def type_only(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """What ``function`` (a ``Module.to``) does to the tensor's dtype, without moving it."""
-    import torch
-
-    return tensor.to(dtype=function(torch.empty(0, dtype=tensor.dtype)).dtype)

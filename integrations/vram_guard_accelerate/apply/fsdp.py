@@ -87,7 +87,7 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
     Raises:
         UnsupportedTechniqueError: Accelerate does not shard here, or parts weights that are tied.
     """
-    from vram_guard.techniques.sharding import stay
+    from vram_guard.techniques.host_modules import keep_parameters_in_place
 
     if not accelerator.is_fsdp2:
         raise UnsupportedTechniqueError(
@@ -106,7 +106,7 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
                 "FSDP2 would part weights that are tied (one of them lies in a block, or in an embedding that "
                 "Accelerate takes for a group of its own): leave offload_parameters out of --allow"
             )
-        stay(model)
+        keep_parameters_in_place(model)
         save_whole(accelerator, model)
 
 

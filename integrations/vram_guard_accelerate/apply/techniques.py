@@ -92,7 +92,7 @@ def _scale_of(accelerator: Any) -> Callable[[], float]:
 
 def set_optimizers(accelerator: Any, recipe: Recipe) -> None:
     """The prepared optimizers in the form that the recipe names (for-loop, fused): in place."""
-    from vram_guard.techniques.placing import optimizer_for
+    from vram_guard.techniques.placement import optimizer_for
 
     for optimizer in accelerator._optimizers:
         inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)

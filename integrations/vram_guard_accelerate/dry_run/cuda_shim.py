@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vram_guard.simulate.device.fake_cuda import as_device, cuda_answers, replaced, while_active
-from vram_guard.simulate.tracing.import_guard import imported_as_always
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.cuda_module import cuda_answers, while_active
+from vram_guard.simulate.device.fake_cuda import as_device
+from vram_guard.simulate.device.import_guard import imports_run_for_real
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
 
@@ -33,7 +35,7 @@ class BeforePrepare(TorchFunctionMode):
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
         self._stack = contextlib.ExitStack()
-        answers = cuda_answers(capability, 80 * 2**30, "vram_guard pretend GPU")
+        answers = cuda_answers(capability)
         self.active = False
         """Off while a module is imported: what it finds out then, it keeps."""
         self._answers = {name: while_active(self, answers[name], getattr(torch.cuda, name)) for name in _ANSWERED}
@@ -47,7 +49,7 @@ class BeforePrepare(TorchFunctionMode):
         self._begun = True
         self._stack.enter_context(replaced(torch.cuda, self._answers))
         torch.Generator = _Generator  # type: ignore[misc] # for good: scripts seed on their device
-        self._stack.enter_context(imported_as_always(self))
+        self._stack.enter_context(imports_run_for_real(self))
         self.active = True
         self._stack.enter_context(self)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.capture.loader import Sample
-    from vram_guard.simulate.tracing.external_loop import Following
+    from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
     from vram_guard_accelerate.dry_run.fork_server import Standby
     from vram_guard_accelerate.dry_run.loaders import Which
     from vram_guard_accelerate.dry_run.loop_profile import Conduct
@@ -79,7 +79,7 @@ class DryRun:
         self.patience = patience
         self.accelerator: Any = None
         self.models: list[nn.Module] = []
-        self.following: Following | None = None
+        self.following: ExternalLoopTracer | None = None
         self.sample: Sample | None = None
         self.notes: list[str] = []
         self.precision_given = ""
@@ -144,14 +144,14 @@ class DryRun:
             self.home.send(self.ended_early())
         stopped("the script ended without asking for a training batch of a model prepared by Accelerator.prepare")
 
-    def begin(self) -> Following:
+    def begin(self) -> ExternalLoopTracer:
         """From the first ``prepare`` on, the process pretends."""
         if self.following is None:
-            from vram_guard.simulate.tracing.external_loop import Following
+            from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
             from vram_guard_accelerate.dry_run import patches, side_effects, subprocess_policy
 
             moved = patches.before.end()
-            self.following = Following(self.capability, self._stepped)
+            self.following = ExternalLoopTracer(self.capability, self._stepped)
             self.following.begin()
             side_effects.silence_files()
             subprocess_policy.refuse_processes(stopped)

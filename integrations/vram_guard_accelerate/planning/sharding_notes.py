@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.plan.descriptions import not_possible
+from vram_guard.private_names import missing_in_words
 from vram_guard.techniques.sharding import check_torch
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
-from vram_guard_accelerate.private_api import FSDP2, missing
+from vram_guard_accelerate.private_api import FSDP2
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -47,7 +48,7 @@ def why_not_sharded(run: DryRun, *, compiled: bool) -> str:
         check_torch()  # Accelerate wants no other torch than we do (``FSDP2_PYTORCH_VERSION``)
     except UnsupportedTechniqueError as error:
         return str(error)
-    lacking = missing(FSDP2)
+    lacking = missing_in_words(FSDP2)
     if lacking:
         return f"FSDP2 needs Accelerate 1.6 or later; this one lacks {lacking[0]}"
     if run.standby is None:

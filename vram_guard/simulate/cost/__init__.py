@@ -1,1 +1,4 @@
-"""How much each operator computes and moves, for the cost model."""
+"""Floating-point operations and bytes moved of each operator, for the cost model.
+
+Imports :mod:`..device` and :mod:`..memory`.
+"""

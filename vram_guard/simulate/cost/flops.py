@@ -1,4 +1,4 @@
-"""How many floating-point operations an operator takes, and which part of a GPU works on them.
+"""Floating-point operations of an operator, and the part of a GPU that works on them.
 
 FLOPs are those of ``torch.utils.flop_counter`` (a multiplication and an addition are two), worked out here directly
 for the operators that every model calls thousands of times, from torch's registry for the rest. They differ from it
@@ -100,7 +100,7 @@ FLOPS: dict[str, Formula] = {
 
 
 def formula_of(func: Any) -> Formula | None:
-    """How to count an operator's FLOPs from its arguments and result; None: it has none worth counting."""
+    """The formula for an operator's FLOPs from its arguments and result; None: it has none worth counting."""
     own = FLOPS.get(func._schema.name)
     if own is not None:
         return own
@@ -111,7 +111,7 @@ def formula_of(func: Any) -> Formula | None:
 
 
 def unit_of(name: str, dtype: torch.dtype) -> Unit:
-    """What computes an operator of this dtype: torch lets cuDNN use TF32, and matrix products only on request."""
+    """The unit for an operator of this dtype: torch lets cuDNN use TF32, and matrix products only on request."""
     if dtype == torch.float16:
         return "fp16"
     if dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Work: how much each operator of a step computes and moves, for the cost model (``vram_guard.plan.step_time``).
+"""Floating-point operations and bytes moved of each operator of a step, for :mod:`vram_guard.plan.step_time`.
 
 Bytes are what the results and operands take, each once: an operator that overwrites its target reads it as well, except
 where it only fills it; what picks rows reads as much as it returns. Caches are left out.
@@ -6,14 +6,15 @@ where it only fills it; what picks rows reads as much as it returns. Caches are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from vram_guard.simulate.cost.flops import RECURRENT, Args, Formula, formula_of, unit_of
-from vram_guard.simulate.device.fake_cuda import is_symbolic
-from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.tensors import tensors_in
 from vram_guard.timeline import Affine, Unit, Work
 
 #: Results that no kernel writes.
@@ -64,14 +65,6 @@ def _size(tensor: torch.Tensor) -> int:
     return size
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def launches_of(lists: list[list[torch.Tensor]]) -> int:
     """Kernels that ``multi_tensor_apply`` starts for these lists of tensors, all alike in length and sizes."""
     if not lists:
@@ -83,16 +76,13 @@ def launches_of(lists: list[list[torch.Tensor]]) -> int:
 
 
 class _Kind(NamedTuple):
-    """What is known of an operator before its arguments are."""
+    """The properties of an operator that do not depend on its arguments."""
 
     name: str
     operator: str
     flops: Formula | None
     written: tuple[int, ...]
     """Positions of the arguments that it overwrites."""
-    fills: bool
-    gathers: bool
-    scatters: bool
     lists: bool
 
 
@@ -109,9 +99,6 @@ def _kind(func: Any) -> _Kind | None:
         operator=str(func),
         flops=formula_of(func),
         written=written,
-        fills=name in _FILLS,
-        gathers=name in _GATHERS,
-        scatters=name in _SCATTERS,
         lists=name.startswith(("aten::_foreach_", "aten::_amp_foreach")) or name in _FUSED,
     )
 
@@ -119,57 +106,41 @@ def _kind(func: Any) -> _Kind | None:
 _UNKNOWN: Any = object()
 
 
-class Meter:
-    """Weighs the operators of one step as they pass."""
+class CostMeter:
+    """Counts what the operators of one step compute and move, as they pass."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._kinds: dict[Any, _Kind | None] = {}
-        self._weighed: list[tuple[str, str, str, bool, int, int, Unit, int, int, int]] = []
+        self._work: list[Work] = []
 
     def work(self) -> tuple[Work, ...]:
-        """Everything weighed so far, with the exact numbers of this batch size."""
-        return tuple(
-            Work(
-                operator,
-                module,
-                phase,  # type: ignore[arg-type]
-                recomputed,
-                Affine(flops, 0),
-                Affine(moved, 0),
-                unit,
-                launches,
-                Affine(transfer, 0),
-                micro,
-            )
-            for operator, module, phase, recomputed, flops, moved, unit, launches, transfer, micro in self._weighed
-        )
+        """Everything counted so far, with the exact numbers of this batch size."""
+        return tuple(self._work)
 
     def loaded(self, tensor: torch.Tensor) -> None:
         """A tensor of the batch came from the host."""
         if self._recorder.measured:
             self._add("aten.copy_.default", 0, 0, "vector", 1, _size(tensor) * self._recorder.batch_factor)
 
-    def weigh(self, func: Any, args: Args, kwargs: dict[str, Any], out: Any) -> None:
-        """Note what one operator has computed and moved."""
+    def count(self, func: Any, args: Args, kwargs: dict[str, Any], out: Any) -> None:
+        """Count one operator that has run."""
         kind = self._kinds.get(func, _UNKNOWN)
         if kind is _UNKNOWN:
             kind = self._kinds[func] = _kind(func)
         if kind is None:
             return
         try:
-            self._weigh(kind, args, kwargs, out)
+            self._count(kind, args, kwargs, out)
         except (RuntimeError, NotImplementedError):  # a sparse tensor, or an argument that is no dense memory
             return
 
-    def _weigh(self, kind: _Kind, args: Args, kwargs: dict[str, Any], out: Any) -> None:
+    def _count(self, kind: _Kind, args: Args, kwargs: dict[str, Any], out: Any) -> None:
         on_host = self._recorder.on_host if self._recorder.has_host_tensors else None
-        given = _look(args, on_host)
-        if kwargs:
-            given = _both(given, _look(kwargs.values(), on_host))
+        given = _look((*args, *kwargs.values()) if kwargs else args, on_host)
         made = _look((out,), on_host)
         if not (given.on_device or made.on_device):
-            if given.pretended or made.pretended:  # what real tensors do on the host is the user's own business
+            if given.simulated or made.simulated:  # what real tensors do on the host is the user's own business
                 self._add(kind.operator, 0, self._moved(kind, args, kwargs, given.size, made.size), "host", 1, 0)
             return
         if kind.name in _COPIES and (given.on_host or made.on_host):
@@ -178,7 +149,7 @@ class Meter:
         flops = 0
         unit: Unit = "vector"
         if kind.flops is not None:
-            dtype = next((tensor.dtype for tensor in _tensors(args)), torch.float32)
+            dtype = next((tensor.dtype for tensor in tensors_in(args)), torch.float32)
             unit = unit_of(kind.name, dtype)
             flops = int(kind.flops(args, kwargs, out))
             if dtype.is_complex:
@@ -187,13 +158,13 @@ class Meter:
         self._add(kind.operator, flops, moved, unit, self._launches(kind, args, out), 0)
 
     def _moved(self, kind: _Kind, args: Args, kwargs: dict[str, Any], given: int, made: int) -> int:
-        if kind.gathers:
+        if kind.name in _GATHERS:
             return 2 * made + _bytes(args[1:])
-        if kind.scatters:
+        if kind.name in _SCATTERS:
             return 2 * _bytes(args[1:])
         if not kind.written:
             return given + made
-        if kind.fills:
+        if kind.name in _FILLS:
             return given
         written = [args[i] for i in kind.written if i < len(args)]
         if kind.name in _FUSED and kwargs.get("grad_scale") is None and len(written) > 1:
@@ -216,64 +187,48 @@ class Meter:
         recorder = self._recorder
         # Only a recomputation runs with gradients on, inside one of the backward pass's nodes.
         again = recorder.in_backward and torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
-        self._weighed.append(
-            (
+        self._work.append(
+            Work(
                 operator,
                 recorder.module_now(),
                 recorder.phases[-1].name,
                 again,
-                flops,
-                moved,
+                Affine(flops, 0),
+                Affine(moved, 0),
                 unit,
                 launches,
-                transfer,
+                Affine(transfer, 0),
                 recorder.micro_batch,
             )
         )
 
 
-class _Seen(NamedTuple):
-    """What a look at some tensors found."""
+class _Operands(NamedTuple):
+    """The places and the size of an operator's tensors."""
 
     size: int
     on_device: bool
     on_host: bool
     """Anything but numbers in host memory."""
-    pretended: bool
+    simulated: bool
     """Anything symbolic in host memory."""
 
 
-def _look(values: Iterable[Any], placed_on_host: Callable[[torch.Tensor], bool] | None) -> _Seen:
-    size, on_device, on_host, pretended = 0, False, False, False
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            size += _size(value)
-            if not is_symbolic(value):
-                on_host = on_host or value.dim() > 0
-            elif placed_on_host is not None and placed_on_host(value):
-                on_host = pretended = True
-            else:
-                on_device = True
-        elif isinstance(value, (list, tuple)):
-            found = _look(value, placed_on_host)
-            size += found.size
-            on_device = on_device or found.on_device
-            on_host = on_host or found.on_host
-            pretended = pretended or found.pretended
-    return _Seen(size, on_device, on_host, pretended)
-
-
-def _both(one: _Seen, other: _Seen) -> _Seen:
-    return _Seen(
-        one.size + other.size,
-        one.on_device or other.on_device,
-        one.on_host or other.on_host,
-        one.pretended or other.pretended,
-    )
+def _look(values: Iterable[Any], placed_on_host: Callable[[torch.Tensor], bool] | None) -> _Operands:
+    size, on_device, on_host, simulated = 0, False, False, False
+    for tensor in tensors_in(values):
+        size += _size(tensor)
+        if not is_symbolic(tensor):
+            on_host = on_host or tensor.dim() > 0
+        elif placed_on_host is not None and placed_on_host(tensor):
+            on_host = simulated = True
+        else:
+            on_device = True
+    return _Operands(size, on_device, on_host, simulated)
 
 
 def _bytes(values: Args) -> int:
-    return sum(_size(tensor) for tensor in _tensors(values))
+    return sum(_size(tensor) for tensor in tensors_in(values))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,1 +1,4 @@
-"""The simulated CUDA device: what torch answers while a trace runs, and values that are known without computing."""
+"""The simulated CUDA device: answers of torch during a trace, and values that are known without computing.
+
+Imports :mod:`..memory` only.
+"""

@@ -1,9 +1,9 @@
 """Values that are known although nothing is computed: where they come from decides ``if`` and ``.item()``.
 
 A training step asks few questions of its tensors: is the loss NaN, is every mask entry set, how many labels are
-masked. Tensors that come from the batch, from constants or from ``arange`` carry a recipe (the operator and its
-arguments); when the step asks, the recipe is computed for real, on the CPU. For what depends on weights there is no
-recipe: the answer is then a placeholder that keeps a training loop going (finite, not NaN, one).
+masked. Tensors that come from the batch, from constants or from ``arange`` carry a deferred computation (the
+operator and its arguments); when the step asks, it is run for real, on the CPU. For what depends on weights there is
+none: the answer is then a placeholder that keeps a training loop going (finite, not NaN, one).
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.tensors import tensors_in
 
-#: Larger tensors carry no recipe: a question about them would cost real memory and time.
-LARGEST_RECIPE = 2**20
+#: Larger tensors carry no computation: a question about them would cost real memory and time.
+LARGEST_COMPUTED = 2**20
 
-_ATTRIBUTE = "_vram_guard_recipe"
-
-#: Stands where a tensor was among an operator's arguments.
-_TENSOR = object()
+_ATTRIBUTE = "_vram_guard_constant"
 
 #: Tests for NaN and infinity, whose answer is taken for granted where nothing is known: a healthy step.
 _HEALTHY: dict[str, bool] = {
@@ -32,12 +31,12 @@ _HEALTHY: dict[str, bool] = {
     "aten::isneginf": False,
 }
 
-Recipe = Callable[[], torch.Tensor]
+Computation = Callable[[], torch.Tensor]
 
 
 def known(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """The symbolic tensor has this real value (a CPU tensor of its shape), if it is small enough."""
-    if value.numel() <= LARGEST_RECIPE:
+    if value.numel() <= LARGEST_COMPUTED:
         setattr(tensor, _ATTRIBUTE, lambda: value)
 
 
@@ -47,15 +46,15 @@ def forget(tensor: torch.Tensor) -> None:
         delattr(tensor, _ATTRIBUTE)
 
 
-def recipe(tensor: torch.Tensor) -> Recipe | None:
-    """How to compute the tensor for real, or None."""
-    made: Recipe | None = tensor.__dict__.get(_ATTRIBUTE) if is_symbolic(tensor) else (lambda: tensor)
+def computation(tensor: torch.Tensor) -> Computation | None:
+    """The computation that gives the tensor's real value, or None."""
+    made: Computation | None = tensor.__dict__.get(_ATTRIBUTE) if is_symbolic(tensor) else (lambda: tensor)
     return made
 
 
 def compute(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's real value on the CPU, or None where it is not known."""
-    made = recipe(tensor)
+    made = computation(tensor)
     if made is None:
         return None
     try:
@@ -66,8 +65,8 @@ def compute(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
-    """Give ``out`` a recipe if all tensors it was made from have one (or are real)."""
-    if out.numel() > LARGEST_RECIPE:
+    """Give ``out`` a deferred computation if all tensors it was made from have one (or are real)."""
+    if out.numel() > LARGEST_COMPUTED:
         return
     name = func._schema.name
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
@@ -76,27 +75,29 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.
         if healthy is not None:
             _answer(out, healthy)
         return
-    recipes = _recipes(args)
-    if recipes is None:
+    if any(computation(tensor) is None for tensor in tensors_in(args)):
         return
     on_cpu = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
     on_cpu.pop("pin_memory", None)
     if any(isinstance(value, torch.Tensor) for value in on_cpu.values()):
         return
     memory: list[torch.Tensor] = []
-    # Not the tensors themselves: a recipe must not keep memory alive that the step has freed.
-    arguments = _without_tensors(args)
+    # Not the tensors themselves: a computation must not keep memory alive that the step has freed.
+    leaves, structure = pytree.tree_flatten(args)
+    deferred = [computation(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    leaves = [leaf if make is None else None for leaf, make in zip(leaves, deferred, strict=True)]
 
     def made() -> torch.Tensor:
         if not memory:
-            memory.append(func(*_filled(arguments, iter(recipes)), **on_cpu))
+            filled = [leaf if make is None else make() for leaf, make in zip(leaves, deferred, strict=True)]
+            memory.append(func(*pytree.tree_unflatten(filled, structure), **on_cpu))
         return memory[0]
 
     setattr(out, _ATTRIBUTE, made)
 
 
 def _healthy_answer(name: str, args: tuple[Any, ...]) -> bool | None:
-    """What a test for NaN or infinity answers; torch decomposes ``isfinite`` into ``x == x`` and ``|x| != inf``."""
+    """The answer of a test for NaN or infinity; torch decomposes ``isfinite`` into ``x == x`` and ``|x| != inf``."""
     if name in _HEALTHY:
         return _HEALTHY[name]
     if name in ("aten::eq", "aten::ne"):
@@ -112,45 +113,6 @@ def _answer(out: torch.Tensor, value: bool) -> None:
     setattr(out, _ATTRIBUTE, lambda: torch.full((), value).expand(shape))
 
 
-def _recipes(args: Any) -> list[Recipe] | None:
-    found: list[Recipe] = []
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            made = recipe(value)
-            if made is None:
-                return None
-            found.append(made)
-        elif isinstance(value, (list, tuple)):
-            inner = _recipes(value)
-            if inner is None:
-                return None
-            found.extend(inner)
-    return found
-
-
-def _without_tensors(args: Any) -> list[Any]:
-    return [
-        _TENSOR
-        if isinstance(value, torch.Tensor)
-        else _without_tensors(value)
-        if isinstance(value, (list, tuple))
-        else value
-        for value in args
-    ]
-
-
-def _filled(args: Any, recipes: Any) -> list[Any]:
-    filled: list[Any] = []
-    for value in args:
-        if value is _TENSOR:
-            filled.append(next(recipes)())
-        elif isinstance(value, (list, tuple)):
-            filled.append(_filled(value, recipes))
-        else:
-            filled.append(value)
-    return filled
-
-
 def scalar(tensor: torch.Tensor) -> Any:
     """The Python number that ``.item()`` answers: the real one where it is known, else a placeholder."""
     value = compute(tensor)
@@ -158,7 +120,7 @@ def scalar(tensor: torch.Tensor) -> Any:
 
 
 def placeholder(dtype: torch.dtype) -> Any:
-    """What stands for a value that is not known: 1 (a loss, a norm or a count to divide by), False for truth values."""
+    """The stand-in for an unknown value: 1 (a loss, a norm or a count to divide by), False for truth values."""
     if dtype == torch.bool:
         return False
     if dtype.is_floating_point:

@@ -1,8 +1,8 @@
-"""What a step asks its symbolic tensors: ``.item()``, ``.tolist()``, ``if tensor:``. What cannot be known is said.
+"""Values that a step reads from its symbolic tensors: ``.item()``, ``.tolist()``, ``if tensor:``.
 
 Where a value is not known (:mod:`.constants`) a placeholder keeps the loop going. A number that is only
 printed or logged does no harm; one that decides which way the step goes does, so it remembers where it came from, and
-the first comparison with it is said in the answer's notes.
+the first comparison with it is written into the notes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.simulate.device import constants
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
 
 if TYPE_CHECKING:
-    from vram_guard.simulate.tracing.recorder import Recorder
+    from vram_guard.simulate.memory.recorder import Recorder
 
 _ARITHMETIC = (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
@@ -31,7 +31,7 @@ _COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 _COMPARING = dis.opmap["COMPARE_OP"]
 
 
-class Questions:
+class ScalarQueries:
     """Answers for one trace, which tell its recorder what they guessed."""
 
     def __init__(self, recorder: Recorder) -> None:

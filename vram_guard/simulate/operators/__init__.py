@@ -1,1 +1,4 @@
-"""What single operators allocate on CUDA: kernels, autocast, composite operators, shapes."""
+"""Allocations of single operators on CUDA: kernels, autocast, composite operators, shapes.
+
+Imports :mod:`..device` and :mod:`..memory`.
+"""

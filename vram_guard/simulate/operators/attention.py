@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.simulate.memory.recorder import Recorder
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 
@@ -89,24 +89,22 @@ def _efficient_takes(query: torch.Tensor, value: torch.Tensor, capability: tuple
 
 
 def attention(
+    capability: tuple[int, int],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    capability: tuple[int, int],
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` on symbolic tensors, through the operators that CUDA would run."""
     aten = torch.ops.aten
     backend = choose_backend(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout=dropout,
+        *(query, key, value, attn_mask),
+        dropout=dropout_p,
         is_causal=is_causal,
         enable_gqa=enable_gqa,
         capability=capability,
@@ -116,11 +114,12 @@ def attention(
         head = query.shape[-1]
         padded = [_pad_last(t, 8) for t in (query, key, value)]
         scale = scale if scale is not None else 1.0 / math.sqrt(head)
-        out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, dropout, is_causal, False, scale=scale)[0]
+        made = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)
+        out: torch.Tensor = made[0]
         return out if out.shape[-1] == head else out[..., :head]
     if backend == "cudnn":
         made = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, needs_grad, dropout, is_causal, False, scale=scale
+            query, key, value, None, needs_grad, dropout_p, is_causal, False, scale=scale
         )
         return made[0]  # type: ignore[no-any-return]
     mask = _float_mask(attn_mask, query.dtype)
@@ -128,12 +127,12 @@ def attention(
         if mask is not None:
             mask = _expanded_mask(mask, query, key)
         made = aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, needs_grad, dropout, is_causal, scale=scale
+            query, key, value, mask, needs_grad, dropout_p, is_causal, scale=scale
         )
         return made[0]  # type: ignore[no-any-return]
     extra = {"enable_gqa": enable_gqa} if enable_gqa else {}
     return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query, key, value, mask, dropout, is_causal, None, scale=scale, **extra
+        query, key, value, mask, dropout_p, is_causal, None, scale=scale, **extra
     )[0]
 
 
@@ -158,7 +157,7 @@ def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -
     return mask.expand(batch, heads, rows, key.shape[2])
 
 
-# --- what the operators allocate -----------------------------------------------------------------------------
+# --- allocations of the operators -----------------------------------------------------------------------------
 
 
 def _like_query(query: torch.Tensor, head: int) -> torch.Tensor:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic, replaced
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.tensors import map_tensors_in, tensors_in
 
 #: "CUDA Ops that can autocast to float16": inputs are cast to the autocast dtype.
 LOWER_PRECISION: tuple[str, ...] = (
@@ -76,9 +78,7 @@ class CastCache:
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The tensor in ``dtype``: itself, its cached copy, or a new copy."""
-        if not is_symbolic(tensor) or tensor.dtype == dtype or not tensor.is_floating_point():
-            return tensor
-        if tensor.dtype == torch.float64:
+        if tensor.dtype == dtype or not _eligible(tensor):
             return tensor
         cacheable = (
             dtype != torch.float32
@@ -105,31 +105,20 @@ def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return converted
 
 
-def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(function, item) for item in value)
-    return value
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _casting(op: Any, cache: CastCache, dtype_of: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             dtype = dtype_of(args)
-            args = _map_tensors(lambda tensor: cache.cast(tensor, dtype), args)
-            kwargs = {name: _map_tensors(lambda t: cache.cast(t, dtype), value) for name, value in kwargs.items()}
+            args = map_tensors_in(lambda tensor: cache.cast(tensor, dtype), args)
+            kwargs = {name: map_tensors_in(lambda t: cache.cast(t, dtype), value) for name, value in kwargs.items()}
             return op(*args, **kwargs)
 
     return kernel
+
+
+def _eligible(tensor: torch.Tensor) -> bool:
+    """``is_eligible`` in autocast_mode.h."""
+    return is_symbolic(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def _setting_dtype(op: Any) -> Callable[..., Any]:
@@ -139,9 +128,7 @@ def _setting_dtype(op: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            first = args[0]
-            eligible = is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64
-            if not eligible:
+            if not _eligible(args[0]):
                 return op(*args, **kwargs)
             if keyword:
                 if kwargs.get("dtype") is None:
@@ -158,8 +145,7 @@ def _setting_dtype(op: Any) -> Callable[..., Any]:
 def _appending_dtype(op: Any, with_dtype: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            first = args[0]
-            if not (is_symbolic(first) and first.is_floating_point() and first.dtype != torch.float64):
+            if not _eligible(args[0]):
                 return op(*args, **kwargs)
             filled = list(args)
             rest = op._schema.arguments[len(args) :]
@@ -178,7 +164,7 @@ def _float32(_args: tuple[Any, ...]) -> torch.dtype:
 
 
 def _widest(args: tuple[Any, ...]) -> torch.dtype:
-    dtypes = {tensor.dtype for tensor in _tensors(args) if is_symbolic(tensor)}
+    dtypes = {tensor.dtype for tensor in tensors_in(args) if is_symbolic(tensor)}
     return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cuda")
 
 

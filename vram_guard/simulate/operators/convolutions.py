@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import cudnn
-from vram_guard.simulate.tracing.recorder import Recorder
 
 _ELEMENTS: dict[torch.dtype, cudnn.Element] = {
     torch.float32: "float32",
@@ -150,7 +150,7 @@ def _planar(values: Any, neutral: int) -> tuple[int, ...]:
 
 
 def _transposed_copies(layout: torch.memory_format, groups: int, *read: torch.Tensor) -> int:
-    """Where cuDNN cannot be asked: its copies for half-precision kernels in NCHW; 0 where nothing is known.
+    """Without a cuDNN to ask: its copies for half-precision kernels in NCHW; 0 where nothing is known.
 
     Half-precision kernels want NHWC and channels in multiples of 8: "NCHW can still be operated on by Tensor Cores, but
     include some overhead due to automatic transpose operations" (NVIDIA, Convolutional Layers User's Guide), and packed

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic
-from vram_guard.simulate.tracing.recorder import Recorder
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 
 _META = torch.device("meta")
 
@@ -29,9 +29,8 @@ def layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
     copied = _contiguous(recorder, source, name)
     out = _tracked(recorder, _plain(source), name)
     shape = [*source.shape[:kept], *[1] * len(normalized)]
-    accumulated = torch.float64 if source.dtype == torch.float64 else torch.float32
     statistics = [
-        _tracked(recorder, torch.empty(shape, dtype=accumulated, device=_META), name)
+        _tracked(recorder, torch.empty(shape, dtype=_accumulated(source), device=_META), name)
         for _which in ("mean", "deviation")
     ]
     del copied
@@ -66,11 +65,43 @@ def group_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
         return func(*args, **kwargs)
     # The bias is of the weight's size; without a weight there is neither.
     made = _gradients(recorder, name, zip((source, weight, weight), wanted, strict=True))
-    size = 8 if source.dtype == torch.float64 else 4
+    size = _accumulated(source).itemsize
     by_channel, by_group = samples * channels * size, samples * groups * size
     by_channels = [by_channel] * (3 if weight is not None else 2)
     recorder.together([*by_channels, by_group, by_group] if wanted[0] else by_channels[:2], name)
     return made
+
+
+def batch_norm_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Output in the input's layout, mean and inverse deviation of each channel in float32, no reserve."""
+    source = args[0]
+    training = args[5]
+    channels = source.shape[1] if training else 0
+    statistics = (torch.empty(channels, dtype=_accumulated(source), device=_META) for _which in ("mean", "deviation"))
+    return torch.empty_like(source), *statistics
+
+
+def cudnn_norm_forward(r: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``native_batch_norm`` and cuDNN's reserve space, which is empty outside its persistent NHWC mode."""
+    return (*batch_norm_forward(r, func, args, kwargs), torch.empty(0, dtype=torch.uint8, device=_META))
+
+
+def cudnn_norm_backward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients of source, weight and bias: ``(source, grad_output, weight, ...)``."""
+    source, _grad, weight = args[:3]
+    return torch.empty_like(source), torch.empty_like(weight), torch.empty_like(weight)
+
+
+def norm_backward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients as ``native_batch_norm_backward`` returns them: ``(grad_out, source, weight, ...)``."""
+    _grad, source, weight = args[:3]
+    wanted = zip((source, weight, weight), args[-1], strict=True)
+    return tuple(torch.empty_like(tensor) if asked and tensor is not None else None for tensor, asked in wanted)
+
+
+def _accumulated(source: torch.Tensor) -> torch.dtype:
+    """The type in which CUDA sums values of the tensor (AccumulateType.h)."""
+    return torch.float64 if source.dtype == torch.float64 else torch.float32
 
 
 def _gradients(recorder: Recorder, name: str, wanted: Any) -> tuple[torch.Tensor | None, ...]:

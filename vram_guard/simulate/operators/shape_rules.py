@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
 
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
@@ -33,16 +33,12 @@ def _plain(tensor: Any) -> bool:
         and tensor.dtype.is_floating_point
         and tensor.dim() > 0
         and tensor.is_contiguous()
-        and not _two_layouts(tensor)
+        and not _ambiguous(tensor.shape)
     )
 
 
-def _two_layouts(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is channels last as well as contiguous: torch then has reasons of its own to choose."""
-    return _ambiguous(tensor.shape)
-
-
 def _ambiguous(shape: Sequence[int]) -> bool:
+    """True if such a tensor is channels last as well as contiguous: torch then has reasons of its own to choose."""
     return len(shape) in (4, 5) and (shape[1] == 1 or all(size == 1 for size in shape[2:]))
 
 
@@ -53,7 +49,7 @@ def _in_order(tensor: Any) -> bool:
     """
     if not (isinstance(tensor, torch.Tensor) and is_symbolic(tensor) and tensor.dtype.is_floating_point):
         return False
-    if tensor.dim() == 0 or tensor.numel() == 0 or _two_layouts(tensor):
+    if tensor.dim() == 0 or tensor.numel() == 0 or _ambiguous(tensor.shape):
         return False
     # Dimensions of one element have strides too, which TensorIterator looks at where they are not broadcast.
     strides = tensor.stride()
@@ -121,14 +117,12 @@ def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bias, left, right = args[:3]
-    good = left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0] and left.dtype == right.dtype
-    good = good and bias.dtype == left.dtype and is_symbolic(left) and is_symbolic(right)
     columns = right.shape[-1]
-    if not good or bias.dim() > 2 or (bias.shape[-1:] not in ((columns,), (1,))):
+    if bias.dtype != left.dtype or bias.dim() > 2 or bias.shape[-1:] not in ((columns,), (1,)):
         return None
     if bias.dim() == 2 and bias.shape[0] not in (1, left.shape[0]):
         return None
-    return torch.empty((left.shape[0], columns), dtype=left.dtype, device=_META)
+    return _mm((left, right), {})
 
 
 def _mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,18 +188,11 @@ NEW: dict[str, Rule] = {
     **dict.fromkeys(("aten::mul", "aten::add", "aten::sub", "aten::div"), _binary),
     **dict.fromkeys(
         (
-            "aten::neg",
-            "aten::rsqrt",
-            "aten::exp",
-            "aten::tanh",
-            "aten::sigmoid",
-            "aten::silu",
-            "aten::relu",
-            "aten::abs",
+            *("aten::neg", "aten::rsqrt", "aten::exp", "aten::tanh", "aten::sigmoid", "aten::silu", "aten::relu"),
+            *("aten::abs", "aten::gelu", "aten::sqrt", "aten::sin", "aten::cos", "aten::log"),
         ),
         _unary,
     ),
-    **dict.fromkeys(("aten::gelu", "aten::sqrt", "aten::sin", "aten::cos", "aten::log"), _unary),
     **dict.fromkeys(
         ("aten::tanh_backward", "aten::sigmoid_backward", "aten::silu_backward", "aten::gelu_backward"), _same
     ),

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 
 def leading_size(batch: Any) -> int:
@@ -21,13 +22,16 @@ def leading_size(batch: Any) -> int:
     sizes = Counter(leaf.shape[0] for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     if not sizes:
         raise InvalidInputError(
-            "the example batch holds no tensor with a leading dimension; give a callable batch_size -> batch"
+            _("the example batch holds no tensor with a leading dimension; give a callable batch_size -> batch")
         )
     (size, count), *others = sizes.most_common()
     if others and others[0][1] == count:
         raise InvalidInputError(
-            f"the example batch's tensors have different leading sizes ({', '.join(map(str, sorted(sizes)))}); "
-            "give a callable batch_size -> batch"
+            _(
+                "the example batch's tensors have different leading sizes ({sizes}); give a callable batch_size -> "
+                "batch",
+                sizes=", ".join(map(str, sorted(sizes))),
+            )
         )
     return size
 

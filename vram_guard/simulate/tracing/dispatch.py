@@ -12,16 +12,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueError
-from vram_guard.simulate.cost.op_cost import Meter
+from vram_guard.language import _
+from vram_guard.simulate.cost.op_cost import CostMeter
 from vram_guard.simulate.device import constants
-from vram_guard.simulate.device.fake_cuda import Pretence, is_dense, is_symbolic
+from vram_guard.simulate.device.fake_cuda import FakeCudaState
+from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import shape_rules
-from vram_guard.simulate.operators.kernels import HANDLERS, Matmuls, stand_in_result
+from vram_guard.simulate.operators.handlers import HANDLERS
+from vram_guard.simulate.operators.kernels import Matmuls
+from vram_guard.simulate.operators.stand_in import stand_in_result
 from vram_guard.simulate.tracing.interrupts import Interrupts
-from vram_guard.simulate.tracing.recorder import Recorder
-from vram_guard.simulate.tracing.undo_log import Journal
+from vram_guard.simulate.tracing.undo_log import UndoLog
+from vram_guard.tensors import is_dense, tensors_in
+from vram_guard.timeline import Timeline
 
-_CPU = torch.device("cpu")
 _META = torch.device("meta")
 _add = torch.ops.aten.add.Tensor
 _add_ = torch.ops.aten.add_.Tensor
@@ -34,15 +39,16 @@ class SymbolicMode(TorchDispatchMode):
     """Runs operators on symbolic tensors (shapes only) and tells the recorder what they allocate."""
 
     def __init__(
-        self, recorder: Recorder, state: Pretence, capability: tuple[int, int], interrupts: Interrupts
+        self, recorder: Recorder, state: FakeCudaState, capability: tuple[int, int], interrupts: Interrupts
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.state = state
         self.interrupts = interrupts
-        self.journal = Journal()
+        self.undo_log = UndoLog()
+        self.capability = capability
         self.matmuls = Matmuls(recorder, capability)
-        self.meter = Meter(recorder)
+        self.meter = CostMeter(recorder)
         self.waiting: dict[int, str] = {}
         """Storages of weights that wait on the host -> the module they belong to."""
         self._plans: dict[Any, Runner] = {}
@@ -78,7 +84,7 @@ class SymbolicMode(TorchDispatchMode):
             if self.waiting and func._schema.name == "aten::_to_copy":
                 self._weights_arrive(args[0], out)
             if self.recorder.measured:
-                self.meter.weigh(func, args, kwargs or {}, out)
+                self.meter.count(func, args, kwargs or {}, out)
             return out
         finally:
             self.state.in_kernel = before
@@ -108,7 +114,7 @@ class SymbolicMode(TorchDispatchMode):
 
     def _handled(self, handler: Callable[..., Any]) -> Runner:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not _any_symbolic(args):
+            if not any_symbolic(args):
                 return self._generic(func, args, kwargs)
             out = handler(self.recorder, func, args, kwargs)
             self._track(func, out)
@@ -129,12 +135,12 @@ class SymbolicMode(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
-            if not _any_symbolic(args):
+            if not any_symbolic(args):
                 raise
             return stand_in_result(self.recorder, func, args, kwargs, error)
         except (RuntimeError, IndexError) as error:
             # Either the user's mistake, or torch's code for meta tensors cannot do what its real kernels can.
-            if not _any_symbolic(args):
+            if not any_symbolic(args):
                 raise
             try:
                 return stand_in_result(self.recorder, func, args, kwargs, error)
@@ -147,7 +153,7 @@ class SymbolicMode(TorchDispatchMode):
         if device is not None:
             if device.type == "cuda":
                 kwargs = {**kwargs, "device": _META}
-            elif device.type == "cpu" and _any_symbolic(args):
+            elif device.type == "cpu" and any_symbolic(args):
                 kwargs = {**kwargs, "device": _META}
                 to_host = True
                 # A copy that nobody waits for goes to pinned memory (ATen/native/TensorConversions.cpp, `pin_out`).
@@ -180,10 +186,10 @@ class SymbolicMode(TorchDispatchMode):
         target = args[0] if args else None
         if isinstance(target, torch.Tensor):
             if not is_symbolic(target):
-                if _any_symbolic(args[1:]):
+                if any_symbolic(args[1:]):
                     self.recorder.host.add_real(target)
                     return target  # symbolic data arrives in host memory: nothing to write
-                self.journal.before_write(target)
+                self.undo_log.before_write(target)
             else:
                 self._forget(target)
         if kwargs and isinstance(kwargs.get("out"), torch.Tensor):
@@ -212,7 +218,7 @@ class SymbolicMode(TorchDispatchMode):
         return out
 
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _any_symbolic(args):
+        if any_symbolic(args):
             self.matmuls.before(func)
         return self._generic(func, args, kwargs)
 
@@ -242,7 +248,7 @@ class SymbolicMode(TorchDispatchMode):
         if tensors and is_symbolic(tensors[0]):
             return None
         for tensor in tensors:
-            self.journal.before_write(tensor)
+            self.undo_log.before_write(tensor)
         return func(*args, **kwargs)
 
     def _foreach_new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,20 +269,43 @@ class SymbolicMode(TorchDispatchMode):
             made.append(out)
         return made
 
+    # --- the answer ------------------------------------------------------------------------------------------
+
+    def timeline(self, batch_size: int, precision: str) -> Timeline:
+        """Everything recorded so far; sizes are those of this batch size."""
+        recorder = self.recorder
+        return Timeline(
+            blocks=recorder.blocks(),
+            events=tuple(recorder.events),
+            phases=tuple(recorder.phases),
+            traced=(batch_size,),
+            tier=recorder.tier,
+            notes=tuple(recorder.notes),
+            compute_capability=self.capability,
+            precision=precision,
+            work=self.meter.work(),
+            host_blocks=recorder.host.blocks(),
+            host_events=tuple(recorder.host.events),
+        )
+
     # --- helpers ---------------------------------------------------------------------------------------------
 
     def _check_waiting(self, func: Any, args: tuple[Any, ...]) -> None:
         """Weights that wait on the host meet no tensor on the GPU but in a copy: torch would raise, and so do we."""
         if func._schema.name in _COPIES:
             return
-        tensors = [tensor for tensor in _tensors(args) if is_symbolic(tensor) and tensor.dim()]
+        tensors = [tensor for tensor in tensors_in(args) if is_symbolic(tensor) and tensor.dim()]
         names = (self.waiting.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         name = next(filter(None, names), None)
         if name is not None and not all(self.recorder.on_host(tensor) for tensor in tensors):
             raise UnsupportedTechniqueError(
-                f"{name} cannot wait on the host: {func} at {self.recorder.source() or 'an unknown line'} uses its "
-                "weights outside its forward (another method of the module, or an average of weights). Take it out of "
-                "frozen_on_host"
+                _(
+                    "{name} cannot wait on the host: {operator} at {line} uses its weights outside its forward "
+                    "(another method of the module, or an average of weights). Take it out of frozen_on_host",
+                    name=name,
+                    operator=func,
+                    line=self.recorder.source() or _("an unknown line"),
+                )
             )
 
     def _weights_arrive(self, source: torch.Tensor, copy: torch.Tensor) -> None:
@@ -292,12 +321,12 @@ class SymbolicMode(TorchDispatchMode):
                 self._track(func, item)
 
     def _mark_host(self, out: Any, pinned: bool) -> None:
-        for tensor in _tensors((out,)):
+        for tensor in tensors_in((out,)):
             if is_symbolic(tensor):
                 self.recorder.mark_host(tensor, pinned=pinned)
 
     def _all_on_host(self, args: Any) -> bool:
-        symbolic = [tensor for tensor in _tensors(args) if is_symbolic(tensor)]
+        symbolic = [tensor for tensor in tensors_in(args) if is_symbolic(tensor)]
         return bool(symbolic) and all(self.recorder.on_host(tensor) for tensor in symbolic)
 
 
@@ -316,7 +345,7 @@ def _storage_users(tensor: torch.Tensor) -> int:
 
 
 def _called_by_engine() -> bool:
-    """Whether the innermost Python frame outside dispatching is the one that started the backward pass."""
+    """True if the innermost Python frame outside dispatching is the one that started the backward pass."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_name in _WRAPPERS):
         frame = frame.f_back
@@ -325,18 +354,6 @@ def _called_by_engine() -> bool:
 
 #: Names of torch's own frames around ``__torch_dispatch__``.
 _WRAPPERS = frozenset({"__torch_dispatch__", "inner", "_fn"})
-
-
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _any_symbolic(args: Any) -> bool:
-    return any(is_symbolic(tensor) for tensor in _tensors(args))
 
 
 @contextlib.contextmanager

@@ -1,16 +1,15 @@
-"""Follow a training loop that somebody else runs (a script) and write down what it would allocate.
+"""Trace a training loop that somebody else runs (a script's own) and record what it would allocate.
 
 :func:`vram_guard.trace` calls the step itself. A script's loop cannot be called: it is there once, in the script's own
-process. So here the pretence is put on for the rest of that process, the script's own tensors become symbolic where
-they are, and torch's own doors (``backward``, the optimizers' hooks, ``Module.__call__``) say in which phase the loop
-is. Nothing is ever put back: the process exists for the prediction only.
+process. So here the simulated CUDA device stays on for the rest of that process, the script's own tensors become
+symbolic where they are, and torch's entry points (``backward``, the optimizers' hooks, ``Module.__call__``) say in
+which phase the loop is. Nothing is ever put back: the process exists for the prediction only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,24 +17,22 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vram_guard.simulate.device.data_dependent import Questions
-from vram_guard.simulate.device.fake_cuda import Pretence, is_dense, is_symbolic, pretend_cuda, replaced
-from vram_guard.simulate.operators.autocast import cuda_autocast
-from vram_guard.simulate.operators.composite_ops import cuda_composites
-from vram_guard.simulate.private_api import check_torch
-from vram_guard.simulate.tracing.dispatch import SymbolicMode, device_of_factories
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.fake_cuda import FakeCudaState
+from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
+from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.tracing.dispatch import SymbolicMode
 from vram_guard.simulate.tracing.interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states
-from vram_guard.simulate.tracing.recorder import Recorder
-from vram_guard.simulate.tracing.run import make_buckets, module_paths
+from vram_guard.simulate.tracing.run import make_buckets, module_paths, on_simulated_cuda, prepare_torch
 from vram_guard.timeline import Timeline
 
 
-class Following:
-    """What a loop allocates, from :meth:`begin` on; for one process, which ends with it.
+class ExternalLoopTracer:
+    """The allocations of a loop, from :meth:`begin` on; for one process, which ends with it.
 
     Args:
-        capability: compute capability of the GPU that is pretended.
+        capability: compute capability of the GPU that is simulated.
         on_step: called after every step of every optimizer, with that optimizer.
     """
 
@@ -44,8 +41,8 @@ class Following:
         self.recorder = Recorder()
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
-        self._pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, Questions(self.recorder))
-        self._mode = SymbolicMode(self.recorder, self._pretence, capability, Interrupts())
+        self._device = FakeCudaState(self.recorder)
+        self._mode = SymbolicMode(self.recorder, self._device, capability, Interrupts())
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
@@ -53,24 +50,19 @@ class Following:
     # --- setting up -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """From here on the process pretends: for good.
+        """From here on the process has a simulated CUDA device: for good.
 
         Raises:
             UnsupportedStepError: this torch lacks what a trace needs.
         """
-        check_torch()
-        # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
-        importlib.import_module("torch._dynamo")
+        prepare_torch()
         enter = self._stack.enter_context
-        enter(device_of_factories())
-        enter(pretend_cuda(self._pretence, capability=self.capability))
-        enter(cuda_composites(self.capability))
-        enter(cuda_autocast())
+        enter(on_simulated_cuda(self._device, self.capability))
         set_stance = getattr(torch.compiler, "set_stance", None)
         if set_stance is not None:
             enter(set_stance("force_eager"))
-        doors = {name: self._told_of_backward(getattr(torch.autograd, name)) for name in ("backward", "grad")}
-        enter(replaced(torch.autograd, doors))
+        entry_points = {name: self._backward_phase(getattr(torch.autograd, name)) for name in ("backward", "grad")}
+        enter(replaced(torch.autograd, entry_points))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         gc.collect()
@@ -99,7 +91,7 @@ class Following:
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
     def shard(self, model: nn.Module, ranks: int) -> None:
-        """From here on FSDP2 on this model, which lies in host memory, is followed; call it in place of adopting it.
+        """From here on FSDP2 on this model, which lies in host memory, is traced; call it in place of adopting it.
 
         Args:
             model: real; what of it the loop had moved to the GPU before is symbolic already, and stays there.
@@ -108,17 +100,17 @@ class Following:
         Raises:
             UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
         """
-        from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_followed
+        from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_traced
 
-        self._pretence.shapes_only += 1  # the stand-ins take no memory of the GPU
+        self._device.shapes_only += 1  # the stand-ins take no memory of the GPU
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_symbolic(tensor):
                 self._in_place(tensor)
                 self.recorder.mark_host(tensor)
-        self._pretence.shapes_only -= 1
+        self._device.shapes_only -= 1
         self.recorder.note(STREAMS)
-        self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": _address}))
-        self._stack.enter_context(fsdp_followed(model, self.recorder, self._pretence, ranks))
+        self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
+        self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
         model.register_forward_pre_hook(self._before_forward)
 
     def train(self, model: nn.Module, ranks: int = 1) -> None:
@@ -128,21 +120,17 @@ class Following:
         self._stack.enter_context(module_paths(model, self.recorder))
 
     def _in_place(self, tensor: torch.Tensor) -> None:
-        if is_dense(tensor):
-            twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-        else:
-            twin = torch.empty(tensor.size(), dtype=tensor.dtype, device="meta")
-        twin.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        twin = symbolic_like(tensor).requires_grad_(tensor.requires_grad and tensor.is_leaf)
         torch._C._swap_tensor_impl(tensor, twin)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """``torch.cuda`` tells the truth inside the block: for code that is not the loop's."""
-        self._pretence.active = False
+        """The simulated CUDA device is off inside the block: for code that is not the loop's."""
+        self._device.active = False
         try:
             yield
         finally:
-            self._pretence.active = True
+            self._device.active = True
 
     # --- phases -----------------------------------------------------------------------------------------------
 
@@ -155,7 +143,7 @@ class Following:
         finally:
             self.recorder.phase("forward", self.steps + 1)
 
-    def _told_of_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _backward_phase(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward:  # a recomputation inside a backward pass
                 return original(*args, **kwargs)
@@ -190,24 +178,12 @@ class Following:
     # --- the answer -------------------------------------------------------------------------------------------
 
     def timeline(self, batch_size: int, precision: str) -> Timeline:
-        """What happened so far; nothing after this is recorded. Sizes are those of this batch size."""
+        """Everything that happened so far; nothing after this is recorded. Sizes are those of this batch size."""
         self.recorder.close()
-        return Timeline(
-            blocks=self.recorder.blocks(),
-            events=tuple(self.recorder.events),
-            phases=tuple(self.recorder.phases),
-            traced=(batch_size,),
-            tier=self.recorder.tier,
-            notes=tuple(self.recorder.notes),
-            compute_capability=self.capability,
-            precision=precision,
-            work=self._mode.meter.work(),
-            host_blocks=self.recorder.host.blocks(),
-            host_events=tuple(self.recorder.host.events),
-        )
+        return self._mode.timeline(batch_size, precision)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     """``Tensor.data_ptr``: symbolic tensors have none, but one tells them apart."""
     address: int = torch._C.TensorBase.data_ptr(tensor)
     if not is_symbolic(tensor) or hasattr(tensor, "__tensor_flatten__"):

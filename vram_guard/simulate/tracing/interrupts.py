@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Interrupts:
-    """Whether the user pressed Ctrl-C while it was held back."""
+    """True if the user pressed Ctrl-C while it was held back."""
 
     def __init__(self) -> None:
         self.pending = False

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.simulate.device import constants
-from vram_guard.simulate.device.fake_cuda import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 
 if TYPE_CHECKING:
+    from vram_guard.simulate.memory.recorder import Recorder
     from vram_guard.simulate.tracing.dispatch import SymbolicMode
-    from vram_guard.simulate.tracing.recorder import Recorder
     from vram_guard.step import TrainingStep
 
 _META = torch.device("meta")
@@ -28,7 +29,7 @@ TRUE_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class Run(Protocol):
-    """What a loop needs of the run that it belongs to."""
+    """The part of a run that its loop needs."""
 
     step: TrainingStep
     batch_size: int
@@ -115,7 +116,7 @@ class Loop:
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
-            raise UnsupportedStepError("the batch holds a nested tensor: its rows have no common size to follow")
+            raise UnsupportedStepError(_("the batch holds a nested tensor: its rows have no common size"))
         dtype = TRUE_DTYPES.get(self.step.precision) if tensor.is_floating_point() else None
         if is_symbolic(tensor):
             moved = torch.empty_like(tensor, dtype=dtype)
@@ -135,7 +136,7 @@ class Loop:
             self.loss = scalar_loss(self.step.loss(self.model, self.batch))
         if self.mode.operations == before:
             raise UnsupportedStepError(
-                "the step ran no operation at all; check that loss(model, batch) calls the model"
+                _("the step ran no operation at all; check that loss(model, batch) calls the model")
             )
 
     def _backward(self, number: int, first: bool) -> None:
@@ -145,7 +146,7 @@ class Loop:
             self.optimizer.zero_grad()
         self.recorder.phase("backward", number)
         if self.loss is None:
-            raise UnsupportedStepError("loss(model, batch) returned None, so there is nothing to run backward")
+            raise UnsupportedStepError(_("loss(model, batch) returned None, so there is nothing to run backward"))
         loss = self.loss if self.step.accumulate == 1 else self.loss / self.step.accumulate
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -190,13 +191,16 @@ def scalar_loss(result: Any) -> Any:
     if isinstance(result, (list, tuple)) and result and all(isinstance(item, torch.Tensor) for item in result):
         return torch.stack(list(result)).sum() if len(result) > 1 else result[0]
     raise UnsupportedStepError(
-        f"loss(model, batch) returned {type(result).__name__}; it must return a scalar tensor, a dict with 'loss', "
-        "an object with .loss, or several scalar tensors"
+        _(
+            "loss(model, batch) returned {kind}; it must return a scalar tensor, a dict with 'loss', an object with "
+            ".loss, or several scalar tensors",
+            kind=type(result).__name__,
+        )
     )
 
 
 def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-    """What the optimizer keeps for each parameter is optimizer state."""
+    """Classify what the optimizer keeps for each parameter as optimizer states."""
     for state in optimizer.state.values():
         if isinstance(state, dict):
             for value in state.values():

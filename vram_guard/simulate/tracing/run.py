@@ -14,16 +14,19 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
-from vram_guard.simulate.device.data_dependent import Questions
-from vram_guard.simulate.device.fake_cuda import Pretence, is_symbolic, pretend_cuda, replaced
+from vram_guard.language import _
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.data_dependent import ScalarQueries
+from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing.dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing.interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states
-from vram_guard.simulate.tracing.recorder import Recorder
-from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_followed
+from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_traced
 from vram_guard.simulate.tracing.substitution import (
     build_symbolically,
     check_module,
@@ -32,7 +35,7 @@ from vram_guard.simulate.tracing.substitution import (
 )
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
-from vram_guard.techniques.placing import import_libraries, optimizer_for, place
+from vram_guard.techniques.placement import import_libraries, optimizer_for, place
 from vram_guard.timeline import Timeline
 
 _META = torch.device("meta")
@@ -64,14 +67,29 @@ def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> Trainin
         return step.with_(model=_Run(step, 1, capability, interrupts).build())
 
 
+def prepare_torch() -> None:
+    """Check torch, and import now what it imports by itself at the first optimizer step, in the middle of a trace.
+
+    Raises:
+        UnsupportedStepError: this torch lacks what a trace needs.
+    """
+    check_torch()
+    importlib.import_module("torch._dynamo")
+
+
+@contextlib.contextmanager
+def on_simulated_cuda(device: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
+    """Symbolic tensors behave as CUDA tensors inside the block, down to autocast and composite operators."""
+    with device_of_factories(), simulated_cuda(device, capability), cuda_composites(capability), cuda_autocast():
+        yield
+
+
 @contextlib.contextmanager
 def _alone() -> Iterator[Interrupts]:
     """One trace at a time, in a process that afterwards is as before."""
-    check_torch()
-    # torch imports this by itself at the first optimizer step: better now than in the middle of the pretence.
-    importlib.import_module("torch._dynamo")
+    prepare_torch()
     if not _one_at_a_time.acquire(blocking=False):
-        raise UnsupportedStepError("a trace is running already; traces cannot be nested or run in two threads")
+        raise UnsupportedStepError(_("a trace is running already; traces cannot be nested or run in two threads"))
     try:
         with (
             interrupts_held_back() as interrupts,
@@ -94,8 +112,10 @@ def _fake_tensors_refused() -> Iterator[None]:
         if "must be 'meta'" not in str(error):
             raise
         raise UnsupportedStepError(
-            "the step uses an operator that runs torch's own FakeTensorMode (flex_attention and other higher-order "
-            "operators): it cannot be followed symbolically"
+            _(
+                "the step uses an operator that runs torch's own FakeTensorMode (flex_attention and other higher-order "
+                "operators): it cannot be run symbolically"
+            )
         ) from error
 
 
@@ -112,7 +132,7 @@ def _garbage_collector_paused() -> Iterator[None]:
 
 
 class _Run:
-    """One trace: its recorder, its pretence, and the loop."""
+    """One trace: its recorder, its simulated device, and the loop."""
 
     def __init__(
         self, step: TrainingStep, batch_size: int, capability: tuple[int, int], interrupts: Interrupts
@@ -122,15 +142,15 @@ class _Run:
         self.capability = capability
         self.interrupts = interrupts
         self.recorder = Recorder()
-        self.pretence = Pretence(self.recorder.on_host, self.recorder.host.pinned, Questions(self.recorder))
-        self.mode = SymbolicMode(self.recorder, self.pretence, capability, interrupts)
+        self.device = FakeCudaState(self.recorder)
+        self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts)
         self.take_off: Callable[[], None] = lambda: None
 
     def timeline(self) -> Timeline:
         step = self.step
         import_libraries(step.recipe)
-        with contextlib.ExitStack() as stack, self._as_if_on_cuda():
-            stack.callback(self.mode.journal.restore)
+        with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
+            stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
             self._note_hooks(model)
@@ -143,44 +163,22 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return Timeline(
-            blocks=self.recorder.blocks(),
-            events=tuple(self.recorder.events),
-            phases=tuple(self.recorder.phases),
-            traced=(self.batch_size,),
-            tier=self.recorder.tier,
-            notes=tuple(self.recorder.notes),
-            compute_capability=self.capability,
-            precision=step.precision,
-            work=self.mode.meter.work(),
-            host_blocks=self.recorder.host.blocks(),
-            host_events=tuple(self.recorder.host.events),
-        )
+        return self.mode.timeline(self.batch_size, step.precision)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
-        with self._as_if_on_cuda():
+        with on_simulated_cuda(self.device, self.capability):
             return self._build(self.step.model)
-
-    @contextlib.contextmanager
-    def _as_if_on_cuda(self) -> Iterator[None]:
-        with (
-            device_of_factories(),
-            pretend_cuda(self.pretence, capability=self.capability),
-            cuda_composites(self.capability),
-            cuda_autocast(),
-        ):
-            yield
 
     def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
         """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
-        thrown_away, asked = Recorder(), self.pretence.questions
-        self.pretence.questions = Questions(thrown_away)  # initialisers look at what they have drawn
+        thrown_away, queries = Recorder(), self.device.queries
+        self.device.queries = ScalarQueries(thrown_away)  # initialisers look at what they have drawn
         try:
-            with SymbolicMode(thrown_away, self.pretence, self.capability, self.interrupts):
+            with SymbolicMode(thrown_away, self.device, self.capability, self.interrupts):
                 return build_symbolically(constructor)
         finally:
-            self.pretence.questions = asked
+            self.device.queries = queries
 
     def _note_hooks(self, model: nn.Module) -> None:
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
@@ -218,7 +216,7 @@ class _Run:
     def _sharding(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if not self.step.recipe.parameters_on_host:
             return contextlib.nullcontext()
-        return fsdp_followed(model, self.recorder, self.pretence)
+        return fsdp_traced(model, self.recorder, self.device)
 
     def _set_up(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Weights arrive on the GPU; DistributedDataParallel makes its buckets."""
@@ -239,7 +237,7 @@ class _Run:
             make_buckets(model, self.recorder)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
-        """What waits on the host never takes the GPU's memory for longer than it is used."""
+        """Place the weights: those that wait on the host never take GPU memory for longer than they are used."""
         recipe = self.step.recipe
         waiting = [model.get_submodule(name).parameters() for name in recipe.frozen_on_host]
         for tensor in moved if recipe.parameters_on_host else itertools.chain(*waiting):
@@ -263,8 +261,11 @@ class _Run:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(is_symbolic(p) for p in own):
             raise UnsupportedStepError(
-                "optimizer(parameters) returned an optimizer over other parameters than those it was given; a trace "
-                "must not train them. Build it inside the callable: lambda parameters: torch.optim.AdamW(parameters)"
+                _(
+                    "optimizer(parameters) returned an optimizer over other parameters than those it was given; a "
+                    "trace must not train them. Build it inside the callable: lambda parameters: "
+                    "torch.optim.AdamW(parameters)"
+                )
             )
         return optimizer
 
@@ -319,12 +320,14 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """What is compiled runs uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
+    """Compiled models run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
     compiled = [m for m in model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None]
     set_stance = getattr(torch.compiler, "set_stance", None)
     if compiled:
         recorder.note("torch.compile is not followed: counted as eager", tier="partly symbolic")
         if set_stance is None:
-            raise UnsupportedStepError("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+            raise UnsupportedStepError(
+                _("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+            )
     with set_stance("force_eager") if set_stance is not None else contextlib.nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does beside operators is followed."""
+"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does beside operators is recorded."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
-from vram_guard.simulate.device.fake_cuda import Pretence, replaced
-from vram_guard.simulate.private_api import FSDP_NAMES, missing_names
+from vram_guard.language import _
+from vram_guard.patching import replaced
+from vram_guard.private_names import missing_names
+from vram_guard.simulate.device.fake_cuda import FakeCudaState
+from vram_guard.simulate.private_api import FSDP_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from vram_guard.simulate.tracing.recorder import Recorder
+    from vram_guard.simulate.memory.recorder import Recorder
 
 
-#: What a trace cannot see of it, for the reader of a prediction.
+#: The part that a trace cannot see, for the reader of a prediction.
 STREAMS = (
     "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps apart: reserved "
     "memory can be higher than said by the gradients of the largest module"
@@ -26,8 +29,8 @@ STREAMS = (
 
 
 @contextlib.contextmanager
-def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence, ranks: int = 1) -> Iterator[Any]:
-    """While the block runs, ``fully_shard`` on the model is followed; afterwards torch has forgotten the model.
+def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, ranks: int = 1) -> Iterator[Any]:
+    """While the block runs, ``fully_shard`` on the model is traced; afterwards torch has forgotten the model.
 
     Args:
         model: what is sharded.
@@ -44,8 +47,11 @@ def fsdp_followed(model: nn.Module, recorder: Recorder, state: Pretence, ranks: 
     missing = missing_names(FSDP_NAMES)
     if missing:
         raise UnsupportedTechniqueError(
-            f"parameters_on_host cannot be traced: torch {torch.__version__} has no "
-            + ", ".join(name.path.replace(":", ".") for name in missing)
+            _(
+                "parameters_on_host cannot be traced: torch {version} has no {names}",
+                version=torch.__version__,
+                names=", ".join(name.dotted for name in missing),
+            )
         )
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import _composable_state
@@ -88,7 +94,7 @@ def _resize(recorder: Recorder) -> Callable[[torch.UntypedStorage, int], torch.U
     return resize_
 
 
-def _shapes_only(state: Pretence) -> dict[str, Any]:
+def _shapes_only(state: FakeCudaState) -> dict[str, Any]:
     """DTensor derives the shapes of its results within a ``FakeTensorMode``: no memory of the step's.
 
     The trace's own mode is asked before that one, whichever was entered last.

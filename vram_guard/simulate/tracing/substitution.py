@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.simulate.device.fake_cuda import is_dense
+from vram_guard.tensors import is_dense
 
 _CONTAINERS = (list, dict, set, deque, tuple)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 
-class Journal:
-    """What real tensors held before the traced step wrote to them (an average of weights, a counter, a metric)."""
+class UndoLog:
+    """The contents of real tensors (averages of weights, counters, metrics) before the traced step wrote to them."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""A module that is imported for the first time while a step runs symbolically is imported as always.
+"""A module that is imported for the first time while a step runs symbolically runs for real.
 
 Libraries import lazily (diffusers and transformers read a model's file when its class is asked for), and what a module
 computes on import stays for the rest of the process: a table must hold its numbers, and "is there a GPU?" has to be
@@ -16,16 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vram_guard.patching import replaced
 
-class Switch(Protocol):
-    """What is turned off while a module is executed."""
+
+class Activity(Protocol):
+    """A simulation that is on or off; it is turned off while a module is executed."""
 
     active: bool
 
 
 @contextlib.contextmanager
-def imported_as_always(pretence: Switch) -> Iterator[None]:
-    """Inside the block, this thread's first imports of modules see no pretence and no symbolic tensors.
+def imports_run_for_real(simulation: Activity) -> Iterator[None]:
+    """Inside the block, this thread's first imports of modules see neither the simulated device nor symbolic tensors.
 
     Python's own import machinery runs every module through one function, ``importlib._bootstrap._load_unlocked`` (from
     3.3 to 3.14); where a Python has another one, imports are left as they are.
@@ -37,18 +39,15 @@ def imported_as_always(pretence: Switch) -> Iterator[None]:
         return
     tracing = threading.get_ident()
 
-    def load_as_always(spec: Any) -> Any:
-        if threading.get_ident() != tracing or not pretence.active:
+    def load_for_real(spec: Any) -> Any:
+        if threading.get_ident() != tracing or not simulation.active:
             return load(spec)
-        pretence.active = False
+        simulation.active = False
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 return load(spec)
         finally:
-            pretence.active = True
+            simulation.active = True
 
-    machinery._load_unlocked = load_as_always
-    try:
+    with replaced(machinery, {"_load_unlocked": load_for_real}):
         yield
-    finally:
-        machinery._load_unlocked = load

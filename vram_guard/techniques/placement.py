@@ -1,4 +1,4 @@
-"""Where weights and optimizer states lie: the techniques that a model and its optimizer are built with."""
+"""Places of weights and optimizer states: the techniques that a model and its optimizer are built with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forwards that are replaced on single modules, and taken away again."""
+"""Forwards that are replaced on single modules, and removed again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,13 +74,15 @@ class PatchedForward:
         return getattr, (self.module, "forward")  # asked before the module has its attributes: the class's own
 
 
-def patch(model: nn.Module, names: Iterable[str], make: Callable[[nn.Module], PatchedForward]) -> Callable[[], None]:
+def patch_forwards(
+    model: nn.Module, names: Iterable[str], make: Callable[[nn.Module], PatchedForward]
+) -> Callable[[], None]:
     """Replace the forwards of named modules; the result puts them back.
 
     Raises:
         InvalidInputError: no module of the model has such a name, or it is a mere container.
     """
-    modules = {id(module): module for module in (found(model, name) for name in names)}
+    modules = {id(module): module for module in (callable_module(model, name) for name in names)}
     patched = [make(module) for module in modules.values()]
     for one in patched:
         one.install()
@@ -91,7 +94,7 @@ def patch(model: nn.Module, names: Iterable[str], make: Callable[[nn.Module], Pa
     return undo
 
 
-def found(model: nn.Module, name: str) -> nn.Module:
+def callable_module(model: nn.Module, name: str) -> nn.Module:
     """The module of this name, whose forward can be called.
 
     Raises:
@@ -102,10 +105,20 @@ def found(model: nn.Module, name: str) -> nn.Module:
     known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name not in known:
         near = get_close_matches(str(name), known, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "; model.named_modules() lists them"
-        raise InvalidInputError(f"the model has no module named {name!r}{hint}")
+        if near:
+            message = _(
+                "the model has no module named {name}; did you mean {near}?", name=repr(name), near=_either(near)
+            )
+        else:
+            message = _("the model has no module named {name}; model.named_modules() lists them", name=repr(name))
+        raise InvalidInputError(message)
     if type(known[name]).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
         inside = ", ".join(repr(f"{name}.{child}") for child, _ in list(known[name].named_children())[:3])
-        hint = f": name its modules ({inside}, ...)" if inside else ""
-        raise InvalidInputError(f"{name!r} is a {type(known[name]).__name__} without a forward of its own{hint}")
+        what = _("{name} is a {kind} without a forward of its own", name=repr(name), kind=type(known[name]).__name__)
+        hint = _(": name its modules ({modules}, ...)", modules=inside) if inside else ""
+        raise InvalidInputError(what + hint)
     return known[name]
+
+
+def _either(names: Iterable[str]) -> str:
+    return _(" or ").join(map(repr, names))

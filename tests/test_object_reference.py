@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from vram_guard import TrainingStep
-from vram_guard.capture.named import object_named, step_named, steps_named
+from vram_guard.capture.object_reference import load_object, load_step, load_steps
 from vram_guard.errors import InvalidInputError
 
 SOURCE = """
@@ -68,9 +68,9 @@ def width_of(step):
 
 
 def test_a_step_a_function_and_a_dotted_attribute(module):
-    assert width_of(step_named(f"{module}:ready")) == 4
-    assert width_of(step_named(f"{module}:build")) == 8
-    assert isinstance(step_named(f"{module}:Holder.step"), TrainingStep)
+    assert width_of(load_step(f"{module}:ready")) == 4
+    assert width_of(load_step(f"{module}:build")) == 8
+    assert isinstance(load_step(f"{module}:Holder.step"), TrainingStep)
 
 
 def test_a_file_with_its_neighbours(module, tmp_path):
@@ -78,19 +78,19 @@ def test_a_file_with_its_neighbours(module, tmp_path):
     folder.mkdir()
     (folder / "sizes.py").write_text("WIDTH = 24\n")
     (folder / "net.py").write_text(f"from sizes import WIDTH\nfrom {module} import needs\nstep = needs(WIDTH)\n")
-    assert width_of(step_named(f"{folder / 'net.py'}:step")) == 24
-    assert object_named(f"{folder / 'net.py'}:step") is object_named(f"{folder / 'net.py'}:step")
+    assert width_of(load_step(f"{folder / 'net.py'}:step")) == 24
+    assert load_object(f"{folder / 'net.py'}:step") is load_object(f"{folder / 'net.py'}:step")
 
 
 def test_a_config_gives_what_the_function_has_parameters_for(module):
-    assert width_of(step_named(f"{module}:build", {"width": 12, "batch_size": 4, 3: "odd"})) == 12
-    step_named(f"{module}:everything", {"width": 12, 3: "odd"})
-    assert object_named(f"{module}:build").seen == {"width": 12}
+    assert width_of(load_step(f"{module}:build", {"width": 12, "batch_size": 4, 3: "odd"})) == 12
+    load_step(f"{module}:everything", {"width": 12, 3: "odd"})
+    assert load_object(f"{module}:build").seen == {"width": 12}
 
 
 def test_several_steps_under_one_name(module):
-    assert [width_of(step) for step in steps_named(f"{module}:both").values()] == [4, 16]
-    assert list(steps_named(f"{module}:ready")) == ["ready"]
+    assert [width_of(step) for step in load_steps(f"{module}:both").values()] == [4, 16]
+    assert list(load_steps(f"{module}:ready")) == ["ready"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_several_steps_under_one_name(module):
     [
         ("needs", "needs width"),
         ("breaks", "RuntimeError: no weights here"),
-        ("number", "gives a int, no TrainingStep"),
+        ("number", "gives a int, not a TrainingStep"),
         ("Net", "is a class"),
         ("biuld", "did you mean build"),
         ("both", "gives a dict"),
@@ -106,7 +106,7 @@ def test_several_steps_under_one_name(module):
 )
 def test_what_is_no_step_is_named(module, attribute, said):
     with pytest.raises(InvalidInputError, match=said):
-        step_named(f"{module}:{attribute}")
+        load_step(f"{module}:{attribute}")
 
 
 @pytest.mark.parametrize(
@@ -114,17 +114,17 @@ def test_what_is_no_step_is_named(module, attribute, said):
 )
 def test_malformed_names_are_refused_before_anything_is_imported(name):
     with pytest.raises(InvalidInputError):
-        object_named(name)
+        load_object(name)
 
 
 def test_modules_that_cannot_be_imported(module, tmp_path):
     with pytest.raises(InvalidInputError, match="there is no module 'no_such_package_here'"):
-        object_named("no_such_package_here.inner:build")
+        load_object("no_such_package_here.inner:build")
     with pytest.raises(InvalidInputError, match="there is no file"):
-        object_named("missing.py:build")
+        load_object("missing.py:build")
     (tmp_path / "broken.py").write_text("import no_such_library_here\n")
     with pytest.raises(InvalidInputError, match="needs 'no_such_library_here'"):
-        object_named("broken.py:build")
+        load_object("broken.py:build")
     (tmp_path / "wrong.py").write_text("def build(:\n")
     with pytest.raises(InvalidInputError, match="SyntaxError"):
-        object_named("wrong.py:build")
+        load_object("wrong.py:build")

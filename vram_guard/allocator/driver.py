@@ -1,4 +1,4 @@
-"""Device: what stands in for cudaMalloc, cudaFree and the driver's mapping of pages."""
+"""SimulatedDriver: stands in for cudaMalloc, cudaFree and the driver's mapping of pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BASE_ADDRESS = 0x7F0000000000
 ALIGNMENT = 2 * 2**20
 
 
-class Device:
+class SimulatedDriver:
     """A device's memory, as far as one allocator may reserve it.
 
     Where ``cudaMalloc`` would put a segment cannot be known without the device. Here every new segment lies
@@ -44,7 +44,7 @@ class Device:
         self._place = place
 
     def has(self, size: int) -> bool:
-        """Whether ``size`` more bytes can be reserved."""
+        """True if ``size`` more bytes can be reserved."""
         return self.capacity is None or self.reserved + size <= self.capacity
 
     def place(self, size: int, stream: int) -> int:

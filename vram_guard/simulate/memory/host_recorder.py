@@ -3,41 +3,52 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 
 from vram_guard.timeline import Affine, HostBlock
 
 
-class _HostRef(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage in host memory that knows its block."""
+class StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows which block it stands for.
+
+    On the storage, not on the tensor: a view keeps the memory of a tensor that is gone.
+    """
 
     __slots__ = ("block", "key")
 
     block: int
     key: int
 
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, freed: Callable[[StorageRef], None], block: int) -> StorageRef:
+        """A reference that calls ``freed`` when the storage dies."""
+        ref = cls(storage, freed)
+        ref.block, ref.key = block, storage._cdata
+        return ref
 
-class HostMemory:
-    """What the step puts into host memory: symbolic tensors that moved there, and real ones that receive them."""
+
+class HostRecorder:
+    """Tensors in host memory: symbolic ones that the step moved there, and real ones that receive them."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
         self._blocks: list[HostBlock] = []
-        self._symbolic: dict[int, _HostRef] = {}
-        self._real: dict[int, _HostRef] = {}
+        self._symbolic: dict[int, StorageRef] = {}
+        self._real: dict[int, StorageRef] = {}
         self._closed = False
 
     def __bool__(self) -> bool:
-        """Whether any symbolic tensor lives in host memory right now."""
+        """True if any symbolic tensor lives in host memory right now."""
         return bool(self._symbolic)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether this symbolic tensor lives in host memory."""
+        """True if this symbolic tensor lives in host memory."""
         return bool(self._symbolic) and tensor.untyped_storage()._cdata in self._symbolic
 
     def pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether this symbolic tensor lives in pinned host memory."""
+        """True if this symbolic tensor lives in pinned host memory."""
         ref = self._symbolic.get(tensor.untyped_storage()._cdata)
         return ref is not None and ref.block < len(self._blocks) and self._blocks[ref.block].pinned
 
@@ -50,19 +61,17 @@ class HostMemory:
         if tensor.layout == torch.strided:
             self._add(self._real, tensor, pinned)
 
-    def _add(self, known: dict[int, _HostRef], tensor: torch.Tensor, pinned: bool) -> None:
+    def _add(self, known: dict[int, StorageRef], tensor: torch.Tensor, pinned: bool) -> None:
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key in known:
             return
-        ref = _HostRef(storage, self._freed)
-        ref.key, ref.block = key, len(self._blocks)
-        known[key] = ref
+        ref = known[key] = StorageRef.of(storage, self._freed, len(self._blocks))
         if not self._closed:
             self._blocks.append(HostBlock(Affine(storage.nbytes(), 0), pinned))
             self.events.append(ref.block)
 
-    def _freed(self, ref: _HostRef) -> None:
+    def _freed(self, ref: StorageRef) -> None:
         for known in (self._symbolic, self._real):
             # The same address may already belong to a younger storage: only the reference that stands there goes.
             if ref.key in known and known[ref.key] is ref:

@@ -1,4 +1,4 @@
-"""What ``module.to("cuda")`` does beyond parameters and buffers, on the GPU that a trace pretends to have."""
+"""Effects of ``module.to("cuda")`` beyond parameters and buffers, on the simulated CUDA device of a trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def move_to_pretend_device(module: nn.Module) -> None:
+def move_to_simulated_device(module: nn.Module) -> None:
     """The module's ``device`` (Lightning, MMEngine's data preprocessors), and metrics' states. For use in a trace."""
     for part in module.modules():
         if _is_metric(part):

@@ -8,14 +8,14 @@ import sys
 import torch
 from torch import nn
 
-from vram_guard.simulate.tracing.external_loop import Following
+from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer, address_of
 
 
 def test_tensors_become_symbolic_where_they_are() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     held, buffer = model.weight, torch.arange(6).view(2, 3).t()
-    following = Following((8, 0), lambda optimizer: None)
+    following = ExternalLoopTracer((8, 0), lambda optimizer: None)
     following.adopt([model.weight, model.bias, buffer])
     assert model.weight is held is optimizer.param_groups[0]["params"][0]
     for tensor in (held, buffer):
@@ -26,12 +26,22 @@ def test_tensors_become_symbolic_where_they_are() -> None:
     assert sum(block.size.base for block in following.recorder.blocks()) == 4 * 12 + 4 * 3 + 8 * 6
 
 
+def test_symbolic_tensors_are_told_apart_by_an_address() -> None:
+    """FSDP asks ``data_ptr`` whether two tensors are the same memory; a symbolic one has none of its own."""
+    symbolic = torch.empty(4, 3, device="meta")
+    row = symbolic[1]
+    assert address_of(symbolic) == address_of(symbolic.view(12)) != address_of(torch.empty(4, 3, device="meta"))
+    assert address_of(row) == address_of(symbolic) + 3 * 4
+    real = torch.empty(4)
+    assert address_of(real[1:]) == real.data_ptr() + 4
+
+
 LOOP = """
 import torch
 from torch import nn
 from vram_guard import TrainingStep
 from vram_guard.simulate import estimate
-from vram_guard.simulate.tracing.external_loop import Following
+from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 
 def model():
     return nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 10))
@@ -46,7 +56,7 @@ expected = estimate(TrainingStep(model(), batch, loss, torch.optim.AdamW), 32)
 net = model()
 optimizer = torch.optim.AdamW(net.parameters())
 steps = []
-following = Following((8, 0), steps.append)
+following = ExternalLoopTracer((8, 0), steps.append)
 following.begin()
 following.adopt_model(net)
 following.train(net)

@@ -1,4 +1,6 @@
-"""A training step by its name, as commands and configs give it: ``package.module:callable``, ``file.py:callable``.
+"""A training step by its object reference, as commands and configs give it.
+
+An object reference is ``package.module:callable`` (as in Python packaging's entry points), or ``file.py:callable``.
 
 Naming a module imports it, which runs its code: names come from the person at the command line or from that person's
 own config, as with ``python -m``.
@@ -15,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.language import _, marked
 from vram_guard.step import TrainingStep
 
-ADVICE = (
+_ADVICE = marked(
     "name a TrainingStep, or a function that returns one: package.module:function, or path/to/file.py:function "
     "(from vram_guard import TrainingStep)"
 )
@@ -26,10 +29,11 @@ ADVICE = (
 LONGEST_NAME = 1000
 
 
-def object_named(name: str) -> Any:
-    """What ``package.module:attribute`` or ``path/to/file.py:attribute`` names; the attribute may be dotted.
+def load_object(name: str) -> Any:
+    """Import the object that ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
 
-    The current folder is looked in first, as ``python -m`` does; for a file, its own folder.
+    The attribute may be dotted. The current folder is looked in first, as ``python -m`` does; for a file, its own
+    folder.
 
     Raises:
         InvalidInputError: the name is malformed, there is no such module or attribute, or importing it fails.
@@ -41,12 +45,15 @@ def object_named(name: str) -> Any:
     found: Any = _module(module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise InvalidInputError(f"{name}: {module_name} has no {part!r}{_nearest(part, dir(found))}")
+            near = _nearest(part, dir(found))
+            raise InvalidInputError(
+                _("{name}: {module} has no {part}", name=name, module=module_name, part=repr(part)) + near
+            )
         found = getattr(found, part)
     return found
 
 
-def step_named(name: str, arguments: Mapping[str, Any] | None = None) -> TrainingStep:
+def load_step(name: str, arguments: Mapping[str, Any] | None = None) -> TrainingStep:
     """The training step that a name stands for.
 
     Args:
@@ -54,40 +61,44 @@ def step_named(name: str, arguments: Mapping[str, Any] | None = None) -> Trainin
         arguments: entries of a config: the callable is given those that its parameters are called after, no others.
 
     Raises:
-        InvalidInputError: as :func:`object_named`; it names something else; the callable needs an argument that is
+        InvalidInputError: as :func:`load_object`; it names something else; the callable needs an argument that is
             not there, or raises.
     """
-    made = called(name, arguments)
+    made = load_value(name, arguments)
     if not isinstance(made, TrainingStep):
-        raise InvalidInputError(f"{name} gives a {_kind(made)}, no TrainingStep: {ADVICE}")
+        raise _invalid(_("{name} gives a {kind}, not a TrainingStep", name=name, kind=_kind(made)))
     return made
 
 
-def steps_named(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, TrainingStep]:
+def load_steps(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, TrainingStep]:
     """Several steps from one name: a mapping of names to steps (or a callable that returns one), or a single step.
 
     Raises:
-        InvalidInputError: as :func:`step_named`.
+        InvalidInputError: as :func:`load_step`.
     """
-    made = called(name, arguments)
+    made = load_value(name, arguments)
     if isinstance(made, TrainingStep):
         return {name.rpartition(":")[2]: made}
     if not isinstance(made, Mapping) or not made:
-        raise InvalidInputError(f"{name} gives a {_kind(made)}, neither a TrainingStep nor a dict of them: {ADVICE}")
+        raise _invalid(
+            _("{name} gives a {kind}, neither a TrainingStep nor a dict of them", name=name, kind=_kind(made))
+        )
     for key, step in made.items():
         if not isinstance(key, str) or not isinstance(step, TrainingStep):
-            raise InvalidInputError(f"{name}: {key!r} is a {_kind(step)}, no TrainingStep: {ADVICE}")
+            raise _invalid(
+                _("{name}: {key} is a {kind}, not a TrainingStep", name=name, key=repr(key), kind=_kind(step))
+            )
     return dict(made)
 
 
-def called(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
+def load_value(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     """The named object; a callable that is no step is called with the arguments that it has parameters for.
 
     Raises:
-        InvalidInputError: as :func:`object_named`; a parameter without a default is not among the arguments, or the
+        InvalidInputError: as :func:`load_object`; a parameter without a default is not among the arguments, or the
             callable raises.
     """
-    found = object_named(name)
+    found = load_object(name)
     if isinstance(found, (TrainingStep, Mapping)) or not callable(found):
         return found
     fitting = _fitting(name, found, arguments or {})
@@ -96,17 +107,23 @@ def called(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     except VramGuardError:
         raise
     except Exception as error:
-        raise InvalidInputError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise InvalidInputError(_("{name} raised {error}", name=name, error=f"{_kind(error)}: {error}")) from error
 
 
 def _parts(name: object) -> tuple[str, str]:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-        raise InvalidInputError(f"a name must be text such as package.module:function, not {type(name).__name__}")
+        raise InvalidInputError(_("a name must be text such as package.module:function, not {kind}", kind=_kind(name)))
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not all(part.isidentifier() for part in attribute.split(".")):
-        raise InvalidInputError(f"{name!r} names no training step: {ADVICE}")
+        raise _invalid(_("{name} names no training step", name=repr(name)))
     if not _is_file(module_name) and not all(part.isidentifier() for part in module_name.split(".")):
-        raise InvalidInputError(f"{name!r}: {module_name!r} is neither a module nor a file that ends in .py: {ADVICE}")
+        raise _invalid(
+            _(
+                "{name}: {module} is neither a module nor a file that ends in .py",
+                name=repr(name),
+                module=repr(module_name),
+            )
+        )
     return module_name, attribute
 
 
@@ -122,26 +139,34 @@ def _module(module_name: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(f"{missing}."):
-            raise InvalidInputError(
-                f"there is no module {missing!r} in {Path.cwd()} or among what is installed: {ADVICE}"
+            raise _invalid(
+                _(
+                    "there is no module {name} in {folder} or among what is installed",
+                    name=repr(missing),
+                    folder=Path.cwd(),
+                )
             ) from None
-        raise InvalidInputError(f"importing {module_name} needs {missing!r}, which is not installed") from error
+        raise InvalidInputError(
+            _("importing {module} needs {name}, which is not installed", module=module_name, name=repr(missing))
+        ) from error
     except VramGuardError:
         raise
     except Exception as error:
-        raise InvalidInputError(f"importing {module_name} raised {type(error).__name__}: {error}") from error
+        raise InvalidInputError(
+            _("importing {module} raised {error}", module=module_name, error=f"{_kind(error)}: {error}")
+        ) from error
 
 
 def _module_from(path: Path) -> Any:
     """A module from a file that need not be on the path; the same object when it is asked for again."""
     if not path.is_file():
-        raise InvalidInputError(f"there is no file {path}, seen from {Path.cwd()}: {ADVICE}")
+        raise _invalid(_("there is no file {path}, seen from {folder}", path=path, folder=Path.cwd()))
     own_name = f"vram_guard_named_{path.stem}_{abs(hash(path.resolve()))}"
     if own_name in sys.modules:
         return sys.modules[own_name]
     spec = importlib.util.spec_from_file_location(own_name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise _invalid(_("{path} is not a Python file", path=path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[own_name] = module  # dataclasses and pickle look modules up there
     try:
@@ -164,7 +189,9 @@ def _fitting(name: str, builder: Callable[..., Any], arguments: Mapping[Any, Any
     except (TypeError, ValueError):
         return {}
     if inspect.isclass(builder) and not issubclass(builder, TrainingStep):
-        raise InvalidInputError(f"{name} is a class, no step: write a function that makes a TrainingStep with it")
+        raise InvalidInputError(
+            _("{name} is a class, not a step: write a function that makes a TrainingStep with it", name=name)
+        )
     needed = [
         parameter.name
         for parameter in parameters
@@ -173,7 +200,13 @@ def _fitting(name: str, builder: Callable[..., Any], arguments: Mapping[Any, Any
         and parameter.name not in arguments
     ]
     if needed:
-        raise InvalidInputError(f"{name} needs {', '.join(needed)}: write it into the config, or give it a default")
+        raise InvalidInputError(
+            _(
+                "{name} needs {names}: write it into the config, or give it a default",
+                name=name,
+                names=", ".join(needed),
+            )
+        )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return {key: value for key, value in arguments.items() if isinstance(key, str)}
     return {one.name: arguments[one.name] for one in parameters if one.name in arguments}
@@ -187,4 +220,9 @@ def _nearest(part: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(part, [one for one in known if not one.startswith("_")], n=3)
-    return f"; did you mean {', '.join(near)}?" if near else ""
+    return _("; did you mean {names}?", names=", ".join(near)) if near else ""
+
+
+def _invalid(problem: str) -> InvalidInputError:
+    """The error for a name that means no training step, with the form that is expected."""
+    return InvalidInputError(f"{problem}: {_(_ADVICE)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,25 +11,14 @@ from types import CodeType, FrameType
 
 import torch
 
-from vram_guard.simulate.tracing.host_memory import HostMemory
+from vram_guard.simulate.memory.host_recorder import HostRecorder, StorageRef
 from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
-_OWN_ROOT = str(Path(__file__).resolve().parent.parent) + os.sep
+#: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
+_OWN_ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 #: How the packages of our adapters begin: what they wrap is somebody else's.
 _ADAPTERS = "vram_guard_"
-
-
-class _StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage that knows which block it stands for.
-
-    On the storage, not on the tensor: a view keeps the memory of a tensor that is gone.
-    """
-
-    __slots__ = ("block", "key")
-
-    block: int
-    key: int
 
 
 class Recorder:
@@ -51,16 +39,16 @@ class Recorder:
         self.batch_factor = 1
         """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
         self.measured = False
-        """Whether the second step is running, whose work is weighed: the first one still sets things up."""
+        """True if the second step is running, whose work is counted: the first one still sets things up."""
         self.micro_batch = 0
-        """Which micro-batch of the optimizer step is running, from 0."""
+        """The micro-batch of the optimizer step that is running, from 0."""
         self._sizes: list[int] = []
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
         self._gates: dict[int, tuple[int, int]] = {}
         self._optional: set[int] = set()
-        self._live: dict[int, _StorageRef] = {}
-        self.host = HostMemory()
+        self._live: dict[int, StorageRef] = {}
+        self.host = HostRecorder()
         self._default_category: Category | None = None
         self._nodes: list[int] = []
         self._node_origins: list[tuple[str, str]] = []
@@ -87,7 +75,7 @@ class Recorder:
             self.micro_batch += 1
 
     def _settle_forward(self) -> None:
-        """What the forward pass made and left alive are the activations; the rest were temporaries."""
+        """Classify what the forward pass made: activations are still alive, the rest were temporaries."""
         start = self.phases[-1].start
         alive = {ref.block for ref in self._live.values()}
         for event in self.events[start:]:
@@ -110,10 +98,7 @@ class Recorder:
             return
         if self._default_category == "batch":
             size *= self.batch_factor
-        ref = _StorageRef(storage, self._freed)
-        ref.block = self._allocate(size, operator)
-        ref.key = key
-        self._live[key] = ref
+        self._live[key] = StorageRef.of(storage, self._freed, self._allocate(size, operator))
 
     def temporary(self, size: int, operator: str, category: Category = "temporaries") -> None:
         """Bytes that an operator takes from the allocator and gives back before it returns."""
@@ -158,7 +143,7 @@ class Recorder:
         self.events.append(block)
         return block
 
-    def _freed(self, ref: _StorageRef) -> None:
+    def _freed(self, ref: StorageRef) -> None:
         # The same address may already belong to a younger storage: only the reference that stands there goes.
         if self._live.get(ref.key) is ref:
             del self._live[ref.key]
@@ -185,9 +170,7 @@ class Recorder:
         if known is not None:
             self.events.append(~known.block)
         if storage.nbytes():
-            ref = _StorageRef(storage, self._freed)
-            ref.block, ref.key = self._allocate(storage.nbytes(), "resize_"), key
-            self._live[key] = ref
+            self._live[key] = StorageRef.of(storage, self._freed, self._allocate(storage.nbytes(), "resize_"))
 
     def close(self) -> None:
         """Nothing after this is recorded (objects may die in any order)."""
@@ -208,7 +191,7 @@ class Recorder:
     # --- host tensors -------------------------------------------------------------------------------------
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether this symbolic tensor lives in host memory (it was moved there)."""
+        """True if this symbolic tensor lives in host memory (it was moved there)."""
         if not self.host:
             return False
         if hasattr(tensor, "__tensor_flatten__"):  # a wrapper lies where what it wraps lies
@@ -222,50 +205,43 @@ class Recorder:
 
     @property
     def has_host_tensors(self) -> bool:
-        """Whether any symbolic tensor lives in host memory: only then does an operator's place need a look."""
+        """True if any symbolic tensor lives in host memory: only then does an operator's place need a look."""
         return bool(self.host)
 
     # --- where it came from -------------------------------------------------------------------------------
 
     def module_now(self) -> str:
         """Path of the module whose forward, or whose backward, is running; "" outside any."""
-        if not self.in_backward or len(self.modules) > 1:
-            return self.modules[-1]
-        node = torch._C._current_autograd_node()
-        if self._nodes and node is not None:
-            at = bisect_left(self._nodes, node._sequence_nr())
-            if at < len(self._nodes):
-                return self._node_origins[at][0]
-        return self.modules[-1]
+        origin = self._origin_of_node() if self.in_backward else None
+        return self.modules[-1] if origin is None else origin[0]
 
     def _origin(self) -> tuple[str, str]:
-        if self.in_backward:
-            return self._backward_origin()
-        module, source = self.modules[-1], self.source()
-        if torch.is_grad_enabled():
-            self._remember_node(module, source)
-        return module, source
+        origin = self._origin_of_node() if self.in_backward else None
+        if origin is None:
+            origin = self.modules[-1], self.source()
+            if torch.is_grad_enabled() and not self.in_backward:
+                self._remember_node(origin)
+        return origin
 
-    def _remember_node(self, module: str, source: str) -> None:
+    def _remember_node(self, origin: tuple[str, str]) -> None:
         # The autograd node of the operator that is running was numbered just before the operator began.
         node = torch._C._autograd._get_sequence_nr() - 1
         if not self._nodes or node > self._nodes[-1]:
             self._nodes.append(node)
-            self._node_origins.append((module, source))
+            self._node_origins.append(origin)
 
-    def _backward_origin(self) -> tuple[str, str]:
+    def _origin_of_node(self) -> tuple[str, str] | None:
         """The module and line whose forward made the node that runs now (nodes carry sequence numbers)."""
         if len(self.modules) > 1:  # a recomputation runs the module's own forward again
-            return self.modules[-1], self.source()
+            return None
         node = torch._C._current_autograd_node()
-        if self._nodes and node is not None:
-            at = bisect_left(self._nodes, node._sequence_nr())
-            if at < len(self._nodes):
-                return self._node_origins[at]
-        return self.modules[-1], self.source()
+        if not self._nodes or node is None:
+            return None
+        at = bisect_left(self._nodes, node._sequence_nr())
+        return self._node_origins[at] if at < len(self._nodes) else None
 
     def source(self) -> str:
-        """Where the innermost frame that is neither torch's nor ours stands, as "folder/file.py:123"; "" if nowhere."""
+        """The line of the innermost frame that is neither torch's nor ours, as "folder/file.py:123"; "" if nowhere."""
         frame: FrameType | None = sys._getframe(1)
         labels = self._labels
         while frame is not None:

@@ -1,4 +1,4 @@
-"""A training step from what a config says of it: a callable's name, a config.json, or one of the example networks."""
+"""A training step as a config describes it: a callable's name, a config.json, or one of the example networks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EXAMPLE_NAMES = ("ddpm", "fno", "transformer", "unet")
 
 
 def is_buildable(model: str | None) -> bool:
-    """Whether a model's name says how to build it. Imports nothing."""
+    """True if a model's name says how to build it. Imports nothing."""
     return model is not None and (":" in model or _is_config(model) or model.lower() in EXAMPLE_NAMES)
 
 
-def described_step(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
+def step_from_config(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
     """The training step that a config describes.
 
     Args:
@@ -48,10 +48,10 @@ def described_step(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
 
 
 def _named(name: str, asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
-    from vram_guard.capture.named import step_named
+    from vram_guard.capture.object_reference import load_step
 
     entries = {path.rpartition(".")[2]: value for path, value in leaves(config)}
-    return step_named(name, {**entries, **asked.numbers})
+    return load_step(name, {**entries, **asked.numbers})
 
 
 def _example(name: str, asked: Asked) -> TrainingStep:

@@ -127,6 +127,19 @@ def test_bytes_by_hand():
     assert not any("view" in work.operator or "transpose" in work.operator for work in timeline.work)
 
 
+def test_an_expanded_dimension_is_read_once():
+    class Expanded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.scale.expand(64, 16)
+
+    timeline = traced(Expanded, lambda b: torch.randn(b, 64, 16), size=2)
+    assert one(timeline, "aten.add.Tensor").moved.base == 4 * (2 * (2 * 64 * 16) + 16)
+
+
 def test_the_optimizer_reads_and_writes_what_it_updates():
     parameter = 64 * 48 * 4
 

@@ -1,0 +1,90 @@
+"""Private names of other libraries: tables list them, and this checks that a release still has them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from vram_guard.language import _
+
+_ABSENT: Any = object()
+
+
+class PrivateName(NamedTuple):
+    """One name that a library does not promise to keep."""
+
+    path: str
+    """"package.module:Class.attribute"; an attribute may also be one that instances get in ``__init__``."""
+    used_for: str
+    held_by: str = ""
+    """The test that fails when the behaviour changes while the name stays."""
+    parameters: tuple[str, ...] = ()
+    """Parameters that a method must take after ``self``, in this order; () where it is no method or takes any."""
+
+    @property
+    def dotted(self) -> str:
+        """The path as Python code writes it."""
+        return self.path.replace(":", ".")
+
+    def within(self, package: str) -> PrivateName:
+        """The name in a library that is installed under several: the path of this one begins below ``package``."""
+        return self._replace(path=f"{package}.{self.path}")
+
+
+def missing_names(names: Iterable[PrivateName]) -> list[PrivateName]:
+    """The names that the installed release does not have, or has with other parameters."""
+    return [name for name in names if _fault(name)]
+
+
+def missing_in_words(names: Iterable[PrivateName]) -> list[str]:
+    """A line for each name that the installed release does not have, with what it is used for."""
+    found = ((name, _fault(name)) for name in names)
+    return [
+        _("{name}: {problem} (used for: {purpose})", name=name.dotted, problem=fault, purpose=name.used_for)
+        for name, fault in found
+        if fault
+    ]
+
+
+def _fault(name: PrivateName) -> str:
+    """The reason why a name cannot be used; "" where it can."""
+    reached, _colon, attributes = name.path.partition(":")
+    found = _module(reached)
+    for attribute in attributes.split("."):
+        if found is _ABSENT:
+            break
+        owner, found = found, getattr(found, attribute, _ABSENT)
+        reached = f"{reached}.{attribute}"
+        if found is _ABSENT and _set_on_instances(owner, attribute):
+            return ""
+    if found is _ABSENT:
+        return _("there is no {name}", name=reached)
+    if name.parameters:
+        given = tuple(inspect.signature(found).parameters)[1:]
+        if given[: len(name.parameters)] != name.parameters:
+            return _("takes {given}, not {wanted}", given=given, wanted=name.parameters)
+    return ""
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        # torch._C is no package: its submodules are attributes.
+        parent, _dot, last = name.rpartition(".")
+        return getattr(_module(parent), last, _ABSENT) if parent else _ABSENT
+
+
+def _set_on_instances(owner: Any, attribute: str) -> bool:
+    """True if a class annotates the attribute (a data class) or assigns it in its methods."""
+    if not inspect.isclass(owner):
+        return False
+    if any(attribute in vars(base).get("__annotations__", {}) for base in owner.__mro__):
+        return True
+    try:
+        source = inspect.getsource(owner)
+    except (OSError, TypeError):  # a class written in C
+        return False
+    return f"self.{attribute} =" in source or f"self.{attribute}:" in source

@@ -1,0 +1,102 @@
+"""The answers of ``torch.cuda`` while a trace runs: one device and one stream, and no call that reaches a driver."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vram_guard.simulate.device.import_guard import Activity
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+CUDA = torch.device("cuda", 0)
+
+
+class _NullContext:
+    """Stands for streams, events and device guards: there is one device and one stream."""
+
+    cuda_stream = 0
+    device = CUDA
+    device_index = 0
+    stream_id = 0
+    device_type = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "record_event":
+            return lambda *args, **kwargs: _NullContext()
+        return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else None
+
+
+#: What ``torch.cuda.get_device_name`` answers.
+_NAME = "vram_guard simulated GPU"
+
+
+def cuda_answers(capability: tuple[int, int], total_memory: int = 80 * 2**30) -> dict[str, Any]:
+    """The replaced functions and classes of ``torch.cuda`` by name."""
+    properties = SimpleNamespace(
+        name=_NAME,
+        major=capability[0],
+        minor=capability[1],
+        total_memory=total_memory,
+        multi_processor_count=108,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        warp_size=32,
+        L2_cache_size=40 * 2**20,
+    )
+    constant = {
+        **dict.fromkeys(("is_available", "is_initialized"), True),
+        "device_count": 1,
+        **dict.fromkeys(("current_device", "memory_allocated", "memory_reserved"), 0),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), 0),
+        "get_device_name": _NAME,
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+        "is_bf16_supported": capability >= (8, 0),
+        "is_current_stream_capturing": False,
+        "mem_get_info": (total_memory, total_memory),
+        **dict.fromkeys(("_lazy_init", "_lazy_call", "init", "set_device", "synchronize", "empty_cache")),
+        **dict.fromkeys(("reset_peak_memory_stats", "set_rng_state", "manual_seed", "manual_seed_all")),
+    }
+    return {
+        **{name: _answering(value) for name, value in constant.items()},
+        "memory_stats": lambda *args, **kwargs: {},
+        "get_rng_state": lambda *args, **kwargs: torch.zeros(16, dtype=torch.uint8),
+        **dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "Event", "device"), _NullContext),
+    }
+
+
+def _answering(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def while_active(state: Activity, simulated: Any, original: Any) -> Any:
+    """``simulated`` while the trace runs and ``original`` ever after, for whoever got hold of it."""
+    if isinstance(original, type):
+
+        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return simulated(*args, **kwargs) if state.active else original(*args, **kwargs)
+
+        return type(original.__name__, (original,), {"__new__": new})
+
+    @functools.wraps(original)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return simulated(*args, **kwargs) if state.active else original(*args, **kwargs)
+
+    return answer

@@ -1,0 +1,28 @@
+"""Symbolic tensors: plain meta tensors, told apart from real ones whatever device they claim to be on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vram_guard.tensors import is_dense, tensors_in
+
+_is_meta: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+
+is_symbolic = _is_meta
+"""True if a tensor is symbolic: torch's own answer, which the simulated device does not replace."""
+
+
+def any_symbolic(values: Any) -> bool:
+    """True if any tensor among an operator's arguments is symbolic."""
+    return any(is_symbolic(tensor) for tensor in tensors_in(values))
+
+
+def symbolic_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A symbolic tensor of this shape; with its strides where they leave no gaps, as ``Tensor.to`` keeps them."""
+    dtype = dtype or tensor.dtype
+    if is_dense(tensor):
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
+    return torch.empty(tensor.size(), dtype=dtype, device="meta")

@@ -1,0 +1,116 @@
+"""Operators whose results, or their sizes, depend on values: ``.item()``, ``nonzero``, boolean masks, ``unique``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vram_guard.simulate.device import constants
+from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators.kernels import in_backward_formula
+
+
+def local_scalar(recorder: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """``.item()``: the real value where it is known, else a placeholder."""
+    return constants.scalar(args[0])
+
+
+def equal(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    """``torch.equal``: known values are compared, unknown ones taken for different."""
+    one, other = (constants.compute(tensor) for tensor in args[:2])
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+def _note_bound(recorder: Recorder, func: Any, bound: int) -> None:
+    name = str(func)
+    recorder.note(
+        f"the size of {name}'s result depends on data that is not known before training; "
+        f"counted at its upper bound of {bound} elements",
+        operator=name,
+        tier="partly symbolic",
+    )
+
+
+def _note_from_batch(recorder: Recorder, func: Any) -> None:
+    name = str(func)
+    recorder.note(
+        f"the size of {name}'s result depends on the values in the batch; counted as in the batch that was given",
+        operator=name,
+        tier="partly symbolic",
+    )
+
+
+def nonzero(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Indices (count, dimensions) in int64: counted from known values, else every element."""
+    tensor = args[0]
+    real = constants.compute(tensor)
+    if real is None:
+        count = tensor.numel()
+        _note_bound(recorder, func, count)
+    else:
+        count = int(real.count_nonzero())
+        _note_from_batch(recorder, func)
+    out = torch.empty((count, tensor.dim()), dtype=torch.int64, device="meta")
+    if real is not None:
+        constants.known(out, real.nonzero())
+    return out
+
+
+def masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """The selected elements in one dimension: counted from a known mask, else all."""
+    tensor, mask = args[:2]
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    real = constants.compute(mask)
+    if real is None:
+        count = shape.numel()
+        _note_bound(recorder, func, count)
+    else:
+        count = int(real.expand(shape).count_nonzero())
+        _note_from_batch(recorder, func)
+    return torch.empty(count, dtype=tensor.dtype, device="meta")
+
+
+def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask]``: a boolean mask selects as many rows as it has true entries; indices are as everywhere."""
+    tensor, indices = args[:2]
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        out = func(*args, **kwargs)
+        constants.derive(func, args, kwargs, out)
+        return out
+    replaced: list[Any] = []
+    for position in indices:
+        if position is None or position.dtype not in (torch.bool, torch.uint8):
+            replaced.append(position)
+            continue
+        rows = nonzero(recorder, func, (position,), {})
+        recorder.track(rows, str(func))
+        replaced.extend(rows[:, dim] for dim in range(position.dim()))
+    return func(tensor, replaced)
+
+
+def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """In place: returns its target; the functional form returns a copy of it."""
+    if func._schema.name.endswith("_"):
+        constants.forget(args[0])
+        return args[0]
+    if in_backward_formula(recorder):  # ``index_backward`` writes into its own zeros, as in ``scatter``
+        return args[0]
+    return torch.empty_like(args[0])
+
+
+def unique(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``unique`` and its kin: computed for real where the values are known, else as many as there are."""
+    tensor = args[0]
+    real = constants.compute(tensor)
+    if real is not None:
+        _note_from_batch(recorder, func)
+        results = func(real, *args[1:], **kwargs)
+    else:
+        _note_bound(recorder, func, tensor.numel())
+        results = func(torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape), *args[1:], **kwargs)
+    made = tuple(torch.empty_like(result, device="meta") for result in results)
+    if real is not None:
+        for out, result in zip(made, results, strict=True):
+            constants.known(out, result)
+    return made

@@ -1,0 +1,70 @@
+"""Operators without a kernel for symbolic tensors: run on real zeros, to learn their results' shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vram_guard.errors import UnsupportedOperatorError
+from vram_guard.language import _
+from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.tensors import map_tensors_in, tensors_in
+
+#: Larger stand-ins are not computed for real: it would cost host memory and time.
+LARGEST_STAND_IN = 64 * 2**20
+
+
+def stand_in_result(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> Any:
+    """Run an operator that has no kernel for symbolic tensors on real zeros, to learn its results' shapes.
+
+    Raises:
+        UnsupportedOperatorError: the stand-ins would be too large, or the CPU cannot run the operator either; the
+            message names the operator and the line.
+    """
+    name = str(func)
+    size = 0
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal size
+        if not is_symbolic(tensor):
+            return tensor
+        known = constants.compute(tensor)
+        if known is not None:
+            return known
+        size += tensor.numel() * tensor.element_size()
+        if size > LARGEST_STAND_IN:
+            raise UnsupportedOperatorError(_no_kernel(recorder, name, _("and its inputs are too large to try")))
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    try:
+        results = func(*map_tensors_in(real, args), **{key: map_tensors_in(real, kwargs[key]) for key in kwargs})
+    except (NotImplementedError, RuntimeError) as second:
+        why = _("and fails on the CPU: {error}", error=second)
+        raise UnsupportedOperatorError(_no_kernel(recorder, name, why)) from error
+    recorder.note(
+        f"{name} has no symbolic kernel; the shapes of its results come from a run on zeros, what it takes in "
+        "between is not known",
+        operator=name,
+        tier="partly symbolic",
+    )
+    if func._schema.is_mutable:
+        return args[0]
+    made = map_tensors_in(lambda tensor: torch.empty_like(tensor, device="meta"), results)
+    for tensor in tensors_in((made,)):
+        recorder.track(tensor, name)
+    return made
+
+
+def _no_kernel(recorder: Recorder, name: str, why: str) -> str:
+    return _(
+        "the operator {name} (at {line}) cannot be run symbolically {why}; register a fake kernel for it with "
+        "torch.library.register_fake",
+        name=name,
+        line=recorder.source() or _("an unknown line"),
+        why=why,
+    )

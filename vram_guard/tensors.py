@@ -1,0 +1,49 @@
+"""Facts about tensors, and walks over the tensors among an operator's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements fill their stretch of memory without gaps or overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of times that the tensor was written in place: autograd's own counter."""
+    return tensor._version  # noqa: SLF001 - torch has no public name for it
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments of an operator, which nest in lists and tuples only.
+
+    Every operator of a trace passes here; ``torch.utils._pytree``, which also knows dicts and registered classes, is
+    slower.
+    """
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def map_tensors_in(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """An argument of an operator with ``function`` applied to its tensors, in lists and tuples too."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors_in(function, item) for item in value)
+    return value
