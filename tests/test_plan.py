@@ -273,15 +273,17 @@ def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> None:
-    """The search leaves out what its floor says cannot fit: that must be true of each."""
+def test_no_option_takes_less_than_its_lower_bound(precision: str, splits: int) -> None:
+    """The search leaves out what its lower bound says cannot fit: that must be true of each."""
     from vram_guard.plan.cost_model import Costing
     from vram_guard.plan.search_space import Option
+    from vram_guard.plan.source import source_of
     from vram_guard.plan.tracing import Traces
     from vram_guard.techniques.recipe import Recipe
 
-    traces = Traces(DEEP, 16, (8, 0), lambda _line: None)
-    costing = Costing(traces, 16, None, "32-true", 1)
+    source = source_of(DEEP, (8, 0))
+    traces = Traces(source, 16, lambda _line: None)
+    costing = Costing(source, traces, 16, None)
     blocks = tuple(f"layers.{number}" for number in range(6))
     recipes = (
         Recipe(),
@@ -292,14 +294,14 @@ def test_no_option_takes_less_than_its_floor(precision: str, splits: int) -> Non
         Recipe(parameters_on_host=blocks),
         Recipe(parameters_on_host=blocks[:3]),
     )
-    floors = []
+    bounds = []
     for recipe in recipes:
         option = Option(precision, splits, recipe)
-        floor = costing.floor(option)
-        assert 0 < floor.size <= traces.exact(option, 16 // splits).at(16 // splits).peak_allocated, option
-        floors.append(floor.size)
-    assert floors[0] == max(floors)
-    assert floors[0] > floors[1] > floors[2], "less waits on the GPU for the backward pass"
+        bound = costing.lower_bound(option)
+        assert 0 < bound.size <= traces.exact(option, 16 // splits).at(16 // splits).peak_allocated, option
+        bounds.append(bound.size)
+    assert bounds[0] == max(bounds)
+    assert bounds[0] > bounds[1] > bounds[2], "less waits on the GPU for the backward pass"
 
 
 def test_a_step_that_cannot_be_followed_is_a_plan_that_promises_nothing() -> None:

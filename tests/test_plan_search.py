@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vram_guard.budget import Budget
 from vram_guard.plan.growth import grown
 from vram_guard.plan.search import search
-from vram_guard.plan.search_space import Candidate, Chain, Floor, Option, Request, Space
+from vram_guard.plan.search_space import Candidate, Chain, LowerBound, Option, Request, Space
 from vram_guard.plan.techniques import growth_multiples, mixed_precision, resident_batch, splits_of
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Timeline
 
@@ -75,8 +75,8 @@ class Prices:
         host = 3.0 * recipe.optimizer_on_host
         return speed * (1 + 0.01 * (option.splits - 1) + treated) + host
 
-    def floor(self, option: Option) -> Floor:
-        return Floor(0, "nothing")
+    def lower_bound(self, option: Option) -> LowerBound:
+        return LowerBound(0, "nothing")
 
 
 PRICES = Prices()
@@ -185,8 +185,8 @@ def test_host_memory_bounds_what_is_offloaded() -> None:
 
 def test_what_needs_too_much_whatever_its_activations_is_not_traced() -> None:
     class Heavy(Prices):
-        def floor(self, option: Option) -> Floor:
-            return Floor(0 if option.precision == "32-true" else 101 * MIB, "weights")
+        def lower_bound(self, option: Option) -> LowerBound:
+            return LowerBound(0 if option.precision == "32-true" else 101 * MIB, "weights")
 
     source = Source(**HALF)
     plan = search(request(100 * MIB), source, Heavy())

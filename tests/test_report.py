@@ -16,7 +16,7 @@ from rich.console import Console
 
 from vram_guard.budget import Budget
 from vram_guard.plan.search import search
-from vram_guard.plan.search_space import Floor, Option, Request, Space
+from vram_guard.plan.search_space import LowerBound, Option, Request, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
 from vram_guard.report.files import NotWrittenWarning, write_atomically
@@ -59,8 +59,8 @@ class Prices:
     def relative(self, option: Option) -> float:
         return (0.5 if option.precision == "bf16-mixed" else 1.0) + 0.01 * (option.splits - 1)
 
-    def floor(self, option: Option) -> Floor:
-        return Floor(0, "nothing")
+    def lower_bound(self, option: Option) -> LowerBound:
+        return LowerBound(0, "nothing")
 
 
 def planned(usable: int = 64 * MIB, **changes: object) -> Plan:

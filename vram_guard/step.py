@@ -14,8 +14,6 @@ from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from vram_guard.timeline import Timeline
-
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 ZeroGrad = Literal["after_step", "before_forward", "before_backward"]
 
@@ -73,13 +71,6 @@ class TrainingStep:
         prepare: called once with the model, on the pretend device, before the optimizer is made
             (what a framework does there: ``configure_model``, wrapping blocks, ...).
         recipe: techniques that are switched on for the step, see :class:`Recipe`.
-        runner: where the step is no function that can be called but a loop that somebody else runs: runs it
-            symbolically, ``(step, micro-batch size, compute capability) -> Timeline``, with the precision, slices and
-            recipe of the step it is handed. ``batch``, ``loss`` and ``optimizer`` are not called then.
-        slices: for a runner: micro-batches in which each loaded batch passes through the model.
-        forward_again: for a runner: whether slices run their forward once more in the backward pass.
-        slices_apart: for a runner: whether slices are batches that are loaded by themselves.
-        shards: for a runner: whether parameters on the host are sharded over ``data_parallel_ranks`` (FSDP2).
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -95,11 +86,6 @@ class TrainingStep:
     whole_batch: bool = False
     prepare: Callable[[Any], None] | None = None
     recipe: Recipe = AS_WRITTEN
-    runner: Callable[[TrainingStep, int, tuple[int, int]], Timeline] | None = None
-    slices: int = 1
-    forward_again: bool = False
-    slices_apart: bool = False
-    shards: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

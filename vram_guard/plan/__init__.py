@@ -11,24 +11,24 @@ from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.search import search
 from vram_guard.plan.search_space import Option, Request
+from vram_guard.plan.source import Source, source_of
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
-from vram_guard.step import checked_count
+from vram_guard.step import TrainingStep, checked_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
-    from vram_guard.step import TrainingStep
 
-__all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "plan"]
+__all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
 #: What is assumed of a GPU that nobody named: Ampere, the oldest generation with bfloat16.
 ASSUMED_COMPUTE_CAPABILITY = (8, 0)
 
 
 def plan(
-    step: TrainingStep,
+    step: TrainingStep | Source,
     batch_size: int,
     budget: Budget | str | int | None = None,
     *,
@@ -51,7 +51,8 @@ def plan(
     A step that fits as written is left as it is.
 
     Args:
-        step: the training step as written.
+        step: the training step as written; or its :class:`~vram_guard.plan.source.Source`, where a loop of somebody
+            else's is followed.
         batch_size: samples that the loader delivers at once, on one process.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
         gpu: a whole card by name; with neither, the device at hand.
@@ -82,7 +83,7 @@ def plan(
     batch_size = checked_count("batch_size", batch_size)
     techniques = checked_techniques(allow)
     pins = Pins.of(pin)
-    if step.recipe:
+    if isinstance(step, TrainingStep) and step.recipe:
         raise InvalidInputError("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
     check_growth(target_utilization, lr_rule)
     if dataset_size is not None:
@@ -93,33 +94,35 @@ def plan(
     host_usable = host_share(host_budget, 1)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     capability = _compute_capability(resolved)
-    pins.check(batch_size, capability, grow=grow, trains=step.optimizer is not None)
+    trains = step.trains if isinstance(step, Source) else step.optimizer is not None
+    pins.check(batch_size, capability, grow=grow, trains=trains)
     precisions, why = _precisions(step.precision, techniques, capability)
 
     from vram_guard.plan.cost_model import Costing
-    from vram_guard.plan.space import space_of
+    from vram_guard.plan.space import parts_of, space_of
     from vram_guard.plan.tracing import Traces
 
     report = progress or _silent
-    traces = Traces(step, batch_size, capability or ASSUMED_COMPUTE_CAPABILITY, report)
-    costing = Costing(traces, batch_size, resolved.gpu, step.precision, step.accumulate)
-    traces.as_written()
+    source = step if isinstance(step, Source) else source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY)
+    traces = Traces(source, batch_size, report)
+    costing = Costing(source, traces, batch_size, resolved.gpu)
+    traces(Option(source.precision, 1))  # errors of the step as written come before all others
     request = Request(
         batch_size=batch_size,
-        precision=step.precision,
+        precision=source.precision,
         budget=resolved,
         space=space_of(
             batch_size,
             precisions,
             techniques,
-            traces.parts(costing, blocks),
+            parts_of(source.model, costing, blocks),
             pins,
-            trains=step.optimizer is not None,
-            incompatible=_incompatible(step),
+            trains=trains,
+            incompatible=_incompatible(source),
         ),
         reasons=why,
-        accumulate=step.accumulate,
-        ranks=step.data_parallel_ranks,
+        accumulate=source.accumulate,
+        ranks=source.ranks,
         grow=grow,
         target_utilization=target_utilization,
         lr_rule=lr_rule,
@@ -141,18 +144,16 @@ def _environment_settings() -> AllocatorSettings | None:
         return None
 
 
-def _incompatible(step: TrainingStep) -> Callable[[Option], str]:
+def _incompatible(source: Source) -> Callable[[Option], str]:
     from vram_guard.techniques.compatibility import incompatible
 
-    clip = step.clip_grad_norm is not None or step.clip_grad_value is not None
-
     def why(option: Option) -> str:
-        within = step.runner is not None and not step.slices_apart
-        if within and option.splits > 1 and option.recipe.parameters_on_host:
+        if source.sliced_by == "model" and option.splits > 1 and option.recipe.parameters_on_host:
             # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
-            return "FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it"
-        ranks = step.data_parallel_ranks
-        return incompatible(option.recipe, clip=clip, precision=option.precision, ranks=ranks, sharded=step.shards)
+            return _("FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it")
+        return incompatible(
+            option.recipe, clip=source.clips, precision=option.precision, ranks=source.ranks, sharded=source.sharded
+        )
 
     return why
 

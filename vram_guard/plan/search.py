@@ -31,7 +31,7 @@ from vram_guard.plan.search_space import (
     Family,
     Option,
     Request,
-    Source,
+    Timelines,
     fits_reasons,
     make_plan,
     tier_reason,
@@ -59,7 +59,7 @@ class _Trial:
     """Tries options one by one and remembers what was wrong with each group of them."""
 
     request: Request
-    source: Source
+    timelines: Timelines
     costs: Costs
     progress: Callable[[str], None]
     misses: dict[_Group, Rejected] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class _Trial:
 
     def candidate(self, option: Option, *, exact: bool = False) -> Candidate:
         size = self.request.batch_size // option.splits
-        timeline = self.source.exact(option, size) if exact else self.source(option)
+        timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
         return Candidate(timeline, timeline.at(size, settings=self.request.settings))
 
     def key(self, option: Option) -> Key:
@@ -88,7 +88,7 @@ class _Trial:
 
     def _try(self, option: Option, group: _Group, *, exact: bool) -> Candidate | None:
         words = option.words(self.request.batch_size)
-        if self._floor_is_too_high(option, group):
+        if self._lower_bound_exceeds(option, group):
             return None
         try:
             if self._no_form_helps(option, group, exact=exact):
@@ -107,12 +107,12 @@ class _Trial:
             return None
         return candidate
 
-    def _floor_is_too_high(self, option: Option, group: _Group) -> bool:
-        floor, usable = self.costs.floor(option), self.request.budget.usable
-        if floor.size <= usable:
+    def _lower_bound_exceeds(self, option: Option, group: _Group) -> bool:
+        bound, usable = self.costs.lower_bound(option), self.request.budget.usable
+        if bound.size <= usable:
             return False
-        why = _("needs at least {amount} for {parts} alone", amount=format_bytes(floor.size), parts=floor.of)
-        self._miss(group, Rejected(option.words(self.request.batch_size), None, floor.size - usable, why))
+        why = _("needs at least {amount} for {parts} alone", amount=format_bytes(bound.size), parts=bound.of)
+        self._miss(group, Rejected(option.words(self.request.batch_size), None, bound.size - usable, why))
         return True
 
     def _no_form_helps(self, option: Option, group: _Group, *, exact: bool) -> bool:
@@ -121,7 +121,7 @@ class _Trial:
             return False
         plain = option._replace(recipe=option.recipe.with_(optimizer="as-written"))
         size = self.request.batch_size // option.splits
-        timeline = self.source.exact(plain, size) if exact else self.source(plain)
+        timeline = self.timelines.exact(plain, size) if exact else self.timelines(plain)
         least = peak_outside(timeline, "optimizer", size)
         missing = least - self.request.budget.usable
         if missing <= 0:
@@ -171,7 +171,7 @@ class _Trial:
             return None
         low, high = lengths[0] - 1, lengths[-1]
         if family.splits > 1 and self._improves(family, high, best):
-            if self._floor_is_too_high(family.option(high), group):
+            if self._lower_bound_exceeds(family.option(high), group):
                 return None
             if not self._least_fits(family):
                 self.hopeless.add(group)
@@ -226,7 +226,7 @@ def _nearness(rejected: Rejected) -> tuple[bool, int]:
 
 
 def search(
-    request: Request, source: Source, costs: Costs, progress: Callable[[str], None] = lambda _line: None
+    request: Request, timelines: Timelines, costs: Costs, progress: Callable[[str], None] = lambda _line: None
 ) -> Plan:
     """The plan for a request.
 
@@ -234,11 +234,11 @@ def search(
 
     Args:
         request: what is asked.
-        source: timelines of options.
+        timelines: of options.
         costs: what options cost.
         progress: called with a line of text before each family that has to be traced.
     """
-    trial = _Trial(request, source, costs, progress)
+    trial = _Trial(request, timelines, costs, progress)
     as_written = request.as_written
     before = trial.candidate(as_written)
     refusal = trial.refusal(as_written.words(request.batch_size), before.estimate)

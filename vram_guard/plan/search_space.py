@@ -50,8 +50,8 @@ class Option(NamedTuple):
         )
 
 
-class Source(Protocol):
-    """Where timelines of options come from."""
+class Timelines(Protocol):
+    """Timelines of options."""
 
     def __call__(self, option: Option) -> Timeline:
         """The option's timeline over the micro-batch size, by the law that was found at small sizes."""
@@ -62,8 +62,8 @@ class Source(Protocol):
         ...
 
 
-class Floor(NamedTuple):
-    """A lower bound."""
+class LowerBound(NamedTuple):
+    """Bytes that an option takes at the very least."""
 
     size: int
     """Bytes."""
@@ -78,7 +78,7 @@ class Costs(Protocol):
         """Step time under the option over the step time as written; a model."""
         ...
 
-    def floor(self, option: Option) -> Floor:
+    def lower_bound(self, option: Option) -> LowerBound:
         """What the option takes at the very least."""
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
@@ -13,6 +13,9 @@ from vram_guard.plan.techniques import splits_of
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.plan.cost_model import Costing
     from vram_guard.plan.pins import Pins
 
 #: Frozen modules are moved to the host one after the other up to this many, beyond it only all together.
@@ -33,6 +36,29 @@ class Parts:
     """Seconds to bring each block's saved bytes to the host and back."""
     frozen: tuple[str, ...] = ()
     """Frozen modules, the largest first."""
+
+
+def parts_of(model: nn.Module, costing: Costing, blocks: Iterable[str] | None) -> Parts:
+    """What the model offers to the techniques.
+
+    Args:
+        model: of the step.
+        costing: prices of this step.
+        blocks: the modules that may be treated; None: the repeated ones.
+
+    Raises:
+        InvalidInputError: ``blocks`` names modules that the model does not have.
+    """
+    from vram_guard.techniques.blocks import find_blocks, named_blocks
+    from vram_guard.techniques.frozen import frozen_candidates
+
+    def bytes_of(name: str) -> int:
+        return sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters())
+
+    found = find_blocks(model) if blocks is None else named_blocks(model, blocks)
+    names = tuple(block.name for block in found)
+    frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
+    return Parts(names, *costing.of_blocks(names), tuple(frozen))
 
 
 def space_of(

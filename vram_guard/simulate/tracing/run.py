@@ -50,8 +50,6 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
-    if step.runner is not None:
-        return step.runner(step, batch_size, capability)
     with _alone() as interrupts:
         return _Run(step, batch_size, capability, interrupts).timeline()
 
