@@ -275,15 +275,15 @@ def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 def test_no_option_takes_less_than_its_lower_bound(precision: str, splits: int) -> None:
     """The search leaves out what its lower bound says cannot fit: that must be true of each."""
-    from vram_guard.plan.cost_model import Costing
-    from vram_guard.plan.search_space import Option
+    from vram_guard.plan.cost_model import CostModel
+    from vram_guard.plan.option import Option
     from vram_guard.plan.source import source_of
     from vram_guard.plan.tracing import Traces
     from vram_guard.techniques.recipe import Recipe
 
     source = source_of(DEEP, (8, 0))
     traces = Traces(source, 16, lambda _line: None)
-    costing = Costing(source, traces, 16, None)
+    cost_model = CostModel(source, traces, 16, None)
     blocks = tuple(f"layers.{number}" for number in range(6))
     recipes = (
         Recipe(),
@@ -297,7 +297,7 @@ def test_no_option_takes_less_than_its_lower_bound(precision: str, splits: int) 
     bounds = []
     for recipe in recipes:
         option = Option(precision, splits, recipe)
-        bound = costing.lower_bound(option)
+        bound = cost_model.lower_bound(option)
         assert 0 < bound.size <= traces.exact(option, 16 // splits).at(16 // splits).peak_allocated, option
         bounds.append(bound.size)
     assert bounds[0] == max(bounds)

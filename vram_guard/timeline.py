@@ -11,6 +11,7 @@ from vram_guard.step import checked_count
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
+    from vram_guard.language import Message
 
 Category = Literal[
     "parameters",
@@ -128,9 +129,24 @@ class Work(NamedTuple):
 class Note(NamedTuple):
     """Something the reader of an answer has to know: what was bounded, assumed or left out, and where."""
 
-    message: str
+    said: Message | str
     source: str = ""
     operator: str = ""
+    from_values: bool = False
+    """Sizes were read from the values in the batch that was given, so that they hold for that batch alone."""
+
+    @property
+    def message(self) -> str:
+        """What is said, in the reader's language."""
+        return str(self.said)
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.source})" if self.source else self.message
+
+
+def peak_fits(peak_reserved: int, tier: Tier, budget: Budget) -> bool:
+    """Whether a predicted peak is known to stay within a budget: with its tier's margin; a lower bound never is."""
+    return tier != "formula" and peak_reserved <= budget.for_tier(tier).usable
 
 
 @dataclass(frozen=True)
@@ -173,6 +189,19 @@ class Estimate:
     """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
+
+    def fits(self, budget: Budget, correction: float = 1.0) -> bool:
+        """Whether the step is known to stay within the budget.
+
+        Args:
+            budget: what the allocator may reserve.
+            correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
+        """
+        return peak_fits(self.corrected(correction), self.tier, budget)
+
+    def corrected(self, correction: float) -> int:
+        """The reserved peak as it is held against a budget, in bytes."""
+        return int(self.peak_reserved * correction)
 
 
 @dataclass(frozen=True)
@@ -284,12 +313,10 @@ class Timeline:
         """
         from vram_guard.budget import Budget
 
-        usable = Budget.of(budget).for_tier(self.tier).usable
-        if self.tier == "formula":
-            return 0  # a lower bound never promises that something fits
+        held_against = Budget.of(budget)
 
         def fits(batch_size: int) -> bool:
-            return self.replay(batch_size, settings=settings).peak_reserved <= usable
+            return peak_fits(self.replay(batch_size, settings=settings).peak_reserved, self.tier, held_against)
 
         return largest_that_fits(fits, checked_count("limit", limit))
 

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
 from vram_guard.plan.checks import check_growth
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.model import Plan, Rejected
+from vram_guard.plan.option import Option
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.search import search
-from vram_guard.plan.search_space import Option, Request
+from vram_guard.plan.search_space import Request
 from vram_guard.plan.source import Source, source_of
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
 from vram_guard.step import TrainingStep, checked_count
@@ -35,6 +38,7 @@ def plan(
     gpu: GPU | str | None = None,
     margin: float | None = None,
     allow: Iterable[str] = DEFAULT_ALLOW,
+    refused: Mapping[str, object] | None = None,
     pin: Mapping[str, Any] | Pins | None = None,
     blocks: Iterable[str] | None = None,
     host_budget: str | int | None = None,
@@ -58,6 +62,7 @@ def plan(
         gpu: a whole card by name; with neither, the device at hand.
         margin: the share of the budget to leave free; None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; "offload" is every kind of it.
+        refused: technique, or "grow" -> why it cannot be applied to this training: left out, and the plan says so.
         pin: parts of the plan that are fixed, see :class:`Pins`: ``{"micro_batch_size": 4, "checkpoint": "all"}``.
         blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
         host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free here now.
@@ -81,7 +86,10 @@ def plan(
     from vram_guard.budget import Budget
 
     batch_size = checked_count("batch_size", batch_size)
-    techniques = checked_techniques(allow)
+    allowed, refused = checked_techniques(allow), refused or {}
+    techniques = allowed - refused.keys()
+    reasons = {name: refused_reason(name, why) for name, why in refused.items() if name in allowed}
+    grow = grow and "grow" not in refused
     pins = Pins.of(pin)
     if isinstance(step, TrainingStep) and step.recipe:
         raise InvalidInputError("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
@@ -96,16 +104,18 @@ def plan(
     capability = _compute_capability(resolved)
     trains = step.trains if isinstance(step, Source) else step.optimizer is not None
     pins.check(batch_size, capability, grow=grow, trains=trains)
-    precisions, why = _precisions(step.precision, techniques, capability)
+    precisions, why_precision = _precisions(step.precision, techniques, capability)
+    if pins.precision is not None:
+        why_precision = Reason(Why.PRECISION_PINNED)
 
-    from vram_guard.plan.cost_model import Costing
+    from vram_guard.plan.cost_model import CostModel
     from vram_guard.plan.space import parts_of, space_of
     from vram_guard.plan.tracing import Traces
 
     report = progress or _silent
     source = step if isinstance(step, Source) else source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY)
     traces = Traces(source, batch_size, report)
-    costing = Costing(source, traces, batch_size, resolved.gpu)
+    cost_model = CostModel(source, traces, batch_size, resolved.gpu)
     traces(Option(source.precision, 1))  # errors of the step as written come before all others
     request = Request(
         batch_size=batch_size,
@@ -115,12 +125,13 @@ def plan(
             batch_size,
             precisions,
             techniques,
-            parts_of(source.model, costing, blocks),
+            parts_of(source.model, cost_model, blocks),
             pins,
             trains=trains,
             incompatible=_incompatible(source),
         ),
-        reasons=why,
+        why_precision=reasons.get("precision", why_precision),
+        why_not_split=reasons.get("accumulate", Reason(Why.NO_ACCUMULATION)),
         accumulate=source.accumulate,
         ranks=source.ranks,
         grow=grow,
@@ -131,7 +142,7 @@ def plan(
         host_usable=host_usable,
         correction=correction,
     )
-    return search(request, traces, costing, report)
+    return search(request, traces, cost_model, report)
 
 
 def _environment_settings() -> AllocatorSettings | None:
@@ -160,13 +171,13 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
 
 def _precisions(
     precision: str, techniques: frozenset[str], capability: tuple[int, int] | None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[str, ...], Reason]:
     """The precisions to choose from, the step's own first, and why they are those."""
-    mixed, why = None, _("Mixed precision was not allowed.")
+    mixed, why = None, Reason(Why.NOT_ALLOWED)
     if "precision" in techniques:
         mixed, why = mixed_precision(precision, capability)
     half = half_precision(precision, capability) if "half" in techniques else None
-    return tuple(name for name in (precision, mixed, half) if name is not None), (why,)
+    return tuple(name for name in (precision, mixed, half) if name is not None), why
 
 
 def _compute_capability(budget: Budget) -> tuple[int, int] | None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vram_guard.language import _
 from vram_guard.plan.activations import activation_bytes
+from vram_guard.plan.descriptions import Why
+from vram_guard.plan.option import Option
 from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
-from vram_guard.plan.search_space import LowerBound, Option
+from vram_guard.plan.search_space import LowerBound
 from vram_guard.plan.step_time import (
     ancestors,
     forward_seconds_by_module,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 EIGHT_BIT_SHARE = 0.25
 
 
-class Costing:
+class CostModel:
     """Step times and lower bounds of options for one step; see :class:`vram_guard.plan.search_space.Costs`.
 
     Args:
@@ -146,8 +147,8 @@ class Costing:
         """What is alive on the GPU when the optimizer steps, or when a forward pass of the second step ends."""
         stepping, waiting = self._when_stepping(option), self._when_forward_ends(option)
         if waiting > stepping:
-            return LowerBound(waiting, _("weights, optimizer states and what waits for the backward pass"))
-        return LowerBound(stepping, _("weights, gradients and optimizer states"))
+            return LowerBound(waiting, Why.NEEDS_SAVED)
+        return LowerBound(stepping, Why.NEEDS_STATES)
 
     def _when_stepping(self, option: Option) -> int:
         return self._state(option, gradients=True)

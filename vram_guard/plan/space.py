@@ -8,14 +8,15 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.search_space import Chain, Option, Space
+from vram_guard.plan.option import Option
+from vram_guard.plan.search_space import BlockPrefix, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from vram_guard.plan.cost_model import Costing
+    from vram_guard.plan.cost_model import CostModel
     from vram_guard.plan.pins import Pins
 
 #: Frozen modules are moved to the host one after the other up to this many, beyond it only all together.
@@ -38,12 +39,12 @@ class Parts:
     """Frozen modules, the largest first."""
 
 
-def parts_of(model: nn.Module, costing: Costing, blocks: Iterable[str] | None) -> Parts:
+def parts_of(model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | None) -> Parts:
     """What the model offers to the techniques.
 
     Args:
         model: of the step.
-        costing: prices of this step.
+        cost_model: prices of this step.
         blocks: the modules that may be treated; None: the repeated ones.
 
     Raises:
@@ -58,7 +59,7 @@ def parts_of(model: nn.Module, costing: Costing, blocks: Iterable[str] | None) -
     found = find_blocks(model) if blocks is None else named_blocks(model, blocks)
     names = tuple(block.name for block in found)
     frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
-    return Parts(names, *costing.of_blocks(names), tuple(frozen))
+    return Parts(names, *cost_model.of_blocks(names), tuple(frozen))
 
 
 def space_of(
@@ -91,7 +92,7 @@ def space_of(
         precisions=precisions,
         splits=tuple(_splits(batch_size, techniques, pins, trains=trains)),
         recipes=tuple(dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))),
-        chains=tuple(_chains(techniques, parts, pins)) if trains else (),
+        prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
         incompatible=lambda option: _contradiction(option) or incompatible(option),
     )
 
@@ -162,7 +163,7 @@ def _pinned(name: str, pin: tuple[str, ...] | int | str | None, modules: tuple[s
     return pin
 
 
-def _chains(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[Chain]:
+def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[BlockPrefix]:
     pinned = {
         *_pinned("checkpoint", pins.checkpoint, parts.blocks),
         *_pinned("offload_activations", pins.offload_activations, parts.blocks),
@@ -173,11 +174,11 @@ def _chains(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[Ch
     if not blocks:
         return
     if checkpoints:
-        yield from (Chain("checkpoint", order) for order in dict.fromkeys(_orders(blocks, parts)))
+        yield from (BlockPrefix("checkpoint", order) for order in dict.fromkeys(_orders(blocks, parts)))
     if offloads:
-        yield Chain("offload_activations", blocks)
+        yield BlockPrefix("offload_activations", blocks)
     if checkpoints and offloads and len(blocks) > 1 and _recompute_is_cheaper(blocks, parts):
-        yield Chain("both", blocks)
+        yield BlockPrefix("both", blocks)
 
 
 def _orders(blocks: tuple[str, ...], parts: Parts) -> Iterator[tuple[str, ...]]:

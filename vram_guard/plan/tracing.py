@@ -12,7 +12,7 @@ from vram_guard.plan.techniques import resident_batch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vram_guard.plan.search_space import Option
+    from vram_guard.plan.option import Option
     from vram_guard.plan.source import Source, TraceRequest
     from vram_guard.timeline import Timeline
 
@@ -60,12 +60,8 @@ class Traces:
         return self._resident(self._exact[request], option)
 
     def _request(self, option: Option, size: int = 0) -> TraceRequest:
-        """What has to be traced for an option: the order in which blocks were chosen does not matter."""
-        recipe = option.recipe.with_(
-            checkpoint=tuple(sorted(option.recipe.checkpoint)),
-            offload_activations=tuple(sorted(option.recipe.offload_activations)),
-        )
-        return self.source.request(option.precision, option.splits, recipe, size)
+        """What has to be traced for an option."""
+        return self.source.request(option.precision, option.splits, option.unordered.recipe, size)
 
     def _at(self, request: TraceRequest) -> Callable[[int], Timeline]:
         return lambda size: self.source.trace(replace(request, batch_size=size))

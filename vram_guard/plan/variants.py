@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.search_space import Option
+from vram_guard.plan.option import Option
 from vram_guard.step import LARGEST_BATCH, TrainingStep, checked_count
 from vram_guard.units import format_bytes
 

@@ -31,7 +31,7 @@ def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[st
         return {"schema": SCHEMA, "kind": "plan", **_plan(answer), "budget": _budget(answer.budget)}
     if budget is not None:
         budget = budget.for_tier(answer.tier)
-    held_against = {} if budget is None else {"budget": _budget(budget), "fits": fits(answer, budget)}
+    held_against = {} if budget is None else {"budget": _budget(budget), "fits": answer.fits(budget)}
     return {"schema": SCHEMA, "kind": "estimate", "estimate": _estimate(answer), **held_against}
 
 
@@ -43,11 +43,6 @@ def as_json(answer: Plan | Estimate, *, budget: Budget | None = None) -> str:
 def write_json(answer: Plan | Estimate, path: str | os.PathLike[str], *, budget: Budget | None = None) -> bool:
     """Write the answer as a JSON file, whole or not at all; False (and a warning) where it cannot be."""
     return write_atomically(path, as_json(answer, budget=budget) + "\n")
-
-
-def fits(estimate: Estimate, budget: Budget) -> bool:
-    """Whether the step is known to stay within the budget."""
-    return estimate.tier != "formula" and estimate.peak_reserved <= budget.for_tier(estimate.tier).usable
 
 
 def _plan(plan: Plan) -> dict[str, Any]:

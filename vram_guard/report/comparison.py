@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vram_guard.language import _
-from vram_guard.plan.search_space import Option
+from vram_guard.plan.option import Option
 from vram_guard.report.as_json import as_dict
 from vram_guard.units import format_bytes
 

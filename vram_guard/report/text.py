@@ -14,7 +14,6 @@ from rich.text import Text
 
 from vram_guard.language import _, display_width, marked
 from vram_guard.plan.model import Plan
-from vram_guard.report.as_json import fits
 from vram_guard.report.categories import PHASES, category_name
 from vram_guard.timeline import CATEGORIES, Estimate
 from vram_guard.units import format_bytes
@@ -112,7 +111,7 @@ def _parts(answer: Plan | Estimate, budget: Budget | None, signs: _Signs) -> Ite
         return
     if budget is not None:
         budget = budget.for_tier(answer.tier)
-        yield _verdict(answer.peak_reserved, budget, fits(answer, budget))
+        yield _verdict(answer.peak_reserved, budget, answer.fits(budget))
     yield _table(answer, None, signs)
     if budget is not None:
         yield _bar(_("needed"), answer.peak_reserved, budget, signs)
@@ -133,10 +132,8 @@ def _plan_parts(plan: Plan, signs: _Signs) -> Iterator[RenderableType]:
     yield from _bullets(_("Why"), plan.reasons, signs)
     closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))[:MOST_REJECTED]
     more = len(plan.rejected) - len(closest)
-    lines = [f"{option.option}: {option.why}" for option in closest]
-    yield from _bullets(
-        _("Not taken, nearest first"), lines + ([_("and {count} more", count=more)] if more else []), signs
-    )
+    lines = [*map(str, closest), *([_("and {count} more", count=more)] if more else [])]
+    yield from _bullets(_("Alternatives considered, closest first"), lines, signs)
 
 
 def _heading(title: str) -> Text:
@@ -206,8 +203,7 @@ def _details(estimate: Estimate, signs: _Signs) -> Iterator[RenderableType]:
     if modules:
         yield _heading(_("Modules that hold most at the peak"))
         yield _modules(modules, estimate.peak_allocated)
-    notes = (f"{note.message}{f' ({note.source})' if note.source else ''}" for note in estimate.notes)
-    yield from _bullets(_("Notes"), tuple(notes), signs)
+    yield from _bullets(_("Notes"), [str(note) for note in estimate.notes], signs)
 
 
 def _peak(estimate: Estimate) -> Table:

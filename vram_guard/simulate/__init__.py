@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from vram_guard.language import Message
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import Estimate, Note, Timeline, merge_affine
 
@@ -20,10 +21,7 @@ DEFAULT_CAPABILITY = (8, 0)
 #: grow with the square of the batch, padding to multiples and code for large batches show here.
 CHECKED_SIZE = 37
 
-#: In the notes of steps whose sizes come from the values in the batch.
-FROM_VALUES = "depends on the values in the batch"
-
-LAW_BROKEN = Note("the sequence of allocations differs between batch sizes: every size asked for is traced")
+LAW_BROKEN = Note(Message("the sequence of allocations differs between batch sizes: every size asked for is traced"))
 
 
 def trace(
@@ -63,7 +61,7 @@ def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked:
         check_at = CHECKED_SIZE
     small, large = map(run, TRACED_SIZES)
     merged = merge_affine(small, large)
-    from_values = any(FROM_VALUES in note.message for note in small.notes)
+    from_values = any(note.from_values for note in small.notes)
     if merged is not None and not from_values:
         if not checked:
             return merged

@@ -19,7 +19,7 @@ from vram_guard_accelerate.relaunch.candidates import Wishes, check
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container
 
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
@@ -70,15 +70,16 @@ def decide(
         without |= wishes.to_be_varied
         refused = {name: why for name, why in refused.items() if name not in wishes.to_be_varied}
 
-    def planned(source: Source, *, possible: Iterable[str] = (), growing: bool = settings.grow) -> Plan:
+    def planned(source: Source, *, possible: Container[str] = (), growing: bool = settings.grow) -> Plan:
         assert run.sample is not None
         return plan(
             source,
             run.sample.batch_size,
             budget,
-            allow=settings.techniques - (refused.keys() - set(possible)) - without,
+            allow=settings.techniques - without,
+            refused={name: why for name, why in refused.items() if name not in possible},
             host_budget=host_share(settings.host_budget, run.local_ranks),
-            grow=growing and not {"grow"} & (refused.keys() | without),
+            grow=growing and "grow" not in without,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=run.sample.dataset_size,

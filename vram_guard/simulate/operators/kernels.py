@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from vram_guard.errors import UnsupportedOperatorError
+from vram_guard.language import Message
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import is_symbolic
 from vram_guard.simulate.operators import attention, composite_ops, convolutions, norms
@@ -151,8 +152,12 @@ def equal(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, An
 def _data_dependent(recorder: Recorder, func: Any, bound: int, args: tuple[Any, ...]) -> None:
     name = str(func)
     recorder.note(
-        f"the size of {name}'s result depends on data that is not known before training; "
-        f"counted at its upper bound of {bound} elements",
+        Message(
+            "the size of {operator}'s result depends on data that is not known before training; counted at its upper "
+            "bound of {bound} elements",
+            operator=name,
+            bound=bound,
+        ),
         operator=name,
         tier="partly symbolic",
     )
@@ -161,9 +166,14 @@ def _data_dependent(recorder: Recorder, func: Any, bound: int, args: tuple[Any, 
 def _note_from_batch(recorder: Recorder, func: Any) -> None:
     name = str(func)
     recorder.note(
-        f"the size of {name}'s result depends on the values in the batch; counted as in the batch that was given",
+        Message(
+            "the size of {operator}'s result depends on the values in the batch; counted as in the batch that was "
+            "given",
+            operator=name,
+        ),
         operator=name,
         tier="partly symbolic",
+        from_values=True,
     )
 
 
@@ -276,8 +286,11 @@ def stand_in_result(
     except (NotImplementedError, RuntimeError) as second:
         raise UnsupportedOperatorError(_no_kernel(recorder, name, f"and fails on the CPU: {second}")) from error
     recorder.note(
-        f"{name} has no symbolic kernel; the shapes of its results come from a run on zeros, what it takes in "
-        "between is not known",
+        Message(
+            "{operator} has no symbolic kernel; the shapes of its results come from a run on zeros, what it takes in "
+            "between is not known",
+            operator=name,
+        ),
         operator=name,
         tier="partly symbolic",
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import Message
 from vram_guard.simulate.device.fake_cuda import Pretence, replaced
 from vram_guard.simulate.private_api import FSDP_NAMES, missing_names
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 #: What a trace cannot see of it, for the reader of a prediction.
-STREAMS = (
+STREAMS = Message(
     "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps apart: reserved "
     "memory can be higher than said by the gradients of the largest module"
 )
