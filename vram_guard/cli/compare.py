@@ -15,7 +15,7 @@ from vram_guard.language import _
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vram_guard.plan.comparison import Configuration
+    from vram_guard.plan.comparison import Comparison, Configuration
     from vram_guard.step import TrainingStep
 
 _RATES = ("lr", "learning_rate")
@@ -78,22 +78,48 @@ def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
 def _compare(options: argparse.Namespace) -> int:
     from vram_guard.plan.comparison import compare
     from vram_guard.plan.techniques import DEFAULT_ALLOW
-    from vram_guard.report.comparison import comparison_dict, render
 
-    allow = DEFAULT_ALLOW if options.allow is None else options.allow.split(",")
+    allow = DEFAULT_ALLOW if options.allow is None else _listed(options.allow)
+    configurations = tuple(_configurations(options))
     answer = compare(
-        tuple(_configurations(options)),
+        configurations, options.budget, gpu=options.gpu, allow=allow, lr_rule=options.lr_rule, progress=_progress
+    )
+    _print(answer, options)
+    return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
+
+
+def _variants(options: argparse.Namespace) -> int:
+    from vram_guard.plan.comparison import variants
+
+    steps = dict[str, "TrainingStep"]()
+    for name, step in _named(options.names):
+        if name in steps:
+            raise InvalidInputError(_("two variants are called {name}: write LABEL=NAME", name=name))
+        steps[name] = step
+    answer = variants(
+        steps,
+        options.batch_size,
         options.budget,
         gpu=options.gpu,
-        allow=[name for name in allow if name],
-        lr_rule=options.lr_rule,
+        allow=_listed(options.allow),
+        prefer=options.prefer,
         progress=_progress,
     )
+    _print(answer, options)
+    return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
+
+
+def _listed(names: str) -> list[str]:
+    return [name for name in names.split(",") if name]
+
+
+def _print(answer: Comparison, options: argparse.Namespace) -> None:
+    from vram_guard.report.comparison import comparison_dict, show
+
     if options.json:
         print_json(comparison_dict(answer))
     else:
-        print(render(answer), end="")
-    return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
+        show(answer)
 
 
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
@@ -185,31 +211,6 @@ def _rate(config: dict[str, Any]) -> float | None:
     found = [number(value) for path, value in leaves(config) if path.rpartition(".")[2] in _RATES]
     known = [value for value in found if value is not None and value > 0]
     return known[0] if known else None
-
-
-def _variants(options: argparse.Namespace) -> int:
-    from vram_guard.plan.variants import variants
-    from vram_guard.report.variants import show, variants_dict
-
-    steps = dict[str, "TrainingStep"]()
-    for name, step in _named(options.names):
-        if name in steps:
-            raise InvalidInputError(_("two variants are called {name}: write LABEL=NAME", name=name))
-        steps[name] = step
-    answer = variants(
-        steps,
-        options.batch_size,
-        options.budget,
-        gpu=options.gpu,
-        allow=[name for name in options.allow.split(",") if name],
-        prefer=options.prefer,
-        progress=_progress,
-    )
-    if options.json:
-        print_json({key: value for key, value in variants_dict(answer).items() if key != "schema"})
-    else:
-        show(answer)
-    return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
 
 
 def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:

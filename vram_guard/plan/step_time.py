@@ -29,22 +29,13 @@ from typing import TYPE_CHECKING
 from vram_guard.budget import GPU
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.plan.roofline import HOST_PER_OPERATOR, StepTime, link_rate, total_time
 from vram_guard.step import checked_count
 
 if TYPE_CHECKING:
+    from vram_guard.plan.model import Plan
     from vram_guard.timeline import Block, Timeline, Work
-
-__all__ = [
-    "StepTime",
-    "assumed_gpu",
-    "forward_seconds_by_module",
-    "offload_seconds",
-    "recompute_seconds",
-    "relative_cost",
-    "step_seconds",
-]
-
 
 # --- whole steps ---------------------------------------------------------------------------------------------------
 
@@ -83,6 +74,18 @@ def step_seconds(
         more = later.times(1 / (traced - 1)) if traced > 1 else first + _adding_up(timeline, batch_size, card)
         total += more.times(count - 1)
     return total + StepTime(assumptions=assumptions)
+
+
+def seconds_as_written(made: Plan) -> float:
+    """The predicted seconds of an optimizer step as its author wrote it, on the GPU that was planned for.
+
+    Raises:
+        InvalidInputError: the plan came without timelines, or they do not say what the step computes.
+    """
+    if made.timeline_before is None:
+        raise InvalidInputError(_("this plan holds no timeline"))
+    size, rounds = made.batch_size_before, made.accumulate_before
+    return step_seconds(made.timeline_before, size, made.budget.gpu, micro_batches=rounds).seconds
 
 
 def relative_cost(option: StepTime, as_written: StepTime) -> float:
