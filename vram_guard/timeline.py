@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
 from vram_guard.step import checked_count
@@ -23,16 +23,9 @@ Category = Literal[
     "temporaries",
     "workspace",
 ]
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "batch",
-    "temporaries",
-    "workspace",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+PhaseName = Literal["setup", "batch", "forward", "backward", "optimizer"]
 
 #: How an answer came about. "symbolic": every operator's memory is known exactly. "partly symbolic": some
 #: sizes are bounds (they depend on data) or some operators ran on stand-in data. "formula": the step could
@@ -93,7 +86,7 @@ class HostBlock(NamedTuple):
 class Phase(NamedTuple):
     """A stretch of the timeline: it begins at ``events[start]`` and ends where the next one begins."""
 
-    name: Literal["setup", "batch", "forward", "backward", "optimizer"]
+    name: PhaseName
     step: int
     """Optimizer step, from 1; 0 for set-up."""
     start: int
@@ -111,7 +104,7 @@ class Work(NamedTuple):
     """"aten.addmm.default"."""
     module: str
     """Dotted path of the module whose forward (or whose backward) ran it; "" outside any module."""
-    phase: Literal["setup", "batch", "forward", "backward", "optimizer"]
+    phase: PhaseName
     recomputed: bool
     """Part of a forward that runs again inside the backward pass (activation checkpointing)."""
     flops: Affine
@@ -296,6 +289,16 @@ class Timeline:
                 break
             current = phase
         return current
+
+    def alive_at(self, end: int) -> list[Block]:
+        """The blocks that are allocated and not freed by ``events[:end]``, in the order of their allocation."""
+        alive: dict[int, None] = {}
+        for event in self.events[:end]:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        return [self.blocks[index] for index in alive]
 
     def max_batch_size(
         self,

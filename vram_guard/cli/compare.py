@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         help=_("a configuration of its own: the first config (or none) with these values; repeatable"),
     )
     parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
-    _add_common(parser, allow=None)
+    add_common(parser, allow=None)
     parser.set_defaults(run=_compare)
 
 
@@ -64,11 +64,12 @@ def add_variants(commands: Any) -> None:
     parser.add_argument(
         "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("what to take")
     )
-    _add_common(parser, allow="")
+    add_common(parser, allow="")
     parser.set_defaults(run=_variants)
 
 
-def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
+def add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
+    """What all commands that plan have in common."""
     parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
     parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
     parser.add_argument("--allow", default=allow, metavar="A,B", help=_("what a plan may change where it does not fit"))
@@ -79,10 +80,15 @@ def _compare(options: argparse.Namespace) -> int:
     from vram_guard.plan.comparison import compare
     from vram_guard.plan.techniques import DEFAULT_ALLOW
 
-    allow = DEFAULT_ALLOW if options.allow is None else _listed(options.allow)
+    allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     configurations = tuple(_configurations(options))
     answer = compare(
-        configurations, options.budget, gpu=options.gpu, allow=allow, lr_rule=options.lr_rule, progress=_progress
+        configurations,
+        options.budget,
+        gpu=options.gpu,
+        allow=allow,
+        lr_rule=options.lr_rule,
+        progress=tell,
     )
     _print(answer, options)
     return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
@@ -101,16 +107,17 @@ def _variants(options: argparse.Namespace) -> int:
         options.batch_size,
         options.budget,
         gpu=options.gpu,
-        allow=_listed(options.allow),
+        allow=listed(options.allow),
         prefer=options.prefer,
-        progress=_progress,
+        progress=tell,
     )
     _print(answer, options)
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
 
 
-def _listed(names: str) -> list[str]:
-    return [name for name in names.split(",") if name]
+def listed(names: str) -> list[str]:
+    """``a,b`` as a list."""
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _print(answer: Comparison, options: argparse.Namespace) -> None:
@@ -225,7 +232,7 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
             yield from steps_named(text).items()
 
 
-def _progress(line: str) -> None:
+def tell(line: str) -> None:
     """What is being done, where somebody waits for it."""
     if sys.stderr.isatty():
         print(f"vram-guard: {line}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
+from vram_guard.plan.learning_rate import check_rule
 from vram_guard.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
     share = target_utilization
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidInputError(f"target_utilization must be above 0 and at most 1 (0.8 for 80%), not {share!r}")
-    if lr_rule not in LEARNING_RATE_RULES:
-        raise InvalidInputError(f"lr_rule must be one of {', '.join(LEARNING_RATE_RULES)}, not {lr_rule!r}")
+    check_rule(lr_rule)
 
 
 def check_mode(mode: object) -> None:

@@ -200,10 +200,8 @@ class CostModel:
         """Bytes by category when the second optimizer step begins, or at the end where there is none."""
         timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
         ends = [phase.start for phase in timeline.phases if phase.name == "optimizer" and phase.step == 2]
-        alive = _alive(timeline, ends[-1] if ends else len(timeline.events))
         held: dict[Category, int] = {"parameters": 0, "gradients": 0, "optimizer_states": 0}
-        for index in alive:
-            block = timeline.blocks[index]
+        for block in timeline.alive_at(ends[-1] if ends else len(timeline.events)):
             if block.category in held:
                 held[block.category] += block.bytes_at(self._batch_size)
         return held
@@ -215,13 +213,3 @@ class CostModel:
     def _frozen_bytes(self, recipe: Recipe) -> int:
         modules = (self._source.model.get_submodule(name) for name in recipe.frozen_on_host)
         return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-
-
-def _alive(timeline: Timeline, end: int) -> Iterable[int]:
-    alive: dict[int, None] = {}
-    for event in timeline.events[:end]:
-        if event >= 0:
-            alive[event] = None
-        else:
-            alive.pop(~event, None)
-    return alive

@@ -125,8 +125,9 @@ class _Trial:
         host, usable = candidate.estimate.host_peak, self.request.host_usable
         if usable is None or host <= usable:
             return True
-        why, peak = Reason(Why.HOST_MEMORY, amount=Amount(host), usable=Amount(usable)), candidate.estimate
-        rejected = Rejected(option.of(self.request.batch_size), self.request.corrected(peak), 0, why)
+        why = Reason(Why.HOST_MEMORY, amount=Amount(host), usable=Amount(usable))
+        peak = self.request.corrected(candidate.estimate)
+        rejected = Rejected(option.of(self.request.batch_size), peak, 0, why)
         self.too_much_for_the_host.setdefault(group, (option.unordered, rejected))
         return False
 

@@ -93,7 +93,7 @@ def space_of(
         splits=tuple(_splits(batch_size, techniques, pins, trains=trains)),
         recipes=tuple(dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))),
         prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
-        incompatible=lambda option: _contradiction(option) or incompatible(option),
+        incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
     )
 
 
@@ -202,15 +202,9 @@ def _recompute_is_cheaper(blocks: tuple[str, ...], parts: Parts) -> bool:
     return all(parts.recompute.get(block, 0.0) <= parts.offload.get(block, 0.0) for block in blocks)
 
 
-def _contradiction(option: Option) -> str:
-    """Why the parts of an option do not go together ("" where they do)."""
-    recipe = option.recipe
-    if recipe.parameters_on_host and recipe.optimizer_on_host:
-        return "parameters on the host take the optimizer with them"
-    if recipe.parameters_on_host and recipe.frozen_on_host:
-        return "FSDP2 moves frozen modules itself"
-    if recipe.optimizer_on_host and recipe.optimizer != "as-written":
-        return "an optimizer on the host has no other form"
-    if recipe.parameters_on_host and recipe.optimizer in ("fused", "8bit"):
+def _form_on_host(recipe: Recipe) -> str:
+    """Why another form of the optimizer has no sense ("" where it has)."""
+    on_host = recipe.optimizer_on_host and recipe.optimizer != "as-written"
+    if on_host or (recipe.parameters_on_host and recipe.optimizer in ("fused", "8bit")):
         return "an optimizer on the host has no other form"
     return ""

@@ -67,34 +67,20 @@ def comparison_dict(answer: Comparison) -> dict[str, Any]:
 
 
 def _variant_dict(row: Compared) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "parameters": row.parameters,
-        "peak_reserved": row.peak,
-        "fits": row.fits,
-        "fits_as_written": row.fits_as_written,
-        "largest_batch_size": row.largest_batch_size,
-        "plan": None if row.plan is None else as_dict(row.plan),
-        "error": row.error or None,
-    }
+    own = {"parameters": row.parameters, "peak_reserved": row.peak, "fits": row.fits}
+    largest = {"fits_as_written": row.fits_as_written, "largest_batch_size": row.largest_batch_size}
+    return {"name": row.name, **own, **largest, **_plan_dict(row)}
 
 
 def _configuration_dict(answer: Comparison, row: Compared) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "batch_size": row.batch_size,
-        "precision": row.precision,
-        "accumulate": row.accumulate,
-        "learning_rate": row.learning_rate,
-        "suggested_learning_rate": row.suggested_learning_rate,
-        "peak_reserved": row.peak,
-        "utilization": row.utilization,
-        "fits": row.fits,
-        "plan": None if row.plan is None else as_dict(row.plan),
-        "modelled_seconds": row.seconds,
-        "relative_speed": answer.relative_speed(row),
-        "error": row.error or None,
-    }
+    names = ("name", "batch_size", "precision", "accumulate", "learning_rate", "suggested_learning_rate")
+    peak = {"peak_reserved": row.peak, "utilization": row.utilization, "fits": row.fits}
+    speed = {"modelled_seconds": row.seconds, "relative_speed": answer.relative_speed(row)}
+    return {**{name: getattr(row, name) for name in names}, **peak, **_plan_dict(row), **speed}
+
+
+def _plan_dict(row: Compared) -> dict[str, Any]:
+    return {"plan": None if row.plan is None else as_dict(row.plan), "error": row.error or None}
 
 
 # --- the table -----------------------------------------------------------------------------------------------------

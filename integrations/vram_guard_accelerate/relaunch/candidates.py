@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan.step_time import seconds_as_written
 from vram_guard.plan.techniques import mixed_precision, splits_of
 from vram_guard_accelerate.dry_run.script_options import accumulation_option, batch_size_option, precision_option
 from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
-from vram_guard_accelerate.relaunch.relaunch import Origin, Variant, Varied, step_time
+from vram_guard_accelerate.relaunch.relaunch import Origin, Variant, Varied
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -74,7 +75,7 @@ class Wishes:
         assert self._facts.conduct is not None
         if varied is None:
             shown = replace(made, timeline=None, timeline_before=None)
-            origin = Origin(shown, step_time(made), self._facts.conduct)
+            origin = Origin(shown, seconds_as_written(made), self._facts.conduct)
         else:
             origin = replace(varied.origin, conduct=self._facts.conduct)
         so_far = Variant() if varied is None else varied.variant

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.language import _
 from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.step_time import seconds_as_written
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -145,7 +146,7 @@ class Varied:
     def combined(self, plan: Plan) -> Plan:
         """A plan for the variant, as a plan for the launch as it was typed."""
         written = self.origin.plan
-        slowdown = round((plan.slowdown or 1.0) * step_time(plan) / self.origin.seconds, 4)
+        slowdown = round((plan.slowdown or 1.0) * seconds_as_written(plan) / self.origin.seconds, 4)
         own = [reason for reason in plan.reason_values if reason.kind is not Why.CHEAPEST] if plan.changed else []
         return replace(
             plan,
@@ -186,17 +187,6 @@ class Varied:
                 )
             )
         return found
-
-
-def step_time(plan: Plan) -> float:
-    """Seconds of an optimizer step as the script was launched, modelled."""
-    from vram_guard.plan.step_time import step_seconds
-
-    assert plan.timeline_before is not None
-    time = step_seconds(
-        plan.timeline_before, plan.batch_size_before, plan.budget.gpu, micro_batches=plan.accumulate_before
-    )
-    return time.seconds
 
 
 def settled(
