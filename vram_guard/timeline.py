@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
-from vram_guard.step import checked_count
+from vram_guard.checks import checked_count
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget

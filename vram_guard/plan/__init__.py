@@ -92,7 +92,9 @@ def plan(
     grow = grow and "grow" not in refused
     pins = Pins.of(pin)
     if isinstance(step, TrainingStep) and step.recipe:
-        raise InvalidInputError("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
+        raise InvalidInputError(
+            _("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
+        )
     check_growth(target_utilization, lr_rule)
     if dataset_size is not None:
         dataset_size = checked_count("dataset_size", dataset_size)
@@ -194,7 +196,8 @@ def _compute_capability(budget: Budget) -> tuple[int, int] | None:
 
 def _checked_correction(correction: object) -> float:
     if isinstance(correction, bool) or not isinstance(correction, int | float) or not 1 <= correction < 100:
-        raise InvalidInputError(f"correction must be a factor of at least 1, such as 1.04, not {correction!r}")
+        value = repr(correction)
+        raise InvalidInputError(_("correction must be a factor of at least 1, such as 1.04, not {value}", value=value))
     return float(correction)
 
 

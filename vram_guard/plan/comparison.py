@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vram_guard.checks import checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _, marked
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
-from vram_guard.step import TrainingStep, checked_count
+from vram_guard.step import TrainingStep
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -274,9 +275,7 @@ def variants(
     """
     given = [Configuration(name, step, batch_size) for name, step in _named_steps(steps)]
     limit = checked_count("limit", limit)
-    if prefer not in PREFERENCES:
-        known = ", ".join(PREFERENCES)
-        raise InvalidInputError(_("prefer must be one of {known}, not {value}", known=known, value=repr(prefer)))
+    one_of("prefer", prefer, PREFERENCES)
     rows, resolved = _rows(given, budget, gpu, margin, allow, settings, progress, limit=limit)
     return Variants(rows, resolved, batch_size, prefer)
 

@@ -5,23 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
-from vram_guard.step import checked_count
+from vram_guard.checks import checked_count, one_of
 
 LearningRateRule = Literal["linear", "sqrt", "none"]
 LEARNING_RATE_RULES: tuple[str, ...] = get_args(LearningRateRule)
-
-
-def check_rule(rule: object) -> None:
-    """Whether learning rates can follow the batch so.
-
-    Raises:
-        InvalidInputError: an unknown rule.
-    """
-    if rule not in LEARNING_RATE_RULES:
-        known = ", ".join(LEARNING_RATE_RULES)
-        raise InvalidInputError(_("lr_rule must be one of {known}, not {value}", known=known, value=repr(rule)))
 
 
 def learning_rate_factor(rule: str, before: int, after: int) -> float:
@@ -39,7 +26,7 @@ def learning_rate_factor(rule: str, before: int, after: int) -> float:
     Raises:
         InvalidInputError: an unknown rule, or a batch size that is no positive whole number.
     """
-    check_rule(rule)
+    one_of("lr_rule", rule, LEARNING_RATE_RULES)
     k = checked_count("effective batch size", after) / checked_count("effective batch size", before)
     if rule == "linear":
         return k

@@ -8,6 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.plan.option import Option
 from vram_guard.plan.search_space import BlockPrefix, Space
 from vram_guard.plan.techniques import splits_of
@@ -153,11 +154,18 @@ def _pinned(name: str, pin: tuple[str, ...] | int | str | None, modules: tuple[s
         return ()
     if pin == "all":
         if not modules:
-            raise InvalidInputError(f"pin: {name} is 'all', but the model has no module for it; name some")
+            raise InvalidInputError(_("pin: {name} is 'all', but the model has no module for it; name some", name=name))
         return modules
     if isinstance(pin, int):
         if pin > len(modules):
-            raise InvalidInputError(f"pin: {name} asks for {pin} blocks, the model has {len(modules)}")
+            raise InvalidInputError(
+                _(
+                    "pin: {name} asks for {wanted} blocks, the model has {count}",
+                    name=name,
+                    wanted=pin,
+                    count=len(modules),
+                )
+            )
         return modules[:pin]
     assert isinstance(pin, tuple)
     return pin

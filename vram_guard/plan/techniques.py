@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from vram_guard.errors import InvalidInputError
+from vram_guard.checks import known_names
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.timeline import Affine, Block, Timeline
 
@@ -44,12 +43,7 @@ def checked_techniques(allow: Iterable[str]) -> frozenset[str]:
     """
     names = [name.strip() for name in allow.split(",")] if isinstance(allow, str) else list(allow)
     names = [name for name in names if name != ""]
-    known = (*TECHNIQUES, "offload")
-    for name in names:
-        if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidInputError(f"allow: unknown technique {name!r}, known are {', '.join(known)}{hint}")
+    known_names("allow", names, (*TECHNIQUES, "offload"))
     return frozenset(single for name in names for single in (OFFLOADS if name == "offload" else (name,)))
 
 
