@@ -11,7 +11,7 @@ from torch import nn
 
 from vram_guard import TrainingStep, trace, variants
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.comparison import Variants
+from vram_guard.plan.variants import Variants
 from vram_guard.report.comparison import comparison_dict, render, show
 
 MIB = 2**20

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.check import assert_fits
     from vram_guard.errors import VramGuardError
-    from vram_guard.plan.comparison import variants
+    from vram_guard.plan.variants import variants
     from vram_guard.simulate import estimate, trace
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Estimate, Timeline
@@ -51,7 +51,7 @@ _HOME = {
     "assert_fits": "vram_guard.check",
     "estimate": "vram_guard.simulate",
     "trace": "vram_guard.simulate",
-    "variants": "vram_guard.plan.comparison",
+    "variants": "vram_guard.plan.variants",
 }
 
 

@@ -95,7 +95,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _variants(options: argparse.Namespace) -> int:
-    from vram_guard.plan.comparison import variants
+    from vram_guard.plan.variants import variants
 
     steps = dict[str, "TrainingStep"]()
     for name, step in _named(options.names):

@@ -1,18 +1,16 @@
-"""Comparison: configurations of a training, or variants of its model, side by side without running any of them."""
+"""Comparison: several configurations of a training side by side, without running any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from vram_guard.checks import checked_count, one_of
+from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _, marked
+from vram_guard.language import _
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.step import TrainingStep
-from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,19 +19,6 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
     from vram_guard.plan.model import Plan
     from vram_guard.timeline import Estimate
-
-#: Which of the variants that fit is chosen: the one with most parameters, or the last or first of those given.
-Prefer = Literal["parameters", "last", "first"]
-PREFERENCES: tuple[str, ...] = get_args(Prefer)
-
-#: Batch sizes are tried up to here unless the caller says otherwise.
-LARGEST_BATCH_ASKED = 2**20
-
-_CHOSEN = {
-    "parameters": marked("the one with most parameters that fits"),
-    "last": marked("the last of those given that fits"),
-    "first": marked("the first of those given that fits"),
-}
 
 
 @dataclass(frozen=True)
@@ -140,63 +125,6 @@ class Comparison:
         raise InvalidInputError(_("nothing is called {name}; there are {known}", name=repr(name), known=known))
 
 
-@dataclass(frozen=True)
-class Variants(Comparison):
-    """Variants of a model, of which one is chosen."""
-
-    batch_size: int
-    prefer: Prefer
-
-    @property
-    def chosen(self) -> Compared | None:
-        """The preferred one of those that fit; None where none does."""
-        fitting = [row for row in self.rows if row.fits]
-        if self.prefer == "last":
-            fitting.reverse()
-        if self.prefer == "parameters":
-            # Of equally large ones, what fits as written; then the one given first (sorted is stable).
-            fitting.sort(key=lambda row: (-(row.parameters or 0), not row.fits_as_written))
-        return fitting[0] if fitting else None
-
-    def explain(self) -> str:
-        """What was chosen and why, and what becomes of every other variant; several lines."""
-        return "\n".join([self.choice(), "", *(f"  - {row.name}: {_line(row)}" for row in self.rows)])
-
-    def choice(self) -> str:
-        """What was chosen and why, in one line."""
-        chosen, size = self.chosen, self.batch_size
-        if chosen is None or chosen.plan is None:
-            return _(
-                "None of {count} variants fits into {usable} at batch size {size}.",
-                count=len(self.rows),
-                usable=format_bytes(self.budget.usable),
-                size=size,
-            )
-        how = _("as written") if chosen.fits_as_written else _("under its plan")
-        peak, usable = format_bytes(chosen.plan.peak), format_bytes(chosen.plan.budget.usable)
-        return _(
-            "{name}: {reason}, {peak} of {usable} {how} at batch size {size}.",
-            name=chosen.name,
-            reason=_(_CHOSEN[self.prefer]),
-            peak=peak,
-            usable=usable,
-            how=how,
-            size=size,
-        )
-
-
-def _line(row: Compared) -> str:
-    if row.plan is None:
-        return _("could not be traced: {error}", error=row.error)
-    return _(
-        "{count} parameters, {peak} as written: {verdict} (largest batch size as written: {largest})",
-        count=f"{row.parameters:,}",
-        peak=format_bytes(row.plan.before.peak_reserved),
-        verdict=row.verdict(),
-        largest=row.largest_batch_size,
-    )
-
-
 def compare(
     configurations: Iterable[Configuration],
     budget: Budget | str | int | None = None,
@@ -229,58 +157,11 @@ def compare(
     """
     given = tuple(configurations)
     learning_rate_factor(lr_rule, 1, 1)
-    rows, resolved = _rows(given, budget, gpu, margin, allow, settings, progress, lr_rule=lr_rule)
+    rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, lr_rule=lr_rule)
     return Comparison(rows, resolved)
 
 
-def variants(
-    steps: Mapping[str, TrainingStep] | Iterable[tuple[str, TrainingStep]],
-    batch_size: int,
-    budget: Budget | str | int | None = None,
-    *,
-    gpu: GPU | str | None = None,
-    margin: float | None = None,
-    allow: Iterable[str] = (),
-    prefer: Prefer = "parameters",
-    limit: int = LARGEST_BATCH_ASKED,
-    settings: AllocatorSettings | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> Variants:
-    """What each variant of a model takes at one batch size, and the largest that fits.
-
-    Variants that share everything but the model are made from one step::
-
-        steps = {name: step.with_(model=build) for name, build in constructors.items()}
-
-    Args:
-        steps: name -> the step with that variant (its ``model`` best a constructor: built symbolically, it takes no
-            memory), from small to large or by preference where ``prefer`` goes by their order.
-        batch_size: samples that the loader delivers at once.
-        budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
-        gpu: a whole card by name; with neither, the device at hand.
-        margin: the share of the budget to leave free; None: the default.
-        allow: what a plan may change in a variant that does not fit as written, as in :func:`vram_guard.plan`;
-            nothing by default: a smaller variant is what is chosen instead.
-        prefer: which of the variants that fit is chosen, see :data:`Prefer`.
-        limit: the largest batch size that is considered, in samples.
-        settings: the allocator's settings; None: PyTorch's defaults.
-        progress: called with a line of text before each variant and each slow part of it.
-
-    Returns:
-        A row for every variant. One that cannot be built or traced has the reason in its row.
-
-    Raises:
-        InvalidInputError: no variants, a name twice, or another argument that makes no sense; before any work.
-        NoDeviceError: no budget, no GPU name and no GPU here.
-    """
-    given = [Configuration(name, step, batch_size) for name, step in _named_steps(steps)]
-    limit = checked_count("limit", limit)
-    one_of("prefer", prefer, PREFERENCES)
-    rows, resolved = _rows(given, budget, gpu, margin, allow, settings, progress, limit=limit)
-    return Variants(rows, resolved, batch_size, prefer)
-
-
-def _rows(
+def compared_rows(
     given: Sequence[Configuration],
     budget: Budget | str | int | None,
     gpu: GPU | str | None,
@@ -367,33 +248,3 @@ def _suggested(first: Configuration, one: Configuration, rule: str) -> float | N
         return None
     before, after = (each.batch_size * each.step.accumulate for each in (first, one))
     return first.learning_rate * learning_rate_factor(rule, before, after)
-
-
-def _named_steps(steps: object) -> list[tuple[str, TrainingStep]]:
-    """Names with their steps, in order.
-
-    Raises:
-        InvalidInputError: not a mapping or pairs, a name that is no text or empty, or something else than a step.
-    """
-    advice = _("give {example}", example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}")
-    try:
-        pairs = [tuple(pair) for pair in (steps.items() if isinstance(steps, Mapping) else steps)]  # type: ignore[attr-defined]
-    except TypeError:
-        kind = type(steps).__name__
-        raise InvalidInputError(
-            _("variants are a mapping of names to steps, not {kind}: {advice}", kind=kind, advice=advice)
-        ) from None
-    for pair in pairs:
-        if len(pair) != 2:
-            raise InvalidInputError(_("variants are pairs of a name and a step: {advice}", advice=advice))
-        name, step = repr(pair[0]), pair[1]
-        if not isinstance(pair[0], str) or not pair[0].strip():
-            raise InvalidInputError(_("a variant's name must be text, not {name}: {advice}", name=name, advice=advice))
-        if not isinstance(step, TrainingStep):
-            kind = type(step).__name__
-            raise InvalidInputError(
-                _("variant {name} must be a TrainingStep, not {kind}: {advice}", name=name, kind=kind, advice=advice)
-            )
-    if not pairs:
-        raise InvalidInputError(_("there are no variants to compare: {advice}", advice=advice))
-    return pairs

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vram_guard.language import _
-from vram_guard.plan.comparison import Compared, Comparison, Variants
+from vram_guard.plan.comparison import Compared, Comparison
+from vram_guard.plan.variants import Variants
 from vram_guard.report import console
 from vram_guard.report.as_json import as_dict
 from vram_guard.units import format_bytes
