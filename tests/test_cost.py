@@ -163,6 +163,7 @@ def test_work_on_the_host_comes_on_top_and_says_what_is_assumed():
         ("A100 SXM4 80GB", "tf32", 156e12),
         ("A100 SXM4 80GB", "3xtf32", 52e12),
         ("A100 SXM4 80GB", "fp64", 19.5e12),
+        ("Tesla V100 SXM2 16GB", "fp64", 7.8e12),
         ("RTX 4090", "fp64", 82.6e12 / 64),
         ("GTX 1080 Ti", "fp16", 11.34e12),
         ("T4", "bf16", 8.1e12),

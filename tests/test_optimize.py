@@ -201,6 +201,17 @@ def test_a_larger_batch_stays_within_the_target(timeline):
     assert choose_batch(timeline, 190, budget).batch_size == 190
 
 
+def test_a_batch_grows_to_eight_times_at_most():
+    step = TrainingStep(
+        lambda: torch.nn.Linear(4, 4),
+        lambda size: torch.zeros(size, 4),
+        lambda model, x: model(x).sum(),
+        torch.optim.SGD,
+    )
+    # Starting kernels takes all the time of such a step: the larger the batch, the faster.
+    assert choose_batch(trace(step), 2, Budget.of("1GiB", margin=0)).batch_size == 16
+
+
 def test_of_equally_fast_batches_the_smallest():
     assert smallest_of_the_fastest({8: 100.0, 16: 198.0, 32: 200.0, 64: 150.0}) == 16
     assert smallest_of_the_fastest({8: 100.0}) == 8

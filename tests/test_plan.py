@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import string
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from vram_guard import Budget, TrainingStep
+from vram_guard import Budget, Timeline, TrainingStep
 from vram_guard.errors import InvalidInputError, NoDeviceError
-from vram_guard.plan import Plan, plan
+from vram_guard.language import speaking
+from vram_guard.plan import Plan, Source, plan
+from vram_guard.plan.cost_model import CostModel
+from vram_guard.plan.descriptions import Why
+from vram_guard.plan.option import Option
+from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.techniques import resident_batch
+from vram_guard.plan.tracing import Traces
 from vram_guard.simulate import trace
+from vram_guard.techniques import Recipe
 
+ROOT = Path(__file__).parents[1]
 MIB = 2**20
 
 
@@ -135,7 +147,7 @@ def test_progress_names_every_trace_once() -> None:
     ("changes", "message"),
     [
         ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
-        ({"allow": "precision,checkpoints"}, "unknown technique 'checkpoints'"),
+        ({"allow": "precision,checkpoints"}, "unknown 'checkpoints'"),
         ({"lr_rule": "cubic"}, "lr_rule"),
         ({"target_utilization": 0}, "target_utilization"),
         ({"target_utilization": 80}, "target_utilization"),
@@ -271,24 +283,39 @@ def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
     assert made.splits > 1
 
 
-@pytest.fixture(scope="module")
-def priced():
-    """Traces of a step of three layers and their prices, which all options share as in one search."""
-    from vram_guard.plan.cost_model import Costing
-    from vram_guard.plan.tracing import Traces
+def bounds(step: TrainingStep, option: Option, batch_size: int = 16) -> int:
+    """What the option takes at the least, in bytes."""
+    source = source_of(step, (8, 0))
+    return CostModel(source, Traces(source, batch_size, lambda _line: None), batch_size, None).lower_bound(option).size
 
-    traces = Traces(DEEP.with_(model=lambda: Deep(3)), 16, (8, 0), lambda _line: None)
-    return traces, Costing(traces, 16, None, "32-true", 1)
+
+def test_eight_bit_states_are_counted_as_a_quarter() -> None:
+    states = 2 * 4 * sum(parameter.numel() for parameter in Deep().parameters())  # AdamW: two of float32
+    plain = bounds(DEEP, Option("32-true", 16))
+    assert plain - bounds(DEEP, Option("32-true", 16, Recipe(optimizer="8bit"))) == states * 3 / 4
+
+
+def test_weights_outside_fsdp2_s_units_wait_on_the_gpu_for_the_backward_pass() -> None:
+    every, few = (Recipe(parameters_on_host=tuple(f"layers.{n}" for n in range(count))) for count in (6, 3))
+    outside = sum(p.numel() for layer in Deep().layers[3:] for p in layer.parameters())
+    for precision, width in (("32-true", 4), ("bf16-mixed", 2)):
+        more = bounds(DEEP, Option(precision, 1, few)) - bounds(DEEP, Option(precision, 1, every))
+        assert more == outside * width
+
+
+@pytest.fixture(scope="module")
+def priced() -> tuple[Traces, CostModel]:
+    """Traces of a step of three layers and their prices, which all options share as in one search."""
+    source = source_of(DEEP.with_(model=lambda: Deep(3)), (8, 0))
+    traces = Traces(source, 16, lambda _line: None)
+    return traces, CostModel(source, traces, 16, None)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_no_option_takes_less_than_its_floor(priced, precision: str, splits: int) -> None:
-    """The search leaves out what its floor says cannot fit: that must be true of each."""
-    from vram_guard.plan.search_space import Option
-    from vram_guard.techniques.recipe import Recipe
-
-    traces, costing = priced
+def test_no_option_takes_less_than_its_lower_bound(priced, precision: str, splits: int) -> None:
+    """The search leaves out what its lower bound says cannot fit: that must be true of each."""
+    traces, cost_model = priced
     blocks = tuple(f"layers.{number}" for number in range(3))
     recipes = (
         Recipe(),
@@ -299,14 +326,14 @@ def test_no_option_takes_less_than_its_floor(priced, precision: str, splits: int
         Recipe(parameters_on_host=blocks),
         Recipe(parameters_on_host=blocks[:2]),
     )
-    floors = []
+    least = []
     for recipe in recipes:
         option = Option(precision, splits, recipe)
-        floor = costing.floor(option)
-        assert 0 < floor.size <= traces.exact(option, 16 // splits).at(16 // splits).peak_allocated, option
-        floors.append(floor.size)
-    assert floors[0] == max(floors)
-    assert floors[0] > floors[1] > floors[2], "less waits on the GPU for the backward pass"
+        bound = cost_model.lower_bound(option)
+        assert 0 < bound.size <= traces.exact(option, 16 // splits).at(16 // splits).peak_allocated, option
+        least.append(bound.size)
+    assert least[0] == max(least)
+    assert least[0] > least[1] > least[2], "less waits on the GPU for the backward pass"
 
 
 def test_a_step_that_cannot_be_followed_is_a_plan_that_promises_nothing() -> None:
@@ -336,3 +363,92 @@ def test_the_environment_s_allocator_settings_are_those_of_the_plan(monkeypatch:
     assert made.estimate.peak_reserved == trace(DEEP).at(16, settings=settings).peak_reserved
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     assert plan(DEEP, 16, "4GiB", margin=0).estimate.peak_reserved == trace(DEEP).at(16).peak_reserved
+
+
+# --- a loop of somebody else's ---
+
+
+def test_a_source_is_asked_for_what_the_plan_needs_and_nothing_else() -> None:
+    asked: list[TraceRequest] = []
+    own = source_of(STEP, (8, 0))
+
+    def follow(request: TraceRequest) -> Timeline:
+        asked.append(request)
+        return own.trace(replace(request, slices=min(request.slices, 2), sliced_by="loop"))
+
+    source = Source(own.model, follow, sliced_by="model", forward_again=True)
+    usable = own.trace(TraceRequest(8, "32-true")).at(8).peak_reserved - 1
+    made = plan(source, 8, usable, margin=0, allow=["accumulate"])
+    assert made.fits
+    assert made.splits > 1
+    whole, sliced = ([one for one in asked if (one.slices > 1) is many] for many in (False, True))
+    assert {one.batch_size for one in whole} == {2, 3, 8}
+    assert all(one == TraceRequest(one.batch_size, "32-true") for one in whole)
+    assert all((one.sliced_by, one.forward_again, one.slices_of_model) == ("model", True, one.slices) for one in sliced)
+    assert {one.slices for one in sliced} <= {2, 4, 8}, "where the model slices, each number is followed by itself"
+
+
+def test_slices_that_are_loaded_by_themselves_leave_no_whole_batch_on_the_device() -> None:
+    source = source_of(STEP, (8, 0))
+    apart = plan(replace(source, sliced_by="loader"), 8, "1GiB", pin={"micro_batch_size": 2})
+    cut = plan(source, 8, "1GiB", pin={"micro_batch_size": 2})
+    assert apart.estimate.peak_allocated < cut.estimate.peak_allocated
+
+
+# --- why ---
+
+
+def test_a_pin_on_a_step_that_fits_does_not_say_that_it_does_not() -> None:
+    pinned = plan(STEP, 8, "4GiB", pin={"micro_batch_size": 2})
+    assert pinned.changed
+    assert pinned.fits_as_written
+    assert not plan(STEP, 64, "60MiB", margin=0).fits_as_written
+
+
+def test_what_an_adapter_refuses_is_the_reason_that_is_given() -> None:
+    refused = {"precision": "the plugin was set by the user", "accumulate": "the loss compares samples", "grow": "no"}
+    made = plan(STEP, 64, "60MiB", margin=0, allow=["precision", "accumulate"], refused=refused)
+    assert not made.fits
+    said = " ".join(made.reasons)
+    assert "mixed precision is not possible here: the plugin was set by the user" in said
+    assert "smaller micro-batches are not possible here: the loss compares samples" in said
+    assert "not allowed" not in said
+    kinds = [reason.kind for reason in made.reason_values]
+    assert kinds == [Why.SHORTAGE, Why.REFUSED, Why.REFUSED_SEVERAL, Why.UNCHANGED]
+    alone = plan(STEP, 64, "60MiB", margin=0, allow=["accumulate"], refused={"precision": "never asked for"})
+    assert "never asked for" not in alone.explain()
+    grown = plan(STEP, 8, "4GiB", grow=True, refused=refused)
+    assert grown.batch_size == 8
+
+
+def test_a_pinned_precision_is_not_called_forbidden() -> None:
+    made = plan(STEP, 8, "4GiB", allow=[], pin={"precision": "bf16-mixed"})
+    assert "The precision is pinned." in made.reasons
+
+
+def test_a_plan_is_read_in_the_language_of_its_reader() -> None:
+    made = plan(STEP, 64, "60MiB", margin=0)
+    with speaking("en"):
+        english = made.explain()
+    with speaking("zh"):
+        chinese = made.explain()
+        assert any("微批" in reason for reason in made.reasons)
+    with speaking("en"):
+        assert made.explain() == english != chinese
+
+
+def test_every_reason_has_the_figures_that_its_sentence_names() -> None:
+    """The calls, wherever they are: a sentence without its value would show a bare ``{peak}``."""
+    called = set()
+    for path in (ROOT / folder for folder in ("vram_guard", "integrations")):
+        for file in path.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Reason"):
+                    continue
+                kind = node.args[0]
+                given = {keyword.arg for keyword in node.keywords}
+                if isinstance(kind, ast.Attribute) and kind.attr in Why.__members__ and None not in given:
+                    named = {name for _, name, _, _ in string.Formatter().parse(Why[kind.attr].value) if name}
+                    assert named == given, f"{file}:{node.lineno}"
+                    called.add(kind.attr)
+    assert len(called) > 20

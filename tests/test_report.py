@@ -15,8 +15,10 @@ import pytest
 from rich.console import Console
 
 from vram_guard.budget import Budget
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.option import Option
 from vram_guard.plan.search import search
-from vram_guard.plan.search_space import Floor, Option, Request, Space
+from vram_guard.plan.search_space import LowerBound, Request, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
 from vram_guard.report.files import NotWrittenWarning, write_atomically
@@ -59,13 +61,13 @@ class Prices:
     def relative(self, option: Option) -> float:
         return (0.5 if option.precision == "bf16-mixed" else 1.0) + 0.01 * (option.splits - 1)
 
-    def floor(self, option: Option) -> Floor:
-        return Floor(0, "nothing")
+    def lower_bound(self, option: Option) -> LowerBound:
+        return LowerBound(0, Why.NEEDS_STATES)
 
 
 def planned(usable: int = 64 * MIB, **changes: object) -> Plan:
     space = Space(("32-true", "bf16-mixed"), (1, *splits_of(64)))
-    asked = Request(64, "32-true", Budget.of(usable, margin=0), space, reasons=("bf16.",))
+    asked = Request(64, "32-true", Budget.of(usable, margin=0), space, why_precision=Reason(Why.BFLOAT16))
     return search(replace(asked, **changes), Halves(), Prices())
 
 
@@ -91,10 +93,10 @@ def test_a_plan_says_what_changes_why_and_what_was_not_taken() -> None:
         assert part in text
     for part in (
         "Why",
-        "bf16.",
-        "Not taken",
+        "The GPU computes in bfloat16, which needs no gradient scaling.",
+        "Alternatives considered",
         "bf16-mixed, batch 64: needs",
-        "misses by",
+        "over budget",
         "Budget: 64.00 MiB usable",
     ):
         assert part in text

@@ -11,7 +11,7 @@ from torch import nn
 
 from vram_guard.simulate import CHECKED_SIZE, estimate, trace
 from vram_guard.step import TrainingStep
-from vram_guard.timeline import Affine, Block, Gate, Phase, Timeline, largest_that_fits, merge_affine
+from vram_guard.timeline import Affine, Block, Gate, Phase, Timeline, Work, largest_that_fits, merge_affine
 
 MIB = 2**20
 
@@ -48,6 +48,8 @@ def test_a_gated_block_exists_only_above_its_threshold() -> None:
     made = timeline(block(0, MIB, gate=Gate(Affine(0, 100), 3072)))
     assert made.at(30).peak_allocated == 0
     assert made.at(31).peak_allocated == 32 * MIB  # a segment of 32 MiB; 1 MiB of rest is not split off
+    exactly = timeline(block(0, MIB, gate=Gate(Affine(0, 100), 3100)))
+    assert [exactly.sizes(size) for size in (31, 32)] == [[0], [32 * MIB]], "the threshold itself is not above it"
 
 
 def test_a_capacity_names_the_request_that_fails() -> None:
@@ -117,6 +119,27 @@ def test_merging_demands_one_sequence_and_whole_bytes_per_sample() -> None:
     assert merge_affine(low, timeline(block(13), traced=(4,))) is None  # a byte and a half for each sample
     other = block(13)._replace(operator="aten.bmm.default")
     assert merge_affine(low, timeline(other, traced=(3,))) is None
+
+
+def test_work_that_grows_faster_than_the_batch_is_never_less_than_what_was_seen() -> None:
+    def worked(size: int, flops: int) -> Timeline:
+        done = Work("aten.mm.default", "", "forward", False, Affine(flops, 0), Affine(flops, 0), "fp32")
+        return timeline(block(10), traced=(size,), work=(done,))
+
+    (merged,) = merge_affine(worked(2, 1), worked(3, 100)).work
+    assert merged.flops == merged.moved == Affine(0, 34), "the line from 0 through 100 at 3, rounded up"
+    assert merged.flops.at(3) >= 100
+
+
+def test_what_fits_is_decided_with_the_margin_of_the_tier_and_the_correction() -> None:
+    from vram_guard.budget import Budget
+
+    budget = Budget.of(20 * MIB, margin=0)
+    exact = timeline(block(20 * MIB)).at(1)
+    assert exact.fits(budget)
+    assert not exact.fits(budget, correction=1.01)
+    assert not exact.fits(Budget.of(20 * MIB - 1, margin=0))
+    assert not timeline(block(MIB), tier="formula").at(1).fits(budget), "a lower bound promises nothing"
 
 
 def test_code_that_changes_its_way_for_large_batches_is_found_by_the_check() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from vram_guard import TrainingStep, trace, variants
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan.variants import Variants
-from vram_guard.report.variants import render, show, variants_json
+from vram_guard.report.comparison import comparison_dict, render, show
 
 MIB = 2**20
 
@@ -107,7 +107,7 @@ def test_nothing_fits() -> None:
     assert made.chosen is None
     assert [row.largest_batch_size for row in made.rows] == [0, 0, 0]
     assert made.explain().startswith("None of 3 variants fits into")
-    assert json.loads(variants_json(made))["chosen"] is None
+    assert comparison_dict(made)["chosen"] is None
     assert "None of 3 variants fits" in render(made)
 
 
@@ -124,7 +124,7 @@ def never() -> nn.Module:
     [
         ({}, {}, "no variants"),
         ([], {}, "no variants"),
-        ([("lite", STEP), ("lite", STEP)], {}, "two variants are called 'lite'"),
+        ([("lite", STEP), ("lite", STEP)], {}, "two configurations are called 'lite'"),
         ({"lite": never}, {}, "must be a TrainingStep"),
         ({3: STEP}, {}, "name must be text"),
         ({" ": STEP}, {}, "name must be text"),
@@ -159,7 +159,7 @@ def test_the_table_and_the_json(answer: Variants) -> None:
     (line,) = [line for line in text.splitlines() if "lite *" in line]
     assert f"{answer['lite'].parameters:,}" in line
     assert str(answer["lite"].largest_batch_size) in line
-    read = json.loads(variants_json(answer))
+    read = json.loads(json.dumps(comparison_dict(answer), allow_nan=False))
     assert read["chosen"] == "lite"
     assert [row["peak_reserved"] for row in read["variants"]] == [row.peak for row in answer.rows]
     assert read["variants"][2]["plan"]["fits"] is False

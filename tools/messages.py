@@ -19,7 +19,7 @@ SOURCES = (ROOT / "vram_guard", ROOT / "integrations")
 CATALOGUE = ROOT / "vram_guard" / "locale" / "zh_CN" / "LC_MESSAGES" / "vram_guard.po"
 #: argparse's own messages: written by hand, for they stand in its code and not in ours.
 ARGPARSE = CATALOGUE.with_name("argparse.po")
-FUNCTIONS = ("_", "marked")
+FUNCTIONS = ("_", "marked", "Message")
 
 
 def calls() -> dict[str, ast.Call]:

@@ -104,9 +104,7 @@ def raise_unless_it_fits(
     Raises:
         DoesNotFitError: the estimate is above the budget's usable bytes, or only a lower bound.
     """
-    from vram_guard.report.as_json import fits
-
-    if fits(estimate, budget):
+    if estimate.fits(budget):
         return
     peak, usable = estimate.peak_reserved, budget.usable
     if peak > usable:

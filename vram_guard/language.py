@@ -15,6 +15,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -43,6 +44,25 @@ def _(message: str, /, **values: object) -> str:
 def marked(message: str, /) -> str:
     """The message as it is, known to the catalogues: for constants that are translated where they are shown."""
     return message
+
+
+@dataclass(frozen=True, init=False)
+class Message:
+    """A message with its values, for answers that outlive a language: ``str()`` puts it into the reader's.
+
+    Values may be messages themselves. They are part of the message's identity, so they have to be hashable.
+    """
+
+    text: str
+    """As in the code, in English."""
+    values: tuple[tuple[str, object], ...]
+
+    def __init__(self, text: str, /, **values: object) -> None:
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "values", tuple(values.items()))
+
+    def __str__(self) -> str:
+        return _(self.text, **dict(self.values))
 
 
 def language() -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from vram_guard.checks import LARGEST_BATCH, checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -14,39 +14,13 @@ from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from vram_guard.timeline import Timeline
+__all__ = ["LARGEST_BATCH", "PRECISIONS", "ZERO_GRADS", "Precision", "TrainingStep", "ZeroGrad", "checked_count"]
 
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 ZeroGrad = Literal["after_step", "before_forward", "before_backward"]
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 ZERO_GRADS: tuple[str, ...] = get_args(ZeroGrad)
-
-#: Sizes stay exact in int64 arithmetic of torch's own shapes up to here.
-LARGEST_BATCH = 2**31 - 1
-
-
-def checked_count(name: str, value: object) -> int:
-    """``value`` as a positive int that a tensor dimension can hold.
-
-    Raises:
-        InvalidInputError: for bool, float, NaN, zero, negative or absurdly large values.
-    """
-    if isinstance(value, bool):
-        raise InvalidInputError(
-            _("{name} must be a whole number of at least 1, not {value}", name=name, value=repr(value))
-        )
-    try:
-        count = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidInputError(
-            _("{name} must be a whole number of at least 1, not {value}", name=name, value=repr(value))
-        ) from None
-    if not 1 <= count <= LARGEST_BATCH:
-        raise InvalidInputError(
-            _("{name} must be between 1 and {most}, not {value}", name=name, most=LARGEST_BATCH, value=count)
-        )
-    return count
 
 
 @dataclass(frozen=True)
@@ -73,13 +47,6 @@ class TrainingStep:
         prepare: called once with the model, on the simulated device, before the optimizer is made
             (what a framework does there: ``configure_model``, wrapping blocks, ...).
         recipe: techniques that are switched on for the step, see :class:`Recipe`.
-        runner: where the step is no function that can be called but a loop that somebody else runs: runs it
-            symbolically, ``(step, micro-batch size, compute capability) -> Timeline``, with the precision, slices and
-            recipe of the step it is handed. ``batch``, ``loss`` and ``optimizer`` are not called then.
-        slices: for a runner: micro-batches in which each loaded batch passes through the model.
-        forward_again: for a runner: whether slices run their forward once more in the backward pass.
-        slices_apart: for a runner: whether slices are batches that are loaded by themselves.
-        shards: for a runner: whether parameters on the host are sharded over ``data_parallel_ranks`` (FSDP2).
 
     Example:
         >>> step = TrainingStep(
@@ -105,23 +72,16 @@ class TrainingStep:
     whole_batch: bool = False
     prepare: Callable[[Any], None] | None = None
     recipe: Recipe = AS_WRITTEN
-    runner: Callable[[TrainingStep, int, tuple[int, int]], Timeline] | None = None
-    slices: int = 1
-    forward_again: bool = False
-    slices_apart: bool = False
-    shards: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise InvalidInputError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
-        if self.zero_grad not in ZERO_GRADS:
-            raise InvalidInputError(f"zero_grad {self.zero_grad!r} is not one of {', '.join(ZERO_GRADS)}")
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("zero_grad", self.zero_grad, ZERO_GRADS)
         if not callable(self.model):
-            raise InvalidInputError("model must be an nn.Module or a callable that builds one")
+            raise InvalidInputError(_("model must be an nn.Module or a callable that builds one"))
         if not callable(self.loss):
-            raise InvalidInputError("loss must be a callable (model, batch) -> scalar loss")
+            raise InvalidInputError(_("loss must be a callable (model, batch) -> scalar loss"))
         if self.optimizer is not None and not callable(self.optimizer):
-            raise InvalidInputError("optimizer must be a callable parameters -> torch.optim.Optimizer, or None")
+            raise InvalidInputError(_("optimizer must be a callable parameters -> torch.optim.Optimizer, or None"))
         object.__setattr__(self, "accumulate", checked_count("accumulate", self.accumulate))
         object.__setattr__(self, "data_parallel_ranks", checked_count("data_parallel_ranks", self.data_parallel_ranks))
 

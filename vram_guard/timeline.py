@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
-from vram_guard.step import checked_count
+from vram_guard.checks import checked_count
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
+    from vram_guard.language import Message
 
 Category = Literal[
     "parameters",
@@ -22,16 +23,9 @@ Category = Literal[
     "temporaries",
     "workspace",
 ]
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "batch",
-    "temporaries",
-    "workspace",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+PhaseName = Literal["setup", "batch", "forward", "backward", "optimizer"]
 
 #: How an answer came about. "symbolic": every operator's memory is known exactly. "partly symbolic": some
 #: sizes are bounds (they depend on data) or some operators ran on stand-in data. "formula": the step could
@@ -92,7 +86,7 @@ class HostBlock(NamedTuple):
 class Phase(NamedTuple):
     """A stretch of the timeline: it begins at ``events[start]`` and ends where the next one begins."""
 
-    name: Literal["setup", "batch", "forward", "backward", "optimizer"]
+    name: PhaseName
     step: int
     """Optimizer step, from 1; 0 for set-up."""
     start: int
@@ -110,7 +104,7 @@ class Work(NamedTuple):
     """"aten.addmm.default"."""
     module: str
     """Dotted path of the module whose forward (or whose backward) ran it; "" outside any module."""
-    phase: Literal["setup", "batch", "forward", "backward", "optimizer"]
+    phase: PhaseName
     recomputed: bool
     """Part of a forward that runs again inside the backward pass (activation checkpointing)."""
     flops: Affine
@@ -128,9 +122,24 @@ class Work(NamedTuple):
 class Note(NamedTuple):
     """Something the reader of an answer has to know: what was bounded, assumed or left out, and where."""
 
-    message: str
+    said: Message | str
     source: str = ""
     operator: str = ""
+    from_values: bool = False
+    """Sizes were read from the values in the batch that was given, so that they hold for that batch alone."""
+
+    @property
+    def message(self) -> str:
+        """What is said, in the reader's language."""
+        return str(self.said)
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.source})" if self.source else self.message
+
+
+def peak_fits(peak_reserved: int, tier: Tier, budget: Budget) -> bool:
+    """Whether a predicted peak is known to stay within a budget: with its tier's margin; a lower bound never is."""
+    return tier != "formula" and peak_reserved <= budget.for_tier(tier).usable
 
 
 @dataclass(frozen=True)
@@ -183,6 +192,19 @@ class Estimate:
     """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
+
+    def fits(self, budget: Budget, correction: float = 1.0) -> bool:
+        """Whether the step is known to stay within the budget.
+
+        Args:
+            budget: what the allocator may reserve.
+            correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
+        """
+        return peak_fits(self.corrected(correction), self.tier, budget)
+
+    def corrected(self, correction: float) -> int:
+        """The reserved peak as it is held against a budget, in bytes."""
+        return int(self.peak_reserved * correction)
 
 
 @dataclass(frozen=True)
@@ -286,6 +308,16 @@ class Timeline:
             current = phase
         return current
 
+    def alive_at(self, end: int) -> list[Block]:
+        """The blocks that are allocated and not freed by ``events[:end]``, in the order of their allocation."""
+        alive: dict[int, None] = {}
+        for event in self.events[:end]:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        return [self.blocks[index] for index in alive]
+
     def max_batch_size(
         self,
         budget: Budget | GPU | str | int,
@@ -310,12 +342,10 @@ class Timeline:
         """
         from vram_guard.budget import Budget
 
-        usable = Budget.of(budget).for_tier(self.tier).usable
-        if self.tier == "formula":
-            return 0  # a lower bound never promises that something fits
+        held_against = Budget.of(budget)
 
         def fits(batch_size: int) -> bool:
-            return self.replay(batch_size, settings=settings).peak_reserved <= usable
+            return peak_fits(self.replay(batch_size, settings=settings).peak_reserved, self.tier, held_against)
 
         return largest_that_fits(fits, checked_count("limit", limit))
 

@@ -79,6 +79,13 @@ def format_bytes(count: int) -> str:
     return f"{sign}{size} B"
 
 
+class Amount(int):
+    """Bytes that a message shows as people read them."""
+
+    def __str__(self) -> str:
+        return format_bytes(self)
+
+
 def _from_text(text: str, name: str) -> int:
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vram_guard import variants
-from vram_guard.report.variants import show
+from vram_guard.report.comparison import show
 from vram_guard_lightning import VramGuard
 
 

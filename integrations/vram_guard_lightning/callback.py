@@ -300,8 +300,7 @@ class VramGuard(CallbackBase):
     def _verdict(self, trainer: Trainer, decision: Decision) -> None:
         """Raise or warn, where the training does not fit."""
         plan = decision.plan
-        as_written_fits = plan.fits and not _shrinks(plan)
-        if self.settings.mode == "strict" and not as_written_fits:
+        if self.settings.mode == "strict" and not plan.fits_as_written:
             raise DoesNotFitError(_("the training does not fit as written.") + f"\n{plan.explain()}")
         if self.settings.mode == "fit" and not plan.fits:
             _warn(trainer, " ".join([_("this training is not known to fit."), *plan.reasons]))
@@ -381,11 +380,6 @@ def _about_learning_rates(trainer: Trainer, decision: Decision) -> list[str]:
     if decision.plan.learning_rate_factor != 1.0 and _lr_finder(trainer):
         return ["learning rates are not scaled: LearningRateFinder finds them for the larger batch"]
     return []
-
-
-def _shrinks(plan: Plan) -> bool:
-    smaller = plan.micro_batch_size < plan.batch_size_before
-    return plan.precision != plan.precision_before or smaller or bool(plan.recipe)
 
 
 def _metrics(plan: Plan) -> dict[str, float]:

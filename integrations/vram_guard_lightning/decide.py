@@ -76,11 +76,10 @@ def _decide_here(trainer: Trainer, module: LightningModule, settings: Settings, 
     captured = capture(trainer, module)
     refused = _refused(trainer, module, captured, settings)
     _check_pins(settings, refused)
-    allow = frozenset(settings.allow) - refused.keys()
-    plan = _plan(captured, settings, budget, allow, grow=settings.grow and "grow" not in refused)
-    if "precision" in allow and (reason := _no_scaler(trainer, captured, plan)):
+    plan = _plan(captured, settings, budget, refused)
+    if "precision" in settings.allow and "precision" not in refused and (reason := _no_scaler(trainer, captured, plan)):
         refused["precision"] = reason
-        plan = _plan(captured, settings, budget, allow - {"precision"}, grow=False)
+        plan = _plan(captured, settings, budget, {**refused, "grow": reason})
     asked = {name for name in refused if name in settings.named or (name == "grow" and settings.grow)}
     notes = list(captured.notes)
     notes += [not_possible(name, refused[name]) for name in sorted(asked)]
@@ -92,7 +91,7 @@ def _decide_here(trainer: Trainer, module: LightningModule, settings: Settings, 
     return Decision(plan, tuple(notes), splitter)
 
 
-def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:
+def _plan(captured: Captured, settings: Settings, budget: Budget, refused: dict[str, str]) -> Plan:
     from rich.console import Console
 
     from vram_guard.plan import plan
@@ -105,11 +104,12 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
             captured.step,
             captured.sample.batch_size,
             budget,
-            allow=allow,
+            allow=settings.allow,
+            refused=refused,
             pin=settings.pin,
             blocks=settings.blocks,
             host_budget=settings.host_budget,
-            grow=grow,
+            grow=settings.grow,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=captured.epoch_samples,
@@ -144,7 +144,7 @@ def _check_pins(settings: Settings, refused: dict[str, str]) -> None:
     """Raises UnsupportedStepError where a pin asks for what cannot be done in this training."""
     for pin, technique in _PINNED.items():
         if getattr(settings.pin, pin) and technique in refused:
-            raise UnsupportedStepError(f"{pin} is pinned, but {not_possible(technique, refused[technique], where='')}")
+            raise UnsupportedStepError(f"{pin} is pinned, but {not_possible(technique, refused[technique])}")
 
 
 def _why_not_split(trainer: Trainer, module: LightningModule, captured: Captured) -> str:

@@ -88,8 +88,7 @@ def budget_of(settings: Settings) -> Budget:
 
 def _decide_here(runner: Any, captured: Captured, settings: Settings, budget: Budget) -> Decision:
     refused = _refused(runner, captured, settings)
-    allow = frozenset(settings.allow or ()) - refused.keys()
-    plan = _plan(captured, settings, budget, allow, grow=settings.grow and "grow" not in refused)
+    plan = _plan(captured, settings, budget, refused)
     asked = [name for name in refused if name in _named(settings) or (name == "grow" and settings.grow)]
     notes = [
         *captured.notes,
@@ -114,7 +113,7 @@ def _splitter(captured: Captured, plan: Plan) -> Splitter:
     return Splitter(plan.batch_size, plan.micro_batch_size, example, size)
 
 
-def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:
+def _plan(captured: Captured, settings: Settings, budget: Budget, refused: dict[str, str]) -> Plan:
     from vram_guard.plan import plan
 
     with captured.lent():
@@ -122,11 +121,12 @@ def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozens
             captured.step,
             captured.sample.batch_size,
             budget,
-            allow=allow,
+            allow=settings.allow or (),
+            refused=refused,
             pin=settings.pin,
             blocks=settings.blocks,
             host_budget=settings.host_budget,
-            grow=grow,
+            grow=settings.grow,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=captured.epoch_samples,

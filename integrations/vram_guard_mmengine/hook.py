@@ -159,8 +159,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
 
     def _verdict(self, runner: Any, plan: Plan) -> None:
         """Raise or warn, where the training does not fit."""
-        as_written_fits = plan.fits and (not plan.changed or plan.batch_size > plan.batch_size_before)
-        if self.settings.mode == "strict" and not as_written_fits:
+        if self.settings.mode == "strict" and not plan.fits_as_written:
             raise DoesNotFitError(_("the training does not fit as written.") + f"\n{plan.explain()}")
         if self.settings.mode == "fit" and not plan.fits:
             words = " ".join([_("this training is not known to fit."), *plan.reasons])

@@ -15,7 +15,7 @@ from vram_guard.language import _
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vram_guard.plan.comparison import Configuration
+    from vram_guard.plan.comparison import Comparison, Configuration
     from vram_guard.step import TrainingStep
 
 _RATES = ("lr", "learning_rate")
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         help=_("a configuration of its own: the first config (or none) with these values; repeatable"),
     )
     parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
-    _add_common(parser, allow=None)
+    add_common(parser, allow=None)
     parser.set_defaults(run=_compare)
 
 
@@ -64,11 +64,12 @@ def add_variants(commands: Any) -> None:
     parser.add_argument(
         "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("what to take")
     )
-    _add_common(parser, allow="")
+    add_common(parser, allow="")
     parser.set_defaults(run=_variants)
 
 
-def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
+def add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
+    """What all commands that plan have in common."""
     parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
     parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
     parser.add_argument("--allow", default=allow, metavar="A,B", help=_("what a plan may change where it does not fit"))
@@ -78,22 +79,54 @@ def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
 def _compare(options: argparse.Namespace) -> int:
     from vram_guard.plan.comparison import compare
     from vram_guard.plan.techniques import DEFAULT_ALLOW
-    from vram_guard.report.comparison import comparison_dict, render
 
-    allow = DEFAULT_ALLOW if options.allow is None else options.allow.split(",")
+    allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
+    configurations = tuple(_configurations(options))
     answer = compare(
-        tuple(_configurations(options)),
+        configurations,
         options.budget,
         gpu=options.gpu,
-        allow=[name for name in allow if name],
+        allow=allow,
         lr_rule=options.lr_rule,
-        progress=_progress,
+        progress=tell,
     )
+    _print(answer, options)
+    return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
+
+
+def _variants(options: argparse.Namespace) -> int:
+    from vram_guard.plan.variants import variants
+
+    steps = dict[str, "TrainingStep"]()
+    for name, step in _named(options.names):
+        if name in steps:
+            raise InvalidInputError(_("two variants are called {name}: write LABEL=NAME", name=name))
+        steps[name] = step
+    answer = variants(
+        steps,
+        options.batch_size,
+        options.budget,
+        gpu=options.gpu,
+        allow=listed(options.allow),
+        prefer=options.prefer,
+        progress=tell,
+    )
+    _print(answer, options)
+    return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
+
+
+def listed(names: str) -> list[str]:
+    """``a,b`` as a list."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _print(answer: Comparison, options: argparse.Namespace) -> None:
+    from vram_guard.report.comparison import comparison_dict, show
+
     if options.json:
         print_json(comparison_dict(answer))
     else:
-        print(render(answer), end="")
-    return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
+        show(answer)
 
 
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
@@ -187,31 +220,6 @@ def _rate(config: dict[str, Any]) -> float | None:
     return known[0] if known else None
 
 
-def _variants(options: argparse.Namespace) -> int:
-    from vram_guard.plan.variants import variants
-    from vram_guard.report.variants import show, variants_dict
-
-    steps = dict[str, "TrainingStep"]()
-    for name, step in _named(options.names):
-        if name in steps:
-            raise InvalidInputError(_("two variants are called {name}: write LABEL=NAME", name=name))
-        steps[name] = step
-    answer = variants(
-        steps,
-        options.batch_size,
-        options.budget,
-        gpu=options.gpu,
-        allow=[name for name in options.allow.split(",") if name],
-        prefer=options.prefer,
-        progress=_progress,
-    )
-    if options.json:
-        print_json({key: value for key, value in variants_dict(answer).items() if key != "schema"})
-    else:
-        show(answer)
-    return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
-
-
 def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
     """Labels with their steps."""
     from vram_guard.capture.object_reference import load_step, load_steps
@@ -224,7 +232,7 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
             yield from load_steps(text).items()
 
 
-def _progress(line: str) -> None:
+def tell(line: str) -> None:
     """What is being done, where somebody waits for it."""
     if sys.stderr.isatty():
         print(f"vram-guard: {line}", file=sys.stderr)

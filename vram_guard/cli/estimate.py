@@ -113,11 +113,9 @@ class _Symbolic:
     """The symbolic answer beside the rule."""
 
     def __init__(self, timeline: Timeline, estimate: Estimate, budget: Budget) -> None:
-        from vram_guard.report.as_json import fits
-
         self.timeline, self.estimate = timeline, estimate
         self.budget = budget.for_tier(estimate.tier)
-        self.fits = fits(estimate, budget)
+        self.fits = estimate.fits(budget)
         self.largest_batch = timeline.max_batch_size(budget)
 
 

@@ -178,9 +178,7 @@ def _fits(tuning: Tuning, budget: Budget | None, symbolic: _Symbolic | None) -> 
     if budget is None:
         return None
     if symbolic is not None:
-        from vram_guard.report.as_json import fits
-
-        return fits(symbolic.estimate, budget)
+        return symbolic.estimate.fits(budget)
     return tuning.complete and tuning.total <= budget.usable
 
 
@@ -205,12 +203,11 @@ def _print_closed_form(folder: ModelFolder, tuning: Tuning, budget: Budget | Non
 
 def _print_symbolic(symbolic: _Symbolic, budget: Budget | None) -> None:
     from vram_guard.cli.estimate import symbolic_lines
-    from vram_guard.report.as_json import fits
 
     print()
     estimate = symbolic.estimate
     held = None if budget is None else budget.for_tier(estimate.tier)
-    known = held is not None and fits(estimate, held)
+    known = held is not None and estimate.fits(held)
     for line in symbolic_lines(estimate, held, symbolic.largest, fits=known):
         print(line)
     if symbolic.plan is not None:

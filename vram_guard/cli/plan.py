@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from vram_guard.cli.compare import configuration, parsed
+from vram_guard.cli.compare import add_common, configuration, listed, parsed, tell
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.printing import print_json
@@ -27,12 +26,9 @@ def add(commands: Any) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
     parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep"))
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
-    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
-    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
-    parser.add_argument("--allow", metavar="A,B", help=_("what a plan may change where it does not fit"))
+    add_common(parser, allow=None)
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture; else common ones"))
     parser.add_argument("--title", default="", metavar="TEXT", help=_("of the HTML report"))
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)
 
@@ -45,14 +41,13 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.report.text import show
 
     check_pictures(options)
-    cards = [name.strip() for name in (options.cards or "").split(",") if name.strip()]
+    cards = listed(options.cards or "")
     for card in cards:
         Budget.of(card)  # an unknown one is told before any work
     name = options.title or (Path(options.config).name if options.config else options.step or "")
     config = load_config(options.config) if options.config else {}
     one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)
-    allow = DEFAULT_ALLOW if options.allow is None else tuple(part for part in options.allow.split(",") if part)
-    tell = _progress if sys.stderr.isatty() else None
+    allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     made = plan(one.step, one.batch_size, options.budget, gpu=options.gpu, allow=allow, progress=tell)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
@@ -60,7 +55,3 @@ def _plan(options: argparse.Namespace) -> int:
         show(made)
     write_pictures(options, made, gpus=cards or None, title=name)
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT
-
-
-def _progress(line: str) -> None:
-    print(f"vram-guard: {line}", file=sys.stderr)

@@ -173,7 +173,8 @@ class _Adviser:
 
     def _precision(self) -> None:
         entries = self._found.get("precision", [])
-        target, why = mixed_precision(self._at.precision, self._at.capability)
+        target, reason = mixed_precision(self._at.precision, self._at.capability)
+        why = str(reason)
         if target is None:
             self._keep("precision", why)
             return

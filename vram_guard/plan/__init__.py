@@ -7,34 +7,38 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
 from vram_guard.plan.checks import check_growth
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.model import Plan, Rejected
+from vram_guard.plan.option import Option
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.search import search
-from vram_guard.plan.search_space import Option, Request
+from vram_guard.plan.search_space import Request
+from vram_guard.plan.source import Source, source_of
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
-from vram_guard.step import checked_count
+from vram_guard.step import TrainingStep, checked_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
-    from vram_guard.step import TrainingStep
 
-__all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "plan"]
+__all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
 #: What is assumed of a GPU that nobody named: Ampere, the oldest generation with bfloat16.
 ASSUMED_COMPUTE_CAPABILITY = (8, 0)
 
 
 def plan(
-    step: TrainingStep,
+    step: TrainingStep | Source,
     batch_size: int,
     budget: Budget | str | int | None = None,
     *,
     gpu: GPU | str | None = None,
     margin: float | None = None,
     allow: Iterable[str] = DEFAULT_ALLOW,
+    refused: Mapping[str, object] | None = None,
     pin: Mapping[str, Any] | Pins | None = None,
     blocks: Iterable[str] | None = None,
     host_budget: str | int | None = None,
@@ -51,12 +55,14 @@ def plan(
     A step that fits as written is left as it is.
 
     Args:
-        step: the training step as written.
+        step: the training step as written; or its :class:`~vram_guard.plan.source.Source`, where a loop of somebody
+            else's is followed.
         batch_size: samples that the loader delivers at once, on one process.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
         gpu: a whole card by name; with neither, the device at hand.
         margin: the share of the budget to leave free; None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; "offload" is every kind of it.
+        refused: technique, or "grow" -> why it cannot be applied to this training: left out, and the plan says so.
         pin: parts of the plan that are fixed, see :class:`Pins`: ``{"micro_batch_size": 4, "checkpoint": "all"}``.
         blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
         host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free here now.
@@ -88,10 +94,15 @@ def plan(
     from vram_guard.budget import Budget
 
     batch_size = checked_count("batch_size", batch_size)
-    techniques = checked_techniques(allow)
+    allowed, refused = checked_techniques(allow), refused or {}
+    techniques = allowed - refused.keys()
+    reasons = {name: refused_reason(name, why) for name, why in refused.items() if name in allowed}
+    grow = grow and "grow" not in refused
     pins = Pins.of(pin)
-    if step.recipe:
-        raise InvalidInputError("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
+    if isinstance(step, TrainingStep) and step.recipe:
+        raise InvalidInputError(
+            _("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
+        )
     check_growth(target_utilization, lr_rule)
     if dataset_size is not None:
         dataset_size = checked_count("dataset_size", dataset_size)
@@ -101,33 +112,38 @@ def plan(
     host_usable = host_share(host_budget, 1)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     capability = _compute_capability(resolved)
-    pins.check(batch_size, capability, grow=grow, trains=step.optimizer is not None)
-    precisions, why = _precisions(step.precision, techniques, capability)
+    trains = step.trains if isinstance(step, Source) else step.optimizer is not None
+    pins.check(batch_size, capability, grow=grow, trains=trains)
+    precisions, why_precision = _precisions(step.precision, techniques, capability)
+    if pins.precision is not None:
+        why_precision = Reason(Why.PRECISION_PINNED)
 
-    from vram_guard.plan.cost_model import Costing
-    from vram_guard.plan.space import space_of
+    from vram_guard.plan.cost_model import CostModel
+    from vram_guard.plan.space import parts_of, space_of
     from vram_guard.plan.tracing import Traces
 
     report = progress or _silent
-    traces = Traces(step, batch_size, capability or ASSUMED_COMPUTE_CAPABILITY, report)
-    costing = Costing(traces, batch_size, resolved.gpu, step.precision, step.accumulate)
-    traces.as_written()
+    source = step if isinstance(step, Source) else source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY)
+    traces = Traces(source, batch_size, report)
+    cost_model = CostModel(source, traces, batch_size, resolved.gpu)
+    traces(Option(source.precision, 1))  # errors of the step as written come before all others
     request = Request(
         batch_size=batch_size,
-        precision=step.precision,
+        precision=source.precision,
         budget=resolved,
         space=space_of(
             batch_size,
             precisions,
             techniques,
-            traces.parts(costing, blocks),
+            parts_of(source.model, cost_model, blocks),
             pins,
-            trains=step.optimizer is not None,
-            incompatible=_incompatible(step),
+            trains=trains,
+            incompatible=_incompatible(source),
         ),
-        reasons=why,
-        accumulate=step.accumulate,
-        ranks=step.data_parallel_ranks,
+        why_precision=reasons.get("precision", why_precision),
+        why_not_split=reasons.get("accumulate", Reason(Why.NO_ACCUMULATION)),
+        accumulate=source.accumulate,
+        ranks=source.ranks,
         grow=grow,
         target_utilization=target_utilization,
         lr_rule=lr_rule,
@@ -136,7 +152,7 @@ def plan(
         host_usable=host_usable,
         correction=correction,
     )
-    return search(request, traces, costing, report)
+    return search(request, traces, cost_model, report)
 
 
 def _environment_settings() -> AllocatorSettings | None:
@@ -149,31 +165,29 @@ def _environment_settings() -> AllocatorSettings | None:
         return None
 
 
-def _incompatible(step: TrainingStep) -> Callable[[Option], str]:
+def _incompatible(source: Source) -> Callable[[Option], str]:
     from vram_guard.techniques.compatibility import incompatible
 
-    clip = step.clip_grad_norm is not None or step.clip_grad_value is not None
-
     def why(option: Option) -> str:
-        within = step.runner is not None and not step.slices_apart
-        if within and option.splits > 1 and option.recipe.parameters_on_host:
+        if source.sliced_by == "model" and option.splits > 1 and option.recipe.parameters_on_host:
             # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
-            return "FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it"
-        ranks = step.data_parallel_ranks
-        return incompatible(option.recipe, clip=clip, precision=option.precision, ranks=ranks, sharded=step.shards)
+            return _("FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it")
+        return incompatible(
+            option.recipe, clip=source.clips, precision=option.precision, ranks=source.ranks, sharded=source.sharded
+        )
 
     return why
 
 
 def _precisions(
     precision: str, techniques: frozenset[str], capability: tuple[int, int] | None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[str, ...], Reason]:
     """The precisions to choose from, the step's own first, and why they are those."""
-    mixed, why = None, _("Mixed precision was not allowed.")
+    mixed, why = None, Reason(Why.NOT_ALLOWED)
     if "precision" in techniques:
         mixed, why = mixed_precision(precision, capability)
     half = half_precision(precision, capability) if "half" in techniques else None
-    return tuple(name for name in (precision, mixed, half) if name is not None), (why,)
+    return tuple(name for name in (precision, mixed, half) if name is not None), why
 
 
 def _compute_capability(budget: Budget) -> tuple[int, int] | None:
@@ -190,7 +204,8 @@ def _compute_capability(budget: Budget) -> tuple[int, int] | None:
 
 def _checked_correction(correction: object) -> float:
     if isinstance(correction, bool) or not isinstance(correction, int | float) or not 1 <= correction < 100:
-        raise InvalidInputError(f"correction must be a factor of at least 1, such as 1.04, not {correction!r}")
+        value = repr(correction)
+        raise InvalidInputError(_("correction must be a factor of at least 1, such as 1.04, not {value}", value=value))
     return float(correction)
 
 

@@ -17,22 +17,10 @@ def activation_bytes(timeline: Timeline, batch_size: int) -> dict[str, int]:
     """
     timeline = timeline.exact(batch_size)
     by_module: dict[str, int] = {}
-    for index in _alive(timeline):
-        block = timeline.blocks[index]
+    for block in timeline.alive_at(_end_of_forward(timeline)):
         if block.category == "activations":
             by_module[block.module] = by_module.get(block.module, 0) + block.bytes_at(batch_size)
     return dict(sorted(by_module.items(), key=lambda item: -item[1]))
-
-
-def _alive(timeline: Timeline) -> list[int]:
-    """Blocks alive when that forward pass ends."""
-    alive: dict[int, None] = {}
-    for event in timeline.events[: _end_of_forward(timeline)]:
-        if event >= 0:
-            alive[event] = None
-        else:
-            alive.pop(~event, None)
-    return list(alive)
 
 
 def _end_of_forward(timeline: Timeline) -> int:

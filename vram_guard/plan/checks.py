@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vram_guard.checks import one_of
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
 from vram_guard.units import parse_bytes
 
@@ -43,9 +45,10 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
     # Annotations stop nobody; a comparison with NaN is false.
     share = target_utilization
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise InvalidInputError(f"target_utilization must be above 0 and at most 1 (0.8 for 80%), not {share!r}")
-    if lr_rule not in LEARNING_RATE_RULES:
-        raise InvalidInputError(f"lr_rule must be one of {', '.join(LEARNING_RATE_RULES)}, not {lr_rule!r}")
+        raise InvalidInputError(
+            _("target_utilization must be above 0 and at most 1 (0.8 for 80%), not {value}", value=repr(share))
+        )
+    one_of("lr_rule", lr_rule, LEARNING_RATE_RULES)
 
 
 def check_mode(mode: object) -> None:
@@ -54,8 +57,7 @@ def check_mode(mode: object) -> None:
     Raises:
         InvalidInputError: it is none of :data:`MODES`.
     """
-    if mode not in MODES:
-        raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    one_of("mode", mode, MODES)
 
 
 def check_loss_weight(loss_weight: object) -> None:
@@ -65,7 +67,10 @@ def check_loss_weight(loss_weight: object) -> None:
         InvalidInputError: it is neither a known word nor a function.
     """
     if not callable(loss_weight) and loss_weight not in ("mean", "sum"):
-        raise InvalidInputError(f"loss_weight must be 'mean', 'sum' or a function of the batch, not {loss_weight!r}")
+        value = repr(loss_weight)
+        raise InvalidInputError(
+            _("loss_weight must be 'mean', 'sum' or a function of the batch, not {value}", value=value)
+        )
 
 
 def check_switches(**switches: object) -> None:
@@ -76,4 +81,4 @@ def check_switches(**switches: object) -> None:
     """
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise InvalidInputError(f"{name} must be True or False, not {value!r}")
+            raise InvalidInputError(_("{name} must be True or False, not {value}", name=name, value=repr(value)))

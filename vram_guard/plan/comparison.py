@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.plan.learning_rate import learning_rate_factor
-from vram_guard.plan.techniques import DEFAULT_ALLOW
-from vram_guard.step import TrainingStep, checked_count
+from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
+from vram_guard.step import TrainingStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.plan.model import Plan
+    from vram_guard.timeline import Estimate
 
 
 @dataclass(frozen=True)
@@ -31,26 +34,40 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Configuration):
     """What one configuration comes to. Bytes are ints."""
 
-    name: str
-    batch_size: int
-    precision: str
-    accumulate: int
-    learning_rate: float | None
-    suggested_learning_rate: float | None
+    suggested_learning_rate: float | None = None
     """The first configuration's, scaled by the rule to this one's samples per optimizer step; None: not known."""
-    plan: Plan | None
+    plan: Plan | None = None
     """As written where that fits, else changed as far as was allowed; None where ``error`` says why."""
-    seconds: float | None
+    seconds: float | None = None
     """Of one optimizer step under the plan, by the cost model; None: not modelled."""
-    samples_per_second: float | None
+    parameters: int | None = None
+    """Numbers in the model's parameters, shared ones once; None where it could not be built."""
+    largest_batch_size: int | None = None
+    """The largest batch that fits as written; 0: not even one sample; None where that was not asked, or failed."""
     error: str = ""
+    """What the model's constructor or the step raised, "" where nothing."""
+
+    @property
+    def precision(self) -> str:
+        """The configuration's own."""
+        return self.step.precision
+
+    @property
+    def accumulate(self) -> int:
+        """The configuration's own micro-batches per optimizer step."""
+        return self.step.accumulate
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The predicted step as written."""
+        return None if self.plan is None else self.plan.before
 
     @property
     def peak(self) -> int | None:
-        """Predicted reserved peak as written."""
+        """Predicted reserved peak as written, in bytes."""
         return None if self.plan is None else self.plan.before.peak_reserved
 
     @property
@@ -62,6 +79,20 @@ class Compared:
     def fits(self) -> bool:
         """Whether it fits: as written, or under its plan."""
         return self.plan is not None and self.plan.fits
+
+    @property
+    def fits_as_written(self) -> bool:
+        """Whether it fits without any change."""
+        return self.plan is not None and self.plan.fits_as_written
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """By the cost model, under the plan; None: not modelled."""
+        return self.batch_size * self.accumulate / self.seconds if self.seconds else None
+
+    def verdict(self) -> str:
+        """What becomes of it, in a few words."""
+        return self.error if self.plan is None else self.plan.verdict()
 
 
 @dataclass(frozen=True)
@@ -80,6 +111,18 @@ class Comparison:
     def all_fit(self) -> bool:
         """Whether every one fits, as written or under its plan."""
         return all(row.fits for row in self.rows)
+
+    def __getitem__(self, name: str) -> Compared:
+        """The row with this name.
+
+        Raises:
+            InvalidInputError: there is none.
+        """
+        for row in self.rows:
+            if row.name == name:
+                return row
+        known = ", ".join(row.name for row in self.rows)
+        raise InvalidInputError(_("nothing is called {name}; there are {known}", name=repr(name), known=known))
 
 
 def compare(
@@ -112,79 +155,92 @@ def compare(
         InvalidInputError: no configurations, a name twice, or an argument that makes no sense; before any work.
         NoDeviceError: no budget, no GPU name and no GPU here.
     """
-    from vram_guard.budget import Budget
-    from vram_guard.plan.techniques import checked_techniques
-
     given = tuple(configurations)
+    learning_rate_factor(lr_rule, 1, 1)
+    rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, lr_rule=lr_rule)
+    return Comparison(rows, resolved)
+
+
+def compared_rows(
+    given: Sequence[Configuration],
+    budget: Budget | str | int | None,
+    gpu: GPU | str | None,
+    margin: float | None,
+    allow: Iterable[str],
+    settings: AllocatorSettings | None,
+    progress: Callable[[str], None] | None,
+    *,
+    lr_rule: str = "none",
+    limit: int | None = None,
+) -> tuple[tuple[Compared, ...], Budget]:
+    """A row for each; the largest batch of each, up to ``limit``, where one is given."""
+    from vram_guard.budget import Budget
+
     if not given:
-        raise InvalidInputError("there is nothing to compare: give at least one configuration")
+        raise InvalidInputError(_("there is nothing to compare: give at least one"))
     names = [one.name for one in given]
-    doubled = next((name for name in names if names.count(name) > 1), None)
-    if doubled is not None:
-        raise InvalidInputError(f"two configurations are called {doubled!r}: every one needs a name of its own")
     for one in given:
+        if names.count(one.name) > 1:
+            raise InvalidInputError(
+                _("two configurations are called {name}: every one needs a name of its own", name=repr(one.name))
+            )
         checked_count("batch_size", one.batch_size)
     techniques = sorted(checked_techniques(allow))
-    learning_rate_factor(lr_rule, 1, 1)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
 
     def row(one: Configuration) -> Compared:
-        suggested = _suggested(given[0], one, lr_rule)
-        if progress is not None:
-            progress(one.name)
+        def say(line: str) -> None:
+            if progress is not None:
+                progress(f"{one.name}: {line}")
+
+        found: dict[str, Any]
         try:
-            return _compared(one, resolved, techniques, suggested, settings)
+            found = _found(one, resolved, techniques, settings, limit, say)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            said = f"{type(error).__name__}: {error}"
-            return _row(one, None, suggested, error=said)
+            found = {"error": f"{type(error).__name__}: {error}"}
+        suggested = _suggested(given[0], one, lr_rule)
+        return Compared(one.name, one.step, one.batch_size, one.learning_rate, suggested, **found)
 
-    return Comparison(tuple(row(one) for one in given), resolved)
+    return tuple(map(row, given)), resolved
 
 
-def _compared(
+def _found(
     one: Configuration,
     budget: Budget,
     allow: list[str],
-    suggested: float | None,
     settings: AllocatorSettings | None,
-) -> Compared:
-    from vram_guard.plan import plan
+    limit: int | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Fields of a row that have to be worked for."""
+    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
+    from vram_guard.simulate.tracing.run import with_built_model
 
-    made = plan(one.step, one.batch_size, budget, allow=allow, settings=settings)
-    return _row(one, made, suggested, seconds=_seconds(one, made))
+    say(_("building the model"))
+    step = with_built_model(one.step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    made = plan(step, one.batch_size, budget, allow=allow, settings=settings, progress=say)
+    found = {"plan": made, "seconds": _seconds(made), "parameters": _parameters(step.model)}
+    if limit is not None and made.timeline_before is not None:
+        say(_("looking for the largest batch"))
+        found["largest_batch_size"] = made.timeline_before.max_batch_size(budget, settings=settings, limit=limit)
+    return found
 
 
-def _seconds(one: Configuration, made: Plan) -> float | None:
+def _seconds(made: Plan) -> float | None:
     """One optimizer step under the plan; the step as written where nothing fits."""
-    from vram_guard.plan.step_time import step_seconds
+    from vram_guard.plan.step_time import seconds_as_written
 
-    assert made.timeline_before is not None
     try:
-        written = step_seconds(
-            made.timeline_before, one.batch_size, made.budget.gpu, micro_batches=one.step.accumulate
-        ).seconds
-    except InvalidInputError:
+        written = seconds_as_written(made)
+    except InvalidInputError:  # the timeline says nothing of the step's work
         return None
     factor = made.slowdown if made.fits and made.changed else 1.0
     return None if factor is None else written * factor
 
 
-def _row(
-    one: Configuration, made: Plan | None, suggested: float | None, *, seconds: float | None = None, error: str = ""
-) -> Compared:
-    samples = one.batch_size * one.step.accumulate
-    return Compared(
-        name=one.name,
-        batch_size=one.batch_size,
-        precision=one.step.precision,
-        accumulate=one.step.accumulate,
-        learning_rate=one.learning_rate,
-        suggested_learning_rate=suggested,
-        plan=made,
-        seconds=seconds,
-        samples_per_second=samples / seconds if seconds else None,
-        error=error,
-    )
+def _parameters(model: Any) -> int:
+    """How many numbers are in the parameters; ``parameters()`` names shared ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _suggested(first: Configuration, one: Configuration, rule: str) -> float | None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vram_guard.language import _
 from vram_guard.plan.activations import activation_bytes
+from vram_guard.plan.descriptions import Why
+from vram_guard.plan.option import Option
 from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
-from vram_guard.plan.search_space import Floor, Option
+from vram_guard.plan.search_space import LowerBound
 from vram_guard.plan.step_time import (
     ancestors,
     forward_seconds_by_module,
@@ -21,7 +22,8 @@ from vram_guard.plan.step_time import (
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
-    from vram_guard.plan.tracing import Traces
+    from vram_guard.plan.search_space import Timelines
+    from vram_guard.plan.source import Source
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Category, Timeline
 
@@ -29,23 +31,21 @@ if TYPE_CHECKING:
 EIGHT_BIT_SHARE = 0.25
 
 
-class Costing:
+class CostModel:
     """Step times and lower bounds of options for one step; see :class:`vram_guard.plan.search_space.Costs`.
 
     Args:
-        traces: where timelines come from; only those of whole batches as written are asked for, one per precision.
+        source: the step.
+        timelines: of it; only those of whole batches as written are asked for, one per precision.
         batch_size: samples that the loader delivers at once.
         gpu: the card; None: one of the compute capability that was traced for.
-        precision: the step's own.
-        accumulate: the step's own micro-batches per optimizer step.
     """
 
-    def __init__(self, traces: Traces, batch_size: int, gpu: GPU | None, precision: str, accumulate: int) -> None:
-        self._traces = traces
+    def __init__(self, source: Source, timelines: Timelines, batch_size: int, gpu: GPU | None) -> None:
+        self._source = source
+        self._timelines = timelines
         self._batch_size = batch_size
         self._gpu = gpu
-        self._precision = precision
-        self._accumulate = accumulate
         self._times: dict[Option, StepTime] = {}
         self._steps: dict[tuple[str, int], StepTime] = {}
         self._saved: dict[tuple[str, int], Mapping[str, int]] = {}
@@ -56,7 +56,7 @@ class Costing:
 
     def relative(self, option: Option) -> float:
         """Step time under the option over the step time as written."""
-        return relative_cost(self.seconds(option), self.seconds(Option(self._precision, 1)))
+        return relative_cost(self.seconds(option), self.seconds(Option(self._source.precision, 1)))
 
     def seconds(self, option: Option) -> StepTime:
         """The predicted time of one optimizer step under the option."""
@@ -66,13 +66,13 @@ class Costing:
 
     def _seconds(self, option: Option) -> StepTime:
         recipe, size = option.recipe, self._batch_size // option.splits
-        timeline = self._traces(Option(option.precision, 1))
-        rounds = option.splits * self._accumulate
+        timeline = self._timelines(Option(option.precision, 1))
+        rounds = option.splits * self._source.accumulate
         time = self._step(option.precision, size, rounds)
         if recipe.checkpoint:
             work = timeline.exact(size).work
             time += recompute_seconds(work, recipe.checkpoint, size, self._gpu, micro_batches=rounds)
-        if option.splits > 1 and self._traces.step.forward_again:
+        if option.splits > 1 and self._source.forward_again:
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += sum(forward.values(), StepTime()).times(rounds)
         if recipe.offload_activations:
@@ -87,7 +87,7 @@ class Costing:
     def _step(self, precision: str, size: int, rounds: int) -> StepTime:
         key = (precision, size)
         if key not in self._steps:
-            timeline = self._traces(Option(precision, 1))
+            timeline = self._timelines(Option(precision, 1))
             self._steps[key] = step_seconds(timeline, size, self._gpu, micro_batches=rounds)
         return self._steps[key]
 
@@ -105,8 +105,7 @@ class Costing:
 
     def _sharers(self, recipe: Recipe) -> int:
         """Processes of which each carries its own part of the parameters between host and GPU."""
-        step = self._traces.step
-        return step.data_parallel_ranks if step.shards and recipe.parameters_on_host else 1
+        return self._source.ranks if self._source.sharded and recipe.parameters_on_host else 1
 
     def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
         """Without foreach, the host starts each operator of the step for each parameter by itself."""
@@ -120,8 +119,8 @@ class Costing:
     def of_blocks(self, names: Iterable[str]) -> tuple[Mapping[str, int], Mapping[str, float], Mapping[str, float]]:
         """For each block: bytes it saves for the backward pass, seconds of its forward, seconds of offloading it."""
         names = tuple(names)
-        timeline = self._traces(Option(self._precision, 1)).exact(self._batch_size)
-        saved = self._saved_by(self._precision, self._batch_size, names)
+        timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
+        saved = self._saved_by(self._source.precision, self._batch_size, names)
         # A step that could not be followed says nothing of its work, and is not planned for.
         forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu) if timeline.work else {}
         recompute = dict.fromkeys(names, 0.0)
@@ -136,7 +135,7 @@ class Costing:
         key = (precision, size)
         if key not in self._saved:
             whole: dict[str, int] = {}
-            for path, held in activation_bytes(self._traces(Option(precision, 1)), size).items():
+            for path, held in activation_bytes(self._timelines(Option(precision, 1)), size).items():
                 for module in ancestors(path):
                     whole[module] = whole.get(module, 0) + held
             self._saved[key] = whole
@@ -144,12 +143,12 @@ class Costing:
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
-    def floor(self, option: Option) -> Floor:
+    def lower_bound(self, option: Option) -> LowerBound:
         """What is alive on the GPU when the optimizer steps, or when a forward pass of the second step ends."""
         stepping, waiting = self._when_stepping(option), self._when_forward_ends(option)
         if waiting > stepping:
-            return Floor(waiting, _("weights, optimizer states and what waits for the backward pass"))
-        return Floor(stepping, _("weights, gradients and optimizer states"))
+            return LowerBound(waiting, Why.NEEDS_SAVED)
+        return LowerBound(stepping, Why.NEEDS_STATES)
 
     def _when_stepping(self, option: Option) -> int:
         return self._state(option, gradients=True)
@@ -157,13 +156,13 @@ class Costing:
     def _when_forward_ends(self, option: Option) -> int:
         """Treated blocks count nothing here, though some of what they save stays (their inputs): a lower bound."""
         recipe, size = option.recipe, self._batch_size // option.splits
-        if recipe.parameters_on_host and self._traces.step.shards and option.precision.endswith("-mixed"):
+        if recipe.parameters_on_host and self._source.sharded and option.precision.endswith("-mixed"):
             return 0  # who shards by other means may compute wholly in half precision, and save less than autocast does
         every = (option.precision, size)
         treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
         saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())
         # From the second micro-batch on, the gradients of those before are there.
-        state = self._state(option, gradients=option.splits * self._accumulate > 1)
+        state = self._state(option, gradients=option.splits * self._source.accumulate > 1)
         return state + saved + self._gathered(option)
 
     def _gathered(self, option: Option) -> int:
@@ -172,11 +171,11 @@ class Costing:
         ``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``, ``_lazy_init``.
         """
         units = option.recipe.parameters_on_host
-        if not units or "" in units or self._traces.step.shards:
+        if not units or "" in units or self._source.sharded:
             return 0  # who shards by other means has units of its own, which the trace shows
         if units not in self._outside:
             inside = set(units)
-            named = self._traces.model.named_parameters()
+            named = self._source.model.named_parameters()
             outside = [parameter for path, parameter in named if inside.isdisjoint(ancestors(path))]
             sizes = (sum(p.numel() * 2 for p in outside), sum(p.numel() * p.element_size() for p in outside))
             self._outside[units] = sizes
@@ -193,36 +192,24 @@ class Costing:
         total = static["parameters"] - self._frozen_bytes(recipe) + states
         if gradients:
             total += static["gradients"]
-        halved = self._precision == "32-true" and option.precision in ("16-true", "bf16-true")
+        halved = self._source.precision == "32-true" and option.precision in ("16-true", "bf16-true")
         return total // 2 if halved else total
 
     @cached_property
     def _static(self) -> Mapping[Category, int]:
         """Bytes by category when the second optimizer step begins, or at the end where there is none."""
-        timeline = self._traces(Option(self._precision, 1)).exact(self._batch_size)
+        timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
         ends = [phase.start for phase in timeline.phases if phase.name == "optimizer" and phase.step == 2]
-        alive = _alive(timeline, ends[-1] if ends else len(timeline.events))
         held: dict[Category, int] = {"parameters": 0, "gradients": 0, "optimizer_states": 0}
-        for index in alive:
-            block = timeline.blocks[index]
+        for block in timeline.alive_at(ends[-1] if ends else len(timeline.events)):
             if block.category in held:
                 held[block.category] += block.bytes_at(self._batch_size)
         return held
 
     @cached_property
     def _trained(self) -> int:
-        return sum(parameter.requires_grad for parameter in self._traces.model.parameters())
+        return sum(parameter.requires_grad for parameter in self._source.model.parameters())
 
     def _frozen_bytes(self, recipe: Recipe) -> int:
-        modules = (self._traces.model.get_submodule(name) for name in recipe.frozen_on_host)
+        modules = (self._source.model.get_submodule(name) for name in recipe.frozen_on_host)
         return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-
-
-def _alive(timeline: Timeline, end: int) -> Iterable[int]:
-    alive: dict[int, None] = {}
-    for event in timeline.events[:end]:
-        if event >= 0:
-            alive[event] = None
-        else:
-            alive.pop(~event, None)
-    return alive

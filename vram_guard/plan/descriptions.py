@@ -1,13 +1,114 @@
-"""Recipes in words."""
+"""Sentences of plans: why they are what they are, and recipes in words. Values first, text where it is shown."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
-from vram_guard.language import _, marked
+from vram_guard.language import Message, _, marked
 
 if TYPE_CHECKING:
     from vram_guard.techniques.recipe import Recipe
+
+
+class Why(Enum):
+    """Kinds of reasons; the value is the sentence, in English."""
+
+    # what the step as written takes
+    FITS = marked("The step fits as written.")
+    PINNED = marked("The step fits as written; what was pinned is changed all the same.")
+    ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
+    SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
+    SIZES_ARE_BOUNDS = marked("Some sizes are bounds, not exact: see the notes.")
+
+    # why the precision is what it is
+    NOT_ALLOWED = marked("Mixed precision was not allowed.")
+    PRECISION_PINNED = marked("The precision is pinned.")
+    PRECISION_CHOSEN = marked("The precision {precision} was chosen by the user and stays.")
+    BFLOAT16_ASSUMED = marked(
+        "No GPU is named: bf16-mixed assumes compute capability 8.0 or later. Name the GPU to be sure."
+    )
+    BFLOAT16 = marked("The GPU computes in bfloat16, which needs no gradient scaling.")
+    FLOAT16 = marked("Compute capability {version} has no bfloat16: float16 with a GradScaler.")
+    NO_HALF_PRECISION = marked(
+        "Mixed precision was not tried: compute capability {version} has no fast half precision."
+    )
+
+    # what was chosen
+    MICRO_BATCHES = marked(
+        "{count} equal micro-batches; the effective batch size stays, and with it learning rates, schedules and the "
+        "number of optimizer steps."
+    )
+    BATCH_NORM = marked(
+        "Batch normalisation takes its statistics over a micro-batch ({samples} samples instead of {batch}): the "
+        "result is close to the unsplit one, not equal."
+    )
+    RECIPE = marked("{recipe}: the smallest amount that fits.")
+    CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
+
+    # a launch with other options
+    LAUNCHED_WITH = marked("The script is launched with {options}.")
+    LAUNCHED_SO = marked("Launched so: {reason}")
+
+    # what was refused
+    REFUSED = marked("{technique} is not possible here: {why}")
+    REFUSED_SEVERAL = marked("{techniques} are not possible here: {why}")
+
+    # nothing fits
+    NEAREST = marked("Nothing that is allowed makes it fit. Nearest: {option}, short by {missing} ({count} bytes).")
+    NO_ACCUMULATION = marked("Gradient accumulation was not allowed, or there are no gradients to accumulate.")
+    ONE_SAMPLE = marked("A batch of one sample cannot be split.")
+    UNCHANGED = marked("Nothing was changed.")
+
+    # growth
+    ABOVE_TARGET = marked("It already uses more than the target of {share} of {total}: the batch is not grown.")
+    CANNOT_GROW = marked("The batch cannot grow.")
+    CANNOT_GROW_TO = marked("The batch cannot grow ({option}: {why}).")
+    GROWN = marked(
+        "Memory used: {before} with batch {batch}, {after} with batch {grown}; the target is {share} of {total}."
+    )
+    LEARNING_RATE = marked(
+        "The effective batch size grows from {before} to {after}: learning rates are multiplied by {rate} (rule: "
+        "{rule})."
+    )
+    WARM_UP = marked("Warm the learning rate up over the first 5 epochs or so (Goyal et al. 2017, section 2.2).")
+    LARGE_BATCH = marked("Beyond {count} samples per step or so, scaled rates have lost accuracy.")
+
+    # why an alternative was not taken
+    OVER_BUDGET = marked("needs {peak} ({missing} over budget)")
+    OVER_TARGET = marked("needs {peak}, over the target by {missing}")
+    LOWER_BOUND = marked("needs at least {peak}, a lower bound that promises nothing")
+    NEEDS_STATES = marked("needs at least {amount} for weights, gradients and optimizer states alone")
+    NEEDS_SAVED = marked("needs at least {amount} for weights, optimizer states and saved activations alone")
+    NEEDS_OUTSIDE_OPTIMIZER = marked("needs at least {amount} outside the optimizer")
+    HOST_MEMORY = marked("takes {amount} of host memory, of which {usable} are available")
+    FAILS = marked("the step fails there: {error}")
+    COSTS = marked("costs {factor} times the step time")
+    COSTS_WITH_EVERY_BLOCK = marked("costs {factor} times the step time, and more with every block")
+    DATA_SET_TOO_SMALL = marked("the data set has {count} samples, and an epoch needs at least one optimizer step")
+
+
+@dataclass(frozen=True, init=False)
+class Reason(Message):
+    """A reason with its figures; ``str()`` is the sentence in the reader's language."""
+
+    kind: Why
+
+    def __init__(self, kind: Why, /, **values: object) -> None:
+        super().__init__(kind.value, **values)
+        object.__setattr__(self, "kind", kind)
+
+
+@dataclass(frozen=True)
+class RecipeText:
+    """A recipe that is put into words where it is shown."""
+
+    recipe: Recipe
+
+    def __str__(self) -> str:
+        return "; ".join(recipe_words(self.recipe))
+
 
 _FORMS = {
     "fused": marked("fused optimizer"),
@@ -15,29 +116,29 @@ _FORMS = {
     "8bit": marked("8-bit optimizer states"),
 }
 
-
-#: Technique -> what it is called where it is refused.
-_REFUSED = {
-    "accumulate": "smaller micro-batches are",
-    "precision": "mixed precision is",
-    "grow": "a larger batch is",
-    "fused": "a fused optimizer is",
-    "offload_parameters": "parameters on the host are",
-    "offload_optimizer": "an optimizer on the host is",
+#: Techniques as they are called where a training does not admit them.
+_ONE = {
+    "precision": marked("mixed precision"),
+    "grow": marked("a larger batch"),
+    "fused": marked("a fused optimizer"),
+    "offload_optimizer": marked("an optimizer on the host"),
+}
+_SEVERAL = {
+    "accumulate": marked("smaller micro-batches"),
+    "offload_parameters": marked("parameters on the host"),
 }
 
 
-def not_possible(technique: str, why: str, *, where: str = " here") -> str:
+def refused(technique: str, why: object) -> Reason:
+    """The reason for leaving out a technique that a training does not admit."""
+    if technique in _SEVERAL:
+        return Reason(Why.REFUSED_SEVERAL, techniques=Message(_SEVERAL[technique]), why=why)
+    return Reason(Why.REFUSED, technique=Message(_ONE.get(technique, technique)), why=why)
+
+
+def not_possible(technique: str, why: object) -> str:
     """One line for a technique that a training does not admit."""
-    return f"{_REFUSED.get(technique, f'{technique} is')} not possible{where}: {why}"
-
-
-def cheapest(factor: float) -> str:
-    """The last reason of a plan that changes something: what the change costs, in step times as written."""
-    return _(
-        "The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.",
-        factor=f"{factor:.2f}",
-    )
+    return str(refused(technique, why))
 
 
 def recipe_words(recipe: Recipe) -> list[str]:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from vram_guard.step import checked_count
-from vram_guard.timeline import largest_that_fits
+from vram_guard.timeline import largest_that_fits, peak_fits
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
@@ -51,9 +51,8 @@ def on_every_gpu(
     def one(gpu: GPU) -> OnGpu:
         capability = gpu.compute_capability
         tier = timeline_for(capability).tier
-        usable = Budget.of(gpu).for_tier(tier).usable
-        known = tier != "formula"  # a lower bound never promises that something fits
-        largest = largest_that_fits(lambda size: peak_at(capability, size) <= usable, limit) if known else 0
-        return OnGpu(gpu, usable, largest, peak_at(capability, max(largest, 1)), known)
+        budget = Budget.of(gpu).for_tier(tier)
+        largest = largest_that_fits(lambda size: peak_fits(peak_at(capability, size), tier, budget), limit)
+        return OnGpu(gpu, budget.usable, largest, peak_at(capability, max(largest, 1)), tier != "formula")
 
     return tuple(map(one, gpus))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-from vram_guard.errors import InvalidInputError
-from vram_guard.step import checked_count
+from vram_guard.checks import checked_count, one_of
 
 LearningRateRule = Literal["linear", "sqrt", "none"]
 LEARNING_RATE_RULES: tuple[str, ...] = get_args(LearningRateRule)
@@ -27,8 +26,7 @@ def learning_rate_factor(rule: str, before: int, after: int) -> float:
     Raises:
         InvalidInputError: an unknown rule, or a batch size that is no positive whole number.
     """
-    if rule not in LEARNING_RATE_RULES:
-        raise InvalidInputError(f"lr_rule must be one of {', '.join(LEARNING_RATE_RULES)}, not {rule!r}")
+    one_of("lr_rule", rule, LEARNING_RATE_RULES)
     k = checked_count("effective batch size", after) / checked_count("effective batch size", before)
     if rule == "linear":
         return k

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
-from vram_guard.plan.descriptions import offload_words, optimizer_words, ranges
+from vram_guard.plan.descriptions import Reason, offload_words, optimizer_words, ranges
+from vram_guard.plan.option import Option, OptionText
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vram_guard.budget import Budget
+    from vram_guard.language import Message
     from vram_guard.timeline import Estimate, Timeline
 
 
@@ -19,13 +23,25 @@ if TYPE_CHECKING:
 class Rejected:
     """An option that was tried and not taken."""
 
-    option: str
-    """In words: "bf16-mixed, 2 micro-batches of 16"."""
+    tried: OptionText | Message
     peak_reserved: int | None
     """Predicted bytes; None where the option could not be traced."""
     missing: int
     """Bytes by which it misses the budget (or the target, for growth); 0 where bytes were not the reason."""
-    why: str
+    reason: Reason
+
+    @property
+    def option(self) -> str:
+        """In words: "bf16-mixed, 2 micro-batches of 16"."""
+        return str(self.tried)
+
+    @property
+    def why(self) -> str:
+        """The reason in words: "needs 30.00 GiB (6.00 GiB over budget)"."""
+        return str(self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.option}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,8 @@ class Plan:
     before: Estimate
     """The predicted step as written, at the batch size that was asked for."""
     budget: Budget
-    reasons: tuple[str, ...]
+    reason_values: tuple[Reason, ...]
+    """Why it is what it is, as kinds with figures."""
     rejected: tuple[Rejected, ...]
     recipe: Recipe = AS_WRITTEN
     """The techniques beyond precision and micro-batches."""
@@ -74,6 +91,16 @@ class Plan:
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     """What ``estimate`` was read from, for plots and snapshots."""
     timeline_before: Timeline | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is what it is, in the reader's language."""
+        return tuple(map(str, self.reason_values))
+
+    @property
+    def fits_as_written(self) -> bool:
+        """Whether the step as its author wrote it fits, whatever was planned or pinned."""
+        return self.before.fits(self.budget, self.correction)
 
     @property
     def splits(self) -> int:
@@ -93,7 +120,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """Bytes that are held against the budget: the predicted reserved peak, corrected."""
-        return int(self.estimate.peak_reserved * self.correction)
+        return self.estimate.corrected(self.correction)
 
     @property
     def changed(self) -> bool:
@@ -118,12 +145,23 @@ class Plan:
     @property
     def nearest_miss(self) -> Rejected | None:
         """The rejected option that came closest to the budget."""
-        missed = [option for option in self.rejected if option.missing > 0]
-        return min(missed, key=lambda option: option.missing, default=None)
+        return nearest(self.rejected)
+
+    def verdict(self) -> str:
+        """What becomes of the step, in a few words: "fits", what is changed, or by how much it misses the budget."""
+        if self.fits and not self.changed:
+            return _("fits")
+        if self.fits:
+            option = Option(self.precision, self.splits, self.recipe)
+            return option.words(self.batch_size, self.precision_before)
+        missing = self.peak - self.budget.usable
+        if missing > 0:
+            return _("short by {amount}", amount=format_bytes(missing))
+        return _("not known to fit: only a lower bound")
 
     def explain(self) -> str:
         """The plan in plain words, several lines: verdict, changes, reasons, what was rejected."""
-        lines = [self._verdict(), ""]
+        lines = [self._first_line(), ""]
         lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or [
             "  " + _("nothing changes")
         ]
@@ -131,10 +169,10 @@ class Plan:
             lines.append("  " + _("step time, modelled: x {factor}", factor=f"{self.slowdown:.2f}"))
         lines += ["", _("Why:"), *(f"  - {reason}" for reason in self.reasons)]
         if self.rejected:
-            lines += ["", _("Not taken:"), *self._not_taken()]
+            lines += ["", _("Alternatives considered:"), *self._alternatives()]
         return "\n".join(lines)
 
-    def _not_taken(self) -> list[str]:
+    def _alternatives(self) -> list[str]:
         """One line for each reason, with the first option that it kept out."""
         kept_out: dict[str, list[str]] = {}
         for option in self.rejected:
@@ -145,7 +183,7 @@ class Plan:
             lines.append(f"  - {which}: {why}")
         return lines
 
-    def _verdict(self) -> str:
+    def _first_line(self) -> str:
         peak, usable = format_bytes(self.peak), format_bytes(self.budget.usable)
         if self.fits:
             spare = format_bytes(self.budget.usable - self.peak)
@@ -153,3 +191,8 @@ class Plan:
         if self.peak > self.budget.usable:
             return _("Does not fit: {peak} needed, {usable} usable.", peak=peak, usable=usable)
         return _("Not known to fit: at least {peak} needed, {usable} usable.", peak=peak, usable=usable)
+
+
+def nearest(rejected: Iterable[Rejected]) -> Rejected | None:
+    """The option that came closest to the budget; None where bytes were the reason for none of them."""
+    return min((option for option in rejected if option.missing > 0), key=lambda option: option.missing, default=None)

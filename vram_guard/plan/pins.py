@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vram_guard.checks import known_names, one_of
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.plan.checks import check_switches
 from vram_guard.plan.techniques import BFLOAT16_SINCE
 from vram_guard.step import PRECISIONS, checked_count
 from vram_guard.techniques.recipe import OPTIMIZER_FORMS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 @dataclass(frozen=True)
@@ -52,31 +51,30 @@ class Pins:
         if isinstance(given, Pins):
             return given
         if not isinstance(given, Mapping):
-            raise InvalidInputError(f"pin must be a mapping such as {{'micro_batch_size': 4}}, not {given!r}")
-        names = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in names:
-                near = get_close_matches(str(name), names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise InvalidInputError(f"pin: unknown part {name!r}, known are {', '.join(names)}{hint}")
+            raise InvalidInputError(
+                _("pin must be a mapping such as {example}, not {value}", example={"micro_batch_size": 4}, value=given)
+            )
+        known_names("pin", given, [field.name for field in fields(cls)])
         return cls(**given)
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("optimizer", self.optimizer, OPTIMIZER_FORMS)
+        if self.precision is not None:
+            one_of("pin: precision", self.precision, PRECISIONS)
+        if self.optimizer is not None:
+            one_of("pin: optimizer", self.optimizer, OPTIMIZER_FORMS)
         if self.micro_batch_size is not None:
             checked_count("pin: micro_batch_size", self.micro_batch_size)
         for name in ("checkpoint", "offload_activations", "frozen_on_host"):
             object.__setattr__(self, name, _modules(name, getattr(self, name), counts=name != "frozen_on_host"))
         for name in ("optimizer_on_host", "parameters_on_host"):
             if not isinstance(getattr(self, name), bool | None):
-                raise InvalidInputError(f"pin: {name} must be True or False, not {getattr(self, name)!r}")
+                check_switches(**{f"pin: {name}": getattr(self, name)})
         if self.optimizer_on_host and self.parameters_on_host:
             raise InvalidInputError(
-                "pin: parameters_on_host takes the optimizer to the host too; leave optimizer_on_host out"
+                _("pin: parameters_on_host takes the optimizer to the host too; leave optimizer_on_host out")
             )
         if "all" in (self.checkpoint, self.offload_activations) and self.checkpoint == self.offload_activations:
-            raise InvalidInputError("pin: a block is either checkpointed or offloaded, so not all of them both ways")
+            raise InvalidInputError(_("pin: a block is either checkpointed or offloaded, so not all of them both ways"))
 
     def check(self, batch_size: int, capability: tuple[int, int] | None, *, grow: bool, trains: bool) -> None:
         """Whether the pins go together with the rest of the request.
@@ -93,22 +91,24 @@ class Pins:
         size = self.micro_batch_size
         if size is not None and batch_size % size:
             raise InvalidInputError(
-                f"pin: micro_batch_size {size} does not divide the batch of {batch_size}: micro-batches are equal"
+                _(
+                    "pin: micro_batch_size {size} does not divide the batch of {batch}: micro-batches are equal",
+                    size=size,
+                    batch=batch_size,
+                )
             )
         if size is not None and size != batch_size and grow:
-            raise InvalidInputError("pin: micro_batch_size and grow contradict each other: give one of them")
+            raise InvalidInputError(_("pin: micro_batch_size and grow contradict each other: give one of them"))
         if size is not None and size != batch_size and not trains:
-            raise InvalidInputError("pin: micro_batch_size needs an optimizer: there are no gradients to accumulate")
+            raise InvalidInputError(_("pin: micro_batch_size needs an optimizer: there are no gradients to accumulate"))
         if self.precision and self.precision.startswith("bf16") and capability and capability < BFLOAT16_SINCE:
             raise InvalidInputError(
-                f"pin: {self.precision} needs compute capability 8.0 or later, this GPU has "
-                f"{capability[0]}.{capability[1]}; use 16-mixed"
+                _(
+                    "pin: {precision} needs compute capability 8.0 or later, this GPU has {version}; use 16-mixed",
+                    precision=self.precision,
+                    version=".".join(map(str, capability)),
+                )
             )
-
-
-def _one_of(name: str, value: object, known: Iterable[str]) -> None:
-    if value is not None and value not in tuple(known):
-        raise InvalidInputError(f"pin: {name} must be one of {', '.join(known)}, not {value!r}")
 
 
 def _modules(name: str, value: Any, *, counts: bool) -> tuple[str, ...] | int | str | None:
@@ -118,5 +118,11 @@ def _modules(name: str, value: Any, *, counts: bool) -> tuple[str, ...] | int | 
         return value
     if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    number = "how many blocks, " if counts else ""
-    raise InvalidInputError(f"pin: {name} must be module names, {number}'all' or 'none', not {value!r}")
+    said = _("pin: {name} must be module names, 'all' or 'none', not {value}", name=name, value=repr(value))
+    if counts:
+        said = _(
+            "pin: {name} must be module names, how many blocks, 'all' or 'none', not {value}",
+            name=name,
+            value=repr(value),
+        )
+    raise InvalidInputError(said)

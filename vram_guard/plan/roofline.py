@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from vram_guard.language import _
+from vram_guard.language import _, marked
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
@@ -111,7 +111,7 @@ def total_time(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
         moved = item.moved.base + item.moved.per_sample * batch_size
         if unit == "host":
             host += moved / HOST_MEMORY_BANDWIDTH
-            assumptions[_HOST_ASSUMED] = None
+            assumptions[_(_HOST_ASSUMED)] = None
             continue
         dispatch += HOST_PER_OPERATOR + (item.launches - 1) * LAUNCH
         transfer = item.transfer.base + item.transfer.per_sample * batch_size
@@ -135,7 +135,7 @@ def total_time(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
     return StepTime(compute, memory, kernels, transfers, host, dispatch, tuple(assumptions))
 
 
-_HOST_ASSUMED = "host memory is taken for two channels of DDR4-3200, 51.2 GB/s"
+_HOST_ASSUMED = marked("host memory is taken for two channels of DDR4-3200, 51.2 GB/s")
 
 
 def flops_per_second(gpu: GPU, unit: Unit) -> float:

@@ -21,24 +21,13 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.activations import peak_outside
-from vram_guard.plan.descriptions import cheapest, recipe_words
+from vram_guard.plan.answer import changed, fits_reasons, nothing_fits, unchanged
+from vram_guard.plan.descriptions import Reason, Why, recipe_words
 from vram_guard.plan.growth import grown
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.search_space import (
-    Candidate,
-    Chain,
-    Costs,
-    Family,
-    Option,
-    Request,
-    Source,
-    fits_reasons,
-    make_plan,
-    tier_reason,
-    unchanged,
-)
-from vram_guard.plan.techniques import uses_batch_norm
-from vram_guard.units import format_bytes
+from vram_guard.plan.option import Option
+from vram_guard.plan.search_space import BlockPrefix, Candidate, Costs, OptionFamily, Request, Timelines
+from vram_guard.units import Amount
 
 if TYPE_CHECKING:
     from vram_guard.techniques.recipe import Recipe
@@ -51,7 +40,7 @@ COST_STEP = 0.001
 LAW_TRACES = 2
 
 Key = tuple[float, int, int, int, str]
-_Group = tuple[str, "Recipe", "Chain | None"]
+_Group = tuple[str, "Recipe", "BlockPrefix | None"]
 
 
 @dataclass
@@ -59,18 +48,18 @@ class _Trial:
     """Tries options one by one and remembers what was wrong with each group of them."""
 
     request: Request
-    source: Source
+    timelines: Timelines
     costs: Costs
     progress: Callable[[str], None]
-    misses: dict[_Group, Rejected] = field(default_factory=dict)
+    misses: dict[_Group, tuple[Option, Rejected]] = field(default_factory=dict)
     """The nearest miss of each group."""
-    too_much_for_the_host: dict[_Group, Rejected] = field(default_factory=dict)
-    hopeless: set[_Group] = field(default_factory=set)
+    too_much_for_the_host: dict[_Group, tuple[Option, Rejected]] = field(default_factory=dict)
+    infeasible: set[_Group] = field(default_factory=set)
     tried: dict[tuple[Option, bool], Candidate | None] = field(default_factory=dict)
 
     def candidate(self, option: Option, *, exact: bool = False) -> Candidate:
         size = self.request.batch_size // option.splits
-        timeline = self.source.exact(option, size) if exact else self.source(option)
+        timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
         return Candidate(timeline, timeline.at(size, settings=self.request.settings))
 
     def key(self, option: Option) -> Key:
@@ -87,100 +76,93 @@ class _Trial:
         return self.tried[option, exact]
 
     def _try(self, option: Option, group: _Group, *, exact: bool) -> Candidate | None:
-        words = option.words(self.request.batch_size)
-        if self._floor_is_too_high(option, group):
+        if self._lower_bound_exceeds(option, group):
             return None
         try:
-            if self._no_form_helps(option, group, exact=exact):
+            if self._optimizer_form_useless(option, group, exact=exact):
                 return None
             candidate = self.candidate(option, exact=exact)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            self.hopeless.add(group)  # it would fail again
-            self._miss(
-                group,
-                Rejected(words, None, 0, _("the step fails there: {error}", error=f"{type(error).__name__}: {error}")),
-            )
+            self.infeasible.add(group)  # it would fail again
+            self._miss(option, group, Reason(Why.FAILS, error=f"{type(error).__name__}: {error}"), 0)
             return None
-        rejected = self.refusal(words, candidate.estimate)
-        if rejected is not None:
-            self._miss(group, rejected)
-            return None
-        return candidate
+        return None if self.misses_budget(option, group, candidate.estimate) else candidate
 
-    def _floor_is_too_high(self, option: Option, group: _Group) -> bool:
-        floor, usable = self.costs.floor(option), self.request.budget.usable
-        if floor.size <= usable:
-            return False
-        why = _("needs at least {amount} for {parts} alone", amount=format_bytes(floor.size), parts=floor.of)
-        self._miss(group, Rejected(option.words(self.request.batch_size), None, floor.size - usable, why))
-        return True
+    def _lower_bound_exceeds(self, option: Option, group: _Group) -> bool:
+        bound = self.costs.lower_bound(option)
+        missing = bound.size - self.request.budget.usable
+        if missing > 0:
+            self._miss(option, group, Reason(bound.why, amount=Amount(bound.size)), missing)
+        return missing > 0
 
-    def _no_form_helps(self, option: Option, group: _Group, *, exact: bool) -> bool:
+    def _optimizer_form_useless(self, option: Option, group: _Group, *, exact: bool) -> bool:
         """Whether forward and backward alone are too much: another form of the optimizer changes nothing of that."""
         if option.recipe.optimizer not in ("for-loop", "fused"):
             return False
         plain = option._replace(recipe=option.recipe.with_(optimizer="as-written"))
         size = self.request.batch_size // option.splits
-        timeline = self.source.exact(plain, size) if exact else self.source(plain)
+        timeline = self.timelines.exact(plain, size) if exact else self.timelines(plain)
         least = peak_outside(timeline, "optimizer", size)
         missing = least - self.request.budget.usable
-        if missing <= 0:
-            return False
-        why = _("needs at least {amount} outside the optimizer", amount=format_bytes(least))
-        self._miss(group, Rejected(option.words(self.request.batch_size), None, missing, why))
-        return True
+        if missing > 0:
+            self._miss(option, group, Reason(Why.NEEDS_OUTSIDE_OPTIMIZER, amount=Amount(least)), missing)
+        return missing > 0
 
-    def refusal(self, words: str, estimate: Estimate) -> Rejected | None:
-        """Why a prediction is not good enough; None where it is."""
-        peak, usable = self.request.corrected(estimate), self.request.usable(estimate)
-        if peak > usable:
-            missing = peak - usable
-            why = _("needs {peak}, misses by {missing}", peak=format_bytes(peak), missing=format_bytes(missing))
-            return Rejected(words, peak, missing, why)
-        if estimate.tier == "formula":
-            why = _("needs at least {peak}, a lower bound that promises nothing", peak=format_bytes(peak))
-            return Rejected(words, peak, 0, why)
-        return None
+    def misses_budget(self, option: Option, group: _Group, estimate: Estimate) -> bool:
+        """Whether a prediction is not good enough; then the miss is noted."""
+        if self.request.fits(estimate):
+            return False
+        peak = self.request.corrected(estimate)
+        missing = max(0, peak - self.request.usable(estimate))
+        why = Reason(Why.LOWER_BOUND, peak=Amount(peak))
+        if missing:
+            why = Reason(Why.OVER_BUDGET, peak=Amount(peak), missing=Amount(missing))
+        self._miss(option, group, why, missing, peak)
+        return True
 
     def host_suffices(self, option: Option, candidate: Candidate, group: _Group) -> bool:
         """Whether host memory holds what the option keeps there; otherwise that is noted."""
         host, usable = candidate.estimate.host_peak, self.request.host_usable
         if usable is None or host <= usable:
             return True
-        why = _(
-            "takes {amount} of host memory, of which {usable} are available",
-            amount=format_bytes(host),
-            usable=format_bytes(usable),
-        )
-        words, peak = option.words(self.request.batch_size), self.request.corrected(candidate.estimate)
-        self.too_much_for_the_host.setdefault(group, Rejected(words, peak, 0, why))
+        why = Reason(Why.HOST_MEMORY, amount=Amount(host), usable=Amount(usable))
+        peak = self.request.corrected(candidate.estimate)
+        rejected = Rejected(option.of(self.request.batch_size), peak, 0, why)
+        self.too_much_for_the_host.setdefault(group, (option.unordered, rejected))
         return False
 
-    def _miss(self, group: _Group, rejected: Rejected) -> None:
-        known = self.misses.get(group)
-        if known is None or _nearness(rejected) < _nearness(known):
-            self.misses[group] = rejected
+    def _miss(self, option: Option, group: _Group, why: Reason, missing: int, peak: int | None = None) -> None:
+        rejected, known = Rejected(option.of(self.request.batch_size), peak, missing, why), self.misses.get(group)
+        if known is None or _nearness(rejected) < _nearness(known[1]):
+            self.misses[group] = option.unordered, rejected
 
-    def smallest(self, family: Family, best: Key | None) -> tuple[int, Candidate] | None:
-        """The smallest length of the family's chain that fits, with its prediction.
+    def rejected(self) -> tuple[Rejected, ...]:
+        """Every nearest miss; two orders of the same blocks end in the same option, which counts once."""
+        different: dict[object, Rejected] = {}
+        for option, miss in (*self.misses.values(), *self.too_much_for_the_host.values()):
+            different.setdefault((option, miss.peak_reserved, miss.missing), miss)
+        return tuple(different.values())
+
+    def smallest(self, family: OptionFamily, best: Key | None) -> tuple[int, Candidate] | None:
+        """The smallest length of the family's prefix that fits, with its prediction.
 
         None where there is none, or none that stands before ``best``.
         """
         group, lengths = family.group, family.lengths
-        if group in self.hopeless:
+        if group in self.infeasible:
             return None
         low, high = lengths[0] - 1, lengths[-1]
         if family.splits > 1 and self._improves(family, high, best):
-            if self._floor_is_too_high(family.option(high), group):
+            if self._lower_bound_exceeds(family.option(high), group):
                 return None
             if not self._least_fits(family):
-                self.hopeless.add(group)
+                self.infeasible.add(group)
                 return None
-        if not self._will_do(family, high, best, exact=self._directly(family)):
+        if not self._fits_or_dominated(family, high, best, exact=self._directly(family)):
             return None
         while high - low > 1:
             middle = (low + high) // 2
-            if self._will_do(family, middle, best, exact=True):
+            if self._fits_or_dominated(family, middle, best, exact=True):
                 high = middle
             else:
                 low = middle
@@ -194,12 +176,12 @@ class _Trial:
                 return (length, candidate) if self.host_suffices(family.option(length), candidate, group) else None
         return None
 
-    def _least_fits(self, family: Family) -> bool:
+    def _least_fits(self, family: OptionFamily) -> bool:
         """Whether the group's smallest micro-batches with every block treated fit: if not, no member will do."""
         least = family._replace(splits=self.request.space.splits[-1]).option(family.lengths[-1])
         return self.fitting(least, family.group, exact=self._directly(family)) is not None
 
-    def _directly(self, family: Family) -> bool:
+    def _directly(self, family: OptionFamily) -> bool:
         """Whether direct traces are no more than the two that give the law for all sizes of a split step.
 
         Whole batches have one size only.
@@ -207,7 +189,7 @@ class _Trial:
         splits = self.request.space.splits
         return family.splits == 1 or len(splits) - (1 in splits) <= LAW_TRACES
 
-    def _will_do(self, family: Family, length: int, best: Key | None, *, exact: bool) -> bool:
+    def _fits_or_dominated(self, family: OptionFamily, length: int, best: Key | None, *, exact: bool) -> bool:
         """Whether this many blocks fit, or are more than would be taken anyhow: those are not worth a trace.
 
         Calling them fitting only leads to fewer blocks. What is found so is never later in the order under a bigger
@@ -217,7 +199,7 @@ class _Trial:
             return True
         return self.fitting(family.option(length), family.group, exact=exact) is not None
 
-    def _improves(self, family: Family, length: int, best: Key | None) -> bool:
+    def _improves(self, family: OptionFamily, length: int, best: Key | None) -> bool:
         return best is None or self.key(family.option(length)) < best
 
 
@@ -226,7 +208,7 @@ def _nearness(rejected: Rejected) -> tuple[bool, int]:
 
 
 def search(
-    request: Request, source: Source, costs: Costs, progress: Callable[[str], None] = lambda _line: None
+    request: Request, timelines: Timelines, costs: Costs, progress: Callable[[str], None] = lambda _line: None
 ) -> Plan:
     """The plan for a request.
 
@@ -234,24 +216,24 @@ def search(
 
     Args:
         request: what is asked.
-        source: timelines of options.
+        timelines: of options.
         costs: what options cost.
         progress: called with a line of text before each family that has to be traced.
     """
-    trial = _Trial(request, source, costs, progress)
+    trial = _Trial(request, timelines, costs, progress)
     as_written = request.as_written
     before = trial.candidate(as_written)
-    refusal = trial.refusal(as_written.words(request.batch_size), before.estimate)
-    if refusal is None and as_written in request.space:
+    group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
+    if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
-    if refusal is not None:
-        trial.misses[as_written.precision, as_written.recipe, None] = refusal
-    if before.estimate.tier == "formula":
-        return _nothing_fits(trial, before)  # the step could not be followed: neither could any change of it
-    best = _cheapest(trial)
+    # A step that could not be followed: neither could any change of it.
+    best = None if before.estimate.tier == "formula" else _cheapest(trial)
     if best is None:
-        return _nothing_fits(trial, before)
-    return _changed(trial, before, *best)
+        return nothing_fits(request, before, trial.rejected())
+    option, after = best
+    cost = trial.costs.relative(option)
+    rejected = (*trial.rejected(), *_costlier(trial, option, cost))
+    return changed(request, before, option, after, rejected, round(cost, 4))
 
 
 def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
@@ -260,7 +242,7 @@ def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
     for number, (key, family) in enumerate(families, 1):
         if best is not None and key >= best[0]:
             break
-        if family.group not in trial.hopeless:
+        if family.group not in trial.infeasible:
             cheapest = family.option(family.lengths[0]).words(trial.request.batch_size)
             trial.progress(
                 _("trying {number} of {count} ways: {words}", number=number, count=len(families), words=cheapest)
@@ -275,51 +257,13 @@ def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
     return None if best is None else (best[1], best[2])
 
 
-def _first(pair: tuple[Key, Family]) -> Key:
+def _first(pair: tuple[Key, OptionFamily]) -> Key:
     return pair[0]
 
 
-def _changed(trial: _Trial, before: Candidate, option: Option, after: Candidate) -> Plan:
-    request = trial.request
-    reasons = [_shortage(trial, before.estimate)]
-    if option.precision != request.precision:
-        reasons += request.reasons
-    if option.splits > 1:
-        reasons.append(
-            _(
-                "{count} equal micro-batches; the effective batch size stays, and with it learning rates, schedules "
-                "and the number of optimizer steps.",
-                count=option.splits,
-            )
-        )
-        if uses_batch_norm(after.timeline):
-            reasons.append(
-                _(
-                    "Batch normalisation takes its statistics over a micro-batch ({samples} samples instead of "
-                    "{batch}): the result is close to the unsplit one, not equal.",
-                    samples=request.batch_size // option.splits,
-                    batch=request.batch_size,
-                )
-            )
-    if option.recipe:
-        reasons.append(_("{words}: as little of it as fits.", words="; ".join(recipe_words(option.recipe))))
-    cost = trial.costs.relative(option)
-    slowdown = round(cost, 4)
-    reasons.append(cheapest(slowdown))
-    reasons += tier_reason(after.estimate)
-    reasons += request.space.notes
-    rejected = (*_misses(trial), *_dearer(trial, option, cost))
-    return make_plan(request, before, after, option, request.batch_size, True, tuple(reasons), rejected, slowdown)
-
-
-def _misses(trial: _Trial) -> tuple[Rejected, ...]:
-    # Two orders of the same blocks end in the same option.
-    return tuple(dict.fromkeys((*trial.misses.values(), *trial.too_much_for_the_host.values())))
-
-
-def _dearer(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
+def _costlier(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
     """The simplest ways that were never tried, because they cost more than what was taken."""
-    request, seen = trial.request, dict[str, Rejected]()
+    request, seen = trial.request, dict[Option, Rejected]()
     for family in request.space.families():
         option = family.option(family.lengths[0])
         words = recipe_words(option.recipe)
@@ -327,52 +271,7 @@ def _dearer(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
         if not simple or option == taken or family.group in trial.misses:
             continue
         price = trial.costs.relative(option)
-        name = option.words(request.batch_size)
         if price > cost:
-            factor = f"{price:.2f}"
-            why = _("costs {factor} times the step time", factor=factor)
-            if family.chain:
-                why = _("costs {factor} times the step time, and more with every block", factor=factor)
-            seen.setdefault(name, Rejected(name, None, 0, why))
+            why = Reason(Why.COSTS_WITH_EVERY_BLOCK if family.prefix else Why.COSTS, factor=f"{price:.2f}")
+            seen.setdefault(option, Rejected(option.of(request.batch_size), None, 0, why))
     return list(seen.values())
-
-
-def _shortage(trial: _Trial, estimate: Estimate) -> str:
-    peak, usable = trial.request.corrected(estimate), trial.request.usable(estimate)
-    if peak <= usable and estimate.tier != "formula":
-        return _("The step fits as written; what was pinned is changed all the same.")
-    if peak <= usable:
-        return _("The step as written could only be bounded from below, so it is not known to fit.")
-    return _(
-        "As written the step needs {peak}, {missing} more than the {usable} that may be used.",
-        peak=format_bytes(peak),
-        missing=format_bytes(peak - usable),
-        usable=format_bytes(usable),
-    )
-
-
-def _nothing_fits(trial: _Trial, before: Candidate) -> Plan:
-    request, rejected = trial.request, _misses(trial)
-    missed = [option for option in rejected if option.missing > 0]
-    nearest = min(missed, key=lambda option: option.missing, default=None)
-    reasons = [_shortage(trial, before.estimate)]
-    if nearest is not None and len(rejected) > 1:
-        reasons.append(
-            _(
-                "Nothing that is allowed makes it fit. Nearest: {option}, short by {missing} ({count} bytes).",
-                option=nearest.option,
-                missing=format_bytes(nearest.missing),
-                count=nearest.missing,
-            )
-        )
-    if request.space.precisions == (request.precision,):
-        reasons += request.reasons
-    reasons += request.space.notes
-    if request.space.splits == (1,) and request.batch_size > 1:
-        reasons.append(_("Gradient accumulation was not allowed, or there are no gradients to accumulate."))
-    if request.batch_size == 1:
-        reasons.append(_("A batch of one sample cannot be split."))
-    reasons.append(_("Nothing was changed."))
-    return make_plan(
-        request, before, before, request.as_written, request.batch_size, False, tuple(reasons), rejected, 1.0
-    )

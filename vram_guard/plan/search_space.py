@@ -1,4 +1,4 @@
-"""Options, the space of them, the request that a search answers, and how an answer becomes a Plan."""
+"""The space of options, what a search asks of others, and the request that it answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from vram_guard.language import _
-from vram_guard.plan.descriptions import recipe_words
-from vram_guard.plan.learning_rate import learning_rate_factor
-from vram_guard.plan.model import Plan, Rejected
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.option import Option
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -18,40 +16,8 @@ if TYPE_CHECKING:
     from vram_guard.timeline import Estimate, Timeline
 
 
-class Option(NamedTuple):
-    """One way to run a loaded batch."""
-
-    precision: str
-    splits: int
-    """Micro-batches that a loaded batch is split into."""
-    recipe: Recipe = AS_WRITTEN
-
-    def words(self, batch_size: int) -> str:
-        """The option as people read it."""
-        batch = _("batch {count}", count=batch_size)
-        if self.splits > 1:
-            batch = _("{count} micro-batches of {size}", count=self.splits, size=batch_size // self.splits)
-        return ", ".join([self.precision, batch, *recipe_words(self.recipe)])
-
-    @property
-    def changes_numbers(self) -> int:
-        """How much the option changes the numbers of the training: 0 nothing, more is more.
-
-        Checkpointing and offload compute what was computed before; micro-batches add up the same gradients in
-        another order (and take batch normalisation's statistics over fewer samples); a fused optimizer rounds
-        otherwise; mixed precision rounds activations; 8-bit states round the optimizer; half precision the weights.
-        """
-        return (
-            (self.splits > 1)
-            + 2 * (self.recipe.optimizer == "fused")
-            + 4 * self.precision.endswith("-mixed")
-            + 8 * (self.recipe.optimizer == "8bit")
-            + 16 * (self.precision in ("16-true", "bf16-true"))
-        )
-
-
-class Source(Protocol):
-    """Where timelines of options come from."""
+class Timelines(Protocol):
+    """Timelines of options."""
 
     def __call__(self, option: Option) -> Timeline:
         """The option's timeline over the micro-batch size, by the law that was found at small sizes."""
@@ -62,13 +28,13 @@ class Source(Protocol):
         ...
 
 
-class Floor(NamedTuple):
-    """A lower bound."""
+class LowerBound(NamedTuple):
+    """Bytes that an option takes at the very least."""
 
     size: int
     """Bytes."""
-    of: str
-    """What alone takes them."""
+    why: Why
+    """What alone takes them: a reason with an ``amount``."""
 
 
 class Costs(Protocol):
@@ -78,7 +44,7 @@ class Costs(Protocol):
         """Step time under the option over the step time as written; a model."""
         ...
 
-    def floor(self, option: Option) -> Floor:
+    def lower_bound(self, option: Option) -> LowerBound:
         """What the option takes at the very least."""
         ...
 
@@ -86,7 +52,7 @@ class Costs(Protocol):
 Method = Literal["checkpoint", "offload_activations", "both"]
 
 
-class Chain(NamedTuple):
+class BlockPrefix(NamedTuple):
     """Longer and longer lists of blocks: the ``n``-th is the first ``n`` of ``blocks``."""
 
     method: Method
@@ -104,31 +70,29 @@ class Chain(NamedTuple):
 
     @property
     def lengths(self) -> range:
-        """The lengths that are not another chain's."""
+        """The lengths that are not another prefix's."""
         # "both" with every block offloaded is "offload_activations", with none "checkpoint".
         return range(1, len(self.blocks) + (self.method != "both"))
 
 
 @dataclass(frozen=True)
 class Space:
-    """Every option that may be taken: all combinations of these, and the first lengths of each chain."""
+    """Every option that may be taken: all combinations of these, and the first lengths of each prefix."""
 
     precisions: tuple[str, ...]
     splits: tuple[int, ...] = (1,)
     recipes: tuple[Recipe, ...] = (AS_WRITTEN,)
-    chains: tuple[Chain, ...] = ()
+    prefixes: tuple[BlockPrefix, ...] = ()
     incompatible: Callable[[Option], str] = field(default=lambda _option: "", compare=False)
     """Why an option's parts do not go together ("" where they do)."""
-    notes: tuple[str, ...] = ()
-    """What was left out, and why."""
 
-    def families(self) -> Iterator[Family]:
+    def families(self) -> Iterator[OptionFamily]:
         """Every family whose parts go together."""
         for precision in self.precisions:
             for recipe in self.recipes:
-                for chain in (None, *self.chains):
+                for prefix in (None, *self.prefixes):
                     for splits in self.splits:
-                        family = Family(precision, splits, recipe, chain)
+                        family = OptionFamily(precision, splits, recipe, prefix)
                         if family.lengths and not self.incompatible(family.option(family.lengths[-1])):
                             yield family
 
@@ -137,28 +101,28 @@ class Space:
         return plain and option.recipe in self.recipes
 
 
-class Family(NamedTuple):
-    """Options that differ only in how many blocks of a chain are treated."""
+class OptionFamily(NamedTuple):
+    """Options that differ only in how many blocks of a prefix are treated."""
 
     precision: str
     splits: int
     recipe: Recipe
-    chain: Chain | None
+    prefix: BlockPrefix | None
 
     @property
     def lengths(self) -> range:
         """The numbers of blocks to choose from, ascending."""
-        return range(1) if self.chain is None else self.chain.lengths
+        return range(1) if self.prefix is None else self.prefix.lengths
 
     def option(self, length: int) -> Option:
         """The option that treats this many blocks."""
-        recipe = self.recipe if self.chain is None else self.chain.recipe(self.recipe, length)
+        recipe = self.recipe if self.prefix is None else self.prefix.recipe(self.recipe, length)
         return Option(self.precision, self.splits, recipe)
 
     @property
-    def group(self) -> tuple[str, Recipe, Chain | None]:
+    def group(self) -> tuple[str, Recipe, BlockPrefix | None]:
         """What families that differ only in their micro-batches have in common."""
-        return self.precision, self.recipe, self.chain
+        return self.precision, self.recipe, self.prefix
 
 
 @dataclass(frozen=True)
@@ -169,8 +133,10 @@ class Request:
     precision: str
     budget: Budget
     space: Space
-    reasons: tuple[str, ...] = ()
+    why_precision: Reason = field(default_factory=lambda: Reason(Why.NOT_ALLOWED))
     """Why the precisions in the space are those."""
+    why_not_split: Reason = field(default_factory=lambda: Reason(Why.NO_ACCUMULATION))
+    """Why there are no smaller micro-batches in the space, where there are none."""
     accumulate: int = 1
     ranks: int = 1
     grow: bool = False
@@ -199,7 +165,11 @@ class Request:
 
     def corrected(self, estimate: Estimate) -> int:
         """Bytes to hold against the budget."""
-        return int(estimate.peak_reserved * self.correction)
+        return estimate.corrected(self.correction)
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Whether a prediction is known to stay within the budget."""
+        return estimate.fits(self.budget, self.correction)
 
 
 class Candidate(NamedTuple):
@@ -207,61 +177,3 @@ class Candidate(NamedTuple):
 
     timeline: Timeline
     estimate: Estimate
-
-
-def make_plan(
-    request: Request,
-    before: Candidate,
-    after: Candidate,
-    option: Option,
-    batch_size: int,
-    fits: bool,
-    reasons: tuple[str, ...],
-    rejected: tuple[Rejected, ...],
-    slowdown: float | None = None,
-) -> Plan:
-    """The Plan that runs ``option`` on loaded batches of ``batch_size`` samples."""
-    effective_before = request.batch_size * request.samples_per_batch
-    effective = batch_size * request.samples_per_batch
-    return Plan(
-        precision=option.precision,
-        micro_batch_size=batch_size // option.splits,
-        accumulate=request.accumulate * option.splits,
-        batch_size=batch_size,
-        effective_batch_size=effective,
-        precision_before=request.precision,
-        accumulate_before=request.accumulate,
-        batch_size_before=request.batch_size,
-        effective_batch_size_before=effective_before,
-        learning_rate_factor=learning_rate_factor(request.lr_rule, effective_before, effective),
-        fits=fits,
-        estimate=after.estimate,
-        before=before.estimate,
-        budget=request.budget.for_tier(after.estimate.tier),
-        reasons=reasons,
-        rejected=rejected,
-        recipe=option.recipe,
-        slowdown=slowdown,
-        correction=request.correction,
-        timeline=after.timeline,
-        timeline_before=before.timeline,
-    )
-
-
-def unchanged(
-    request: Request, before: Candidate, reasons: tuple[str, ...], rejected: tuple[Rejected, ...] = ()
-) -> Plan:
-    """The step as written, which fits."""
-    return make_plan(request, before, before, request.as_written, request.batch_size, True, reasons, rejected, 1.0)
-
-
-def fits_reasons(before: Candidate) -> tuple[str, ...]:
-    """Why nothing has to change."""
-    return (_("The step fits as written."), *tier_reason(before.estimate))
-
-
-def tier_reason(estimate: Estimate) -> tuple[str, ...]:
-    """What has to be said of an answer that is not exact."""
-    if estimate.tier == "partly symbolic":
-        return (_("Some sizes are bounds, not exact: see the notes."),)
-    return ()

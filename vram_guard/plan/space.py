@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.search_space import Chain, Option, Space
+from vram_guard.language import _
+from vram_guard.plan.option import Option
+from vram_guard.plan.search_space import BlockPrefix, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.plan.cost_model import CostModel
     from vram_guard.plan.pins import Pins
 
 #: Frozen modules are moved to the host one after the other up to this many, beyond it only all together.
@@ -33,6 +38,29 @@ class Parts:
     """Seconds to bring each block's saved bytes to the host and back."""
     frozen: tuple[str, ...] = ()
     """Frozen modules, the largest first."""
+
+
+def parts_of(model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | None) -> Parts:
+    """What the model offers to the techniques.
+
+    Args:
+        model: of the step.
+        cost_model: prices of this step.
+        blocks: the modules that may be treated; None: the repeated ones.
+
+    Raises:
+        InvalidInputError: ``blocks`` names modules that the model does not have.
+    """
+    from vram_guard.techniques.blocks import find_blocks, named_blocks
+    from vram_guard.techniques.frozen import frozen_candidates
+
+    def bytes_of(name: str) -> int:
+        return sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters())
+
+    found = find_blocks(model) if blocks is None else named_blocks(model, blocks)
+    names = tuple(block.name for block in found)
+    frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
+    return Parts(names, *cost_model.of_blocks(names), tuple(frozen))
 
 
 def space_of(
@@ -65,8 +93,8 @@ def space_of(
         precisions=precisions,
         splits=tuple(_splits(batch_size, techniques, pins, trains=trains)),
         recipes=tuple(dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))),
-        chains=tuple(_chains(techniques, parts, pins)) if trains else (),
-        incompatible=lambda option: _contradiction(option) or incompatible(option),
+        prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
+        incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
     )
 
 
@@ -126,17 +154,24 @@ def _pinned(name: str, pin: tuple[str, ...] | int | str | None, modules: tuple[s
         return ()
     if pin == "all":
         if not modules:
-            raise InvalidInputError(f"pin: {name} is 'all', but the model has no module for it; name some")
+            raise InvalidInputError(_("pin: {name} is 'all', but the model has no module for it; name some", name=name))
         return modules
     if isinstance(pin, int):
         if pin > len(modules):
-            raise InvalidInputError(f"pin: {name} asks for {pin} blocks, the model has {len(modules)}")
+            raise InvalidInputError(
+                _(
+                    "pin: {name} asks for {wanted} blocks, the model has {count}",
+                    name=name,
+                    wanted=pin,
+                    count=len(modules),
+                )
+            )
         return modules[:pin]
     assert isinstance(pin, tuple)
     return pin
 
 
-def _chains(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[Chain]:
+def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[BlockPrefix]:
     pinned = {
         *_pinned("checkpoint", pins.checkpoint, parts.blocks),
         *_pinned("offload_activations", pins.offload_activations, parts.blocks),
@@ -147,11 +182,11 @@ def _chains(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[Ch
     if not blocks:
         return
     if checkpoints:
-        yield from (Chain("checkpoint", order) for order in dict.fromkeys(_orders(blocks, parts)))
+        yield from (BlockPrefix("checkpoint", order) for order in dict.fromkeys(_orders(blocks, parts)))
     if offloads:
-        yield Chain("offload_activations", blocks)
+        yield BlockPrefix("offload_activations", blocks)
     if checkpoints and offloads and len(blocks) > 1 and _recompute_is_cheaper(blocks, parts):
-        yield Chain("both", blocks)
+        yield BlockPrefix("both", blocks)
 
 
 def _orders(blocks: tuple[str, ...], parts: Parts) -> Iterator[tuple[str, ...]]:
@@ -175,15 +210,9 @@ def _recompute_is_cheaper(blocks: tuple[str, ...], parts: Parts) -> bool:
     return all(parts.recompute.get(block, 0.0) <= parts.offload.get(block, 0.0) for block in blocks)
 
 
-def _contradiction(option: Option) -> str:
-    """Why the parts of an option do not go together ("" where they do)."""
-    recipe = option.recipe
-    if recipe.parameters_on_host and recipe.optimizer_on_host:
-        return "parameters on the host take the optimizer with them"
-    if recipe.parameters_on_host and recipe.frozen_on_host:
-        return "FSDP2 moves frozen modules itself"
-    if recipe.optimizer_on_host and recipe.optimizer != "as-written":
-        return "an optimizer on the host has no other form"
-    if recipe.parameters_on_host and recipe.optimizer in ("fused", "8bit"):
+def _form_on_host(recipe: Recipe) -> str:
+    """Why another form of the optimizer has no sense ("" where it has)."""
+    on_host = recipe.optimizer_on_host and recipe.optimizer != "as-written"
+    if on_host or (recipe.parameters_on_host and recipe.optimizer in ("fused", "8bit")):
         return "an optimizer on the host has no other form"
     return ""

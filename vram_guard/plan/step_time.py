@@ -29,22 +29,13 @@ from typing import TYPE_CHECKING
 from vram_guard.budget import GPU
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.plan.roofline import HOST_PER_OPERATOR, StepTime, link_rate, total_time
 from vram_guard.step import checked_count
 
 if TYPE_CHECKING:
+    from vram_guard.plan.model import Plan
     from vram_guard.timeline import Block, Timeline, Work
-
-__all__ = [
-    "StepTime",
-    "assumed_gpu",
-    "forward_seconds_by_module",
-    "offload_seconds",
-    "recompute_seconds",
-    "relative_cost",
-    "step_seconds",
-]
-
 
 # --- whole steps ---------------------------------------------------------------------------------------------------
 
@@ -69,12 +60,14 @@ def step_seconds(
     timeline = timeline.exact(batch_size)
     if not timeline.work:
         raise InvalidInputError(
-            "this timeline does not say what the step computes (it was not made by trace(), or its operators differ "
-            "between batch sizes): trace the step at this batch size"
+            _(
+                "this timeline does not say what the step computes (it was not made by trace(), or its operators "
+                "differ between batch sizes): trace the step at this batch size"
+            )
         )
     card, assumptions = _card(gpu, timeline.compute_capability)
     if timeline.tier == "formula":
-        assumptions = (*assumptions, "the step could not be followed to its end: its time is a lower bound")
+        assumptions = (*assumptions, _("the step could not be followed to its end: its time is a lower bound"))
     traced = 1 + max(work.micro_batch for work in timeline.work)
     count = traced if micro_batches is None else checked_count("micro_batches", micro_batches)
     loading, first, later, once = (total_time(part, batch_size, card) for part in _parts(timeline.work))
@@ -85,10 +78,22 @@ def step_seconds(
     return total + StepTime(assumptions=assumptions)
 
 
+def seconds_as_written(made: Plan) -> float:
+    """The predicted seconds of an optimizer step as its author wrote it, on the GPU that was planned for.
+
+    Raises:
+        InvalidInputError: the plan came without timelines, or they do not say what the step computes.
+    """
+    if made.timeline_before is None:
+        raise InvalidInputError(_("this plan holds no timeline"))
+    size, rounds = made.batch_size_before, made.accumulate_before
+    return step_seconds(made.timeline_before, size, made.budget.gpu, micro_batches=rounds).seconds
+
+
 def relative_cost(option: StepTime, as_written: StepTime) -> float:
     """How many times as long the step takes under an option; both for the same number of samples."""
     if as_written.seconds == 0:
-        raise InvalidInputError("the step as written takes no time at all: there is nothing to compare with")
+        raise InvalidInputError(_("the step as written takes no time at all: there is nothing to compare with"))
     return option.seconds / as_written.seconds
 
 
@@ -234,4 +239,9 @@ def _card(gpu: GPU | str | None, compute_capability: tuple[int, int]) -> tuple[G
         return find_gpu(gpu), ()
     assumed = assumed_gpu(compute_capability)
     major, minor = compute_capability
-    return assumed, (f"no GPU is named: times are relative, on a {assumed.name} (compute capability {major}.{minor})",)
+    said = _(
+        "no GPU is named: times are relative, on a {name} (compute capability {version})",
+        name=assumed.name,
+        version=f"{major}.{minor}",
+    )
+    return assumed, (said,)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
+from vram_guard.checks import known_names
+from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.timeline import Affine, Block, Timeline
 
 if TYPE_CHECKING:
@@ -44,16 +43,11 @@ def checked_techniques(allow: Iterable[str]) -> frozenset[str]:
     """
     names = [name.strip() for name in allow.split(",")] if isinstance(allow, str) else list(allow)
     names = [name for name in names if name != ""]
-    known = (*TECHNIQUES, "offload")
-    for name in names:
-        if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidInputError(f"allow: unknown technique {name!r}, known are {', '.join(known)}{hint}")
+    known_names("allow", names, (*TECHNIQUES, "offload"))
     return frozenset(single for name in names for single in (OFFLOADS if name == "offload" else (name,)))
 
 
-def mixed_precision(precision: str, capability: tuple[int, int] | None) -> tuple[str | None, str]:
+def mixed_precision(precision: str, capability: tuple[int, int] | None) -> tuple[str | None, Reason]:
     """The mixed precision to try instead of ``precision`` (None: none), and why.
 
     Only "32-true" is ever replaced: any other precision was chosen by the user. bfloat16 needs compute
@@ -66,19 +60,15 @@ def mixed_precision(precision: str, capability: tuple[int, int] | None) -> tuple
         capability: the GPU's (major, minor); None: no GPU is known.
     """
     if precision != "32-true":
-        return None, _("The precision {precision} was chosen by the user and stays.", precision=precision)
+        return None, Reason(Why.PRECISION_CHOSEN, precision=precision)
     if capability is None:
-        return "bf16-mixed", _(
-            "No GPU is named: bf16-mixed assumes compute capability 8.0 or later. Name the GPU to be sure."
-        )
+        return "bf16-mixed", Reason(Why.BFLOAT16_ASSUMED)
     if capability >= BFLOAT16_SINCE:
-        return "bf16-mixed", _("The GPU computes in bfloat16, which needs no gradient scaling.")
-    name = ".".join(map(str, capability))
+        return "bf16-mixed", Reason(Why.BFLOAT16)
+    version = ".".join(map(str, capability))
     if capability >= FLOAT16_FAST_SINCE:
-        return "16-mixed", _("Compute capability {version} has no bfloat16: float16 with a GradScaler.", version=name)
-    return None, _(
-        "Mixed precision was not tried: compute capability {version} has no fast half precision.", version=name
-    )
+        return "16-mixed", Reason(Why.FLOAT16, version=version)
+    return None, Reason(Why.NO_HALF_PRECISION, version=version)
 
 
 def half_precision(precision: str, capability: tuple[int, int] | None) -> str | None:

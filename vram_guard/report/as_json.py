@@ -31,7 +31,7 @@ def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[st
         return {"schema": SCHEMA, "kind": "plan", **_plan(answer), "budget": _budget(answer.budget)}
     if budget is not None:
         budget = budget.for_tier(answer.tier)
-    held_against = {} if budget is None else {"budget": _budget(budget), "fits": fits(answer, budget)}
+    held_against = {} if budget is None else {"budget": _budget(budget), "fits": answer.fits(budget)}
     return {"schema": SCHEMA, "kind": "estimate", "estimate": _estimate(answer), **held_against}
 
 
@@ -43,11 +43,6 @@ def as_json(answer: Plan | Estimate, *, budget: Budget | None = None) -> str:
 def write_json(answer: Plan | Estimate, path: str | os.PathLike[str], *, budget: Budget | None = None) -> bool:
     """Write the answer as a JSON file, whole or not at all; False (and a warning) where it cannot be."""
     return write_atomically(path, as_json(answer, budget=budget) + "\n")
-
-
-def fits(estimate: Estimate, budget: Budget) -> bool:
-    """Whether the step is known to stay within the budget."""
-    return estimate.tier != "formula" and estimate.peak_reserved <= budget.for_tier(estimate.tier).usable
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
@@ -72,12 +67,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "before": _estimate(plan.before),
         "reasons": list(plan.reasons),
         "rejected": [
-            {
-                "option": option.option,
-                "peak_reserved": option.peak_reserved,
-                "missing": option.missing,
-                "why": option.why,
-            }
+            {name: getattr(option, name) for name in ("option", "peak_reserved", "missing", "why")}
             for option in plan.rejected
         ],
     }
@@ -118,28 +108,15 @@ def _note(note: Note) -> dict[str, Any]:
 def _out_of_memory(point: OutOfMemoryPoint | None) -> dict[str, Any] | None:
     if point is None:
         return None
-    return {
-        "requested": point.requested,
-        "allocated": point.allocated,
-        "reserved": point.reserved,
-        "fragmented": point.fragmented,
-        **_phase(point.phase),
-        "module": point.module,
-        "source": point.source,
-        "operator": point.operator,
-    }
+    sizes = {name: getattr(point, name) for name in ("requested", "allocated", "reserved", "fragmented")}
+    return {**sizes, **_phase(point.phase), **{name: getattr(point, name) for name in ("module", "source", "operator")}}
 
 
 def _budget(budget: Budget) -> dict[str, Any]:
-    capability = budget.compute_capability
+    names = ("usable", "available", "total", "margin", "margin_source", "source")
     return {
-        "usable": budget.usable,
-        "available": budget.available,
-        "total": budget.total,
-        "margin": budget.margin,
-        "margin_source": budget.margin_source,
-        "source": budget.source,
+        **{name: getattr(budget, name) for name in names},
         "gpu": None if budget.gpu is None else budget.gpu.name,
-        "compute_capability": None if capability is None else list(capability),
+        "compute_capability": budget.compute_capability and list(budget.compute_capability),
         "notes": list(budget.notes),
     }

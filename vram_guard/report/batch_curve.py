@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.timeline import largest_that_fits
+from vram_guard.timeline import largest_that_fits, peak_fits
 
 if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
-    from vram_guard.timeline import Timeline
+    from vram_guard.timeline import Tier, Timeline
 
 #: Drawn where nobody names cards: common ones from 8 to 80 GB, one of each size.
 COMMON_CARDS = ("RTX 3070", "RTX 3060 12GB", "RTX 4080", "RTX 4090", "L40S", "A100 SXM4 80GB")
@@ -81,7 +81,7 @@ def batch_curve(
     def peak(size: int) -> int:
         return timeline.replay(size, settings=settings).peak_reserved
 
-    limits = [_limit(_name(given, budget), budget.usable, timeline, peak) for given, budget in resolved]
+    limits = [_limit(_name(given, budget), budget, timeline.tier, peak) for given, budget in resolved]
     end = max(at, *(limit.largest for limit in limits), 2)
     wanted = {1, at, end, *(limit.largest for limit in limits if limit.largest)}
     points = POINTS if timeline.retrace is None else 0
@@ -102,12 +102,9 @@ def close_together(limits: Iterable[Limit], share: float = 0.035) -> list[list[L
     return groups
 
 
-def _limit(name: str, usable: int, timeline: Timeline, peak: object) -> Limit:
-    assert callable(peak)
-    if timeline.tier == "formula":  # a lower bound promises nothing
-        return Limit(name, usable, 0, None)
-    largest = largest_that_fits(lambda size: peak(size) <= usable, LARGEST_DRAWN)
-    return Limit(name, usable, largest, peak(largest) if largest else None)
+def _limit(name: str, budget: Budget, tier: Tier, peak: Callable[[int], int]) -> Limit:
+    largest = largest_that_fits(lambda size: peak_fits(peak(size), tier, budget), LARGEST_DRAWN)
+    return Limit(name, budget.usable, largest, peak(largest) if largest else None)
 
 
 def _name(given: object, budget: Budget) -> str:

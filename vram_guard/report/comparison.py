@@ -1,103 +1,160 @@
-"""The table of compared configurations, for people and for programs."""
+"""The tables of compared configurations and of a model's variants, for people and for programs."""
 
 from __future__ import annotations
 
-import io
-import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from vram_guard.language import _
-from vram_guard.plan.search_space import Option
+from vram_guard.plan.comparison import Compared, Comparison
+from vram_guard.plan.variants import Variants
+from vram_guard.report import console
 from vram_guard.report.as_json import as_dict
 from vram_guard.units import format_bytes
 
-if TYPE_CHECKING:
-    from vram_guard.plan.comparison import Compared, Comparison
-
 DEFAULT_WIDTH = 118
+
+#: A column: its title, its cell for a row, and whether it holds numbers.
+_Column = tuple[str, Callable[[Compared], str], bool]
 
 
 def render(answer: Comparison, *, width: int | None = None, unicode: bool | None = None) -> str:
-    """The table as plain text, the budget below it.
+    """The table as plain text, with the choice among variants above it and the budget below.
 
     Args:
-        answer: what :func:`vram_guard.plan.comparison.compare` said.
+        answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` said.
         width: columns; None: 118.
         unicode: whether to draw with more than ASCII; None: where standard output is UTF.
     """
-    if unicode is None:
-        unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    plain = Console(file=io.StringIO(), width=width or DEFAULT_WIDTH, color_system=None, _environ={})
-    with plain.capture() as captured:
-        plain.print(_report(answer, unicode=unicode))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+    drawn = console.is_unicode() if unicode is None else unicode
+    return console.as_text(_report(answer, unicode=drawn), width or DEFAULT_WIDTH)
+
+
+def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
+    """Print the table, in colour where the stream is a terminal.
+
+    Returns:
+        False where nobody reads the stream any more.
+    """
+    return console.show(lambda unicode: _report(answer, unicode=unicode), DEFAULT_WIDTH, file)
 
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:
     """The answer as plain dicts, lists, strings and numbers; amounts are ints of bytes."""
+    if isinstance(answer, Variants):
+        chosen = answer.chosen
+        return {
+            "kind": "variants",
+            "chosen": None if chosen is None else chosen.name,
+            "prefer": answer.prefer,
+            "batch_size": answer.batch_size,
+            "usable": answer.budget.usable,
+            "budget": answer.budget.explain(),
+            "variants": [_variant_dict(row) for row in answer.rows],
+        }
     return {
         "kind": "comparison",
         "all_fit": answer.all_fit,
         "usable": answer.budget.usable,
         "total": answer.budget.total,
         "budget": answer.budget.explain(),
-        "configurations": [_row_dict(answer, row) for row in answer.rows],
+        "configurations": [_configuration_dict(answer, row) for row in answer.rows],
     }
 
 
-def _row_dict(answer: Comparison, row: Compared) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "batch_size": row.batch_size,
-        "precision": row.precision,
-        "accumulate": row.accumulate,
-        "learning_rate": row.learning_rate,
-        "suggested_learning_rate": row.suggested_learning_rate,
-        "peak_reserved": row.peak,
-        "utilization": row.utilization,
-        "fits": row.fits,
-        "plan": None if row.plan is None else as_dict(row.plan),
-        "modelled_seconds": row.seconds,
-        "relative_speed": answer.relative_speed(row),
-        "error": row.error or None,
-    }
+def _variant_dict(row: Compared) -> dict[str, Any]:
+    own = {"parameters": row.parameters, "peak_reserved": row.peak, "fits": row.fits}
+    largest = {"fits_as_written": row.fits_as_written, "largest_batch_size": row.largest_batch_size}
+    return {"name": row.name, **own, **largest, **_plan_dict(row)}
+
+
+def _configuration_dict(answer: Comparison, row: Compared) -> dict[str, Any]:
+    names = ("name", "batch_size", "precision", "accumulate", "learning_rate", "suggested_learning_rate")
+    peak = {"peak_reserved": row.peak, "utilization": row.utilization, "fits": row.fits}
+    speed = {"modelled_seconds": row.seconds, "relative_speed": answer.relative_speed(row)}
+    return {**{name: getattr(row, name) for name in names}, **peak, **_plan_dict(row), **speed}
+
+
+def _plan_dict(row: Compared) -> dict[str, Any]:
+    return {"plan": None if row.plan is None else as_dict(row.plan), "error": row.error or None}
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
 
 
 def _report(answer: Comparison, *, unicode: bool) -> Group:
+    chosen = answer.chosen if isinstance(answer, Variants) else None
     table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
-    rates = any(row.learning_rate is not None for row in answer.rows)
-    table.add_column(_("configuration"), overflow="fold")
-    for title in (_("batch"), _("precision"), _("peak"), _("of GPU")):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column(_("plan"), overflow="fold")
-    for title in (*((_("learning rate"),) if rates else ()), _("speed")):
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = list(_variant_columns(answer) if isinstance(answer, Variants) else _configuration_columns(answer))
+    for title, _cell, number in columns:
+        table.add_column(title, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    # A name is what a row is found by: narrow terminals fold other columns first.
+    table.columns[0].min_width = min(24, max(len(row.name) + 2 for row in answer.rows))
     for row in answer.rows:
-        cells = _cells(row, rates=rates)
-        speed = answer.relative_speed(row)
-        table.add_row(*cells, "-" if speed is None else f"x {speed:.2f}", style="" if row.fits else "dim")
-    notes = [_("speed: samples a second over those of the first, by the model of a step's time under the plan")]
-    if rates:
-        notes.append(
-            _("learning rate: as configured; in brackets where the rule of scaling it with the batch says another")
-        )
-    lines = [Text(line, style="dim") for line in (_("Budget: {words}", words=answer.budget.explain()), *notes)]
-    return Group(table, *lines)
+        style = "bold" if row is chosen else "" if row.fits else "dim"
+        table.add_row(*(Text(cell(row)) for _title, cell, _number in columns), style=style)
+    above = []
+    if isinstance(answer, Variants):
+        above = [Text(answer.choice(), style="bold red" if chosen is None else "bold green")]
+    notes = [_("Budget: {words}", words=answer.budget.explain()), *_notes(answer)]
+    return Group(*above, table, *(Text(line, style="dim") for line in notes))
 
 
-def _cells(row: Compared, *, rates: bool) -> list[Text]:
-    batch = str(row.batch_size) + (f" x {row.accumulate}" if row.accumulate > 1 else "")
-    if row.peak is None or row.utilization is None:
-        figures = ["-", "-"]
-    else:
-        figures = [format_bytes(row.peak), f"{row.utilization:.0%}"]
-    cells = [row.name, batch, row.precision, *figures, _verdict(row), *([_rate(row)] if rates else [])]
-    return [Text(cell) for cell in cells]
+def _variant_columns(answer: Variants) -> Iterator[_Column]:
+    chosen = answer.chosen
+    yield _("variant"), lambda row: row.name + (" *" if row is chosen else ""), False
+    yield _("parameters"), lambda row: "-" if row.parameters is None else f"{row.parameters:,}", True
+    yield _("as written"), _peak, True
+    yield _("of budget"), _share_of_budget, True
+    yield _("largest batch"), lambda row: "-" if row.largest_batch_size is None else str(row.largest_batch_size), True
+    if any(row.fits and not row.fits_as_written for row in answer.rows):
+        yield _("step time"), _slowdown, True
+    yield _("batch of {count}", count=answer.batch_size), Compared.verdict, False
+
+
+def _configuration_columns(answer: Comparison) -> Iterator[_Column]:
+    yield _("configuration"), lambda row: row.name, False
+    yield _("batch"), lambda row: f"{row.batch_size}" + (f" x {row.accumulate}" if row.accumulate > 1 else ""), True
+    yield _("precision"), lambda row: row.precision, True
+    yield _("peak"), _peak, True
+    yield _("of GPU"), lambda row: "-" if row.utilization is None else f"{row.utilization:.0%}", True
+    yield _("plan"), Compared.verdict, False
+    if _has_rates(answer):
+        yield _("learning rate"), _rate, True
+    yield _("speed"), lambda row: _times(answer.relative_speed(row)), True
+
+
+def _has_rates(answer: Comparison) -> bool:
+    return any(row.learning_rate is not None for row in answer.rows)
+
+
+def _notes(answer: Comparison) -> Iterator[str]:
+    if isinstance(answer, Variants):
+        return
+    yield _("speed: samples a second over those of the first, by the model of a step's time under the plan")
+    if _has_rates(answer):
+        yield _("learning rate: as configured; in brackets where the rule of scaling it with the batch says another")
+
+
+def _peak(row: Compared) -> str:
+    return "-" if row.peak is None else format_bytes(row.peak)
+
+
+def _share_of_budget(row: Compared) -> str:
+    return "-" if row.plan is None else f"{row.plan.before.peak_reserved / row.plan.budget.usable:.0%}"
+
+
+def _slowdown(row: Compared) -> str:
+    return _times(row.plan.slowdown if row.plan is not None and row.fits else None)
+
+
+def _times(factor: float | None) -> str:
+    return "-" if factor is None else f"x {factor:.2f}"
 
 
 def _rate(row: Compared) -> str:
@@ -107,19 +164,3 @@ def _rate(row: Compared) -> str:
     if suggested is None or f"{suggested:g}" == given:
         return given
     return f"{given} ({suggested:g})"
-
-
-def _verdict(row: Compared) -> str:
-    """What becomes of it, in a few words."""
-    made = row.plan
-    if made is None:
-        return row.error
-    if made.fits and not made.changed:
-        return _("fits")
-    if made.fits:
-        words = Option(made.precision, made.splits, made.recipe).words(made.batch_size)
-        return words.removeprefix(f"{made.precision_before}, ")
-    missing = made.peak - made.budget.usable
-    if missing > 0:
-        return _("short by {amount}", amount=format_bytes(missing))
-    return _("not known to fit: only a lower bound")

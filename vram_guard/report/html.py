@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _, language, marked
 from vram_guard.plan.model import Plan
-from vram_guard.report.as_json import fits
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import PHASES, category_name
 from vram_guard.report.files import write_atomically
@@ -115,7 +114,7 @@ def save_html(
 def _head(name: str, answer: Plan | Estimate, budget: Budget | None) -> str:
     parts = [f"<h1>{escape(name)}</h1>"]
     if budget is not None:
-        fitting = answer.fits if isinstance(answer, Plan) else fits(answer, budget)
+        fitting = answer.fits if isinstance(answer, Plan) else answer.fits(budget)
         peak = answer.peak if isinstance(answer, Plan) else answer.peak_reserved
         parts.append(_verdict(peak, budget, fitting))
         if isinstance(answer, Plan) and answer.changed:
@@ -319,15 +318,15 @@ def _plan(plan: Plan) -> str:
         parts.append(f"<p>{escape(said)}</p>")
     parts.append(_list(_("Why"), plan.reasons))
     closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))
-    lines = [f"{option.option}: {option.why}" for option in closest[:MOST_REJECTED]]
+    lines = list(map(str, closest[:MOST_REJECTED]))
     if len(closest) > MOST_REJECTED:
         lines.append(_("and {count} more", count=len(closest) - MOST_REJECTED))
-    parts.append(_list(_("Not taken, nearest first"), lines))
+    parts.append(_list(_("Alternatives considered, closest first"), lines))
     return _tag("section", parts)
 
 
 def _notes(estimate: Estimate) -> str:
-    lines = [f"{note.message}{f' ({note.source})' if note.source else ''}" for note in estimate.notes]
+    lines = list(map(str, estimate.notes))
     if len(lines) > MOST_NOTES:
         lines = [*lines[:MOST_NOTES], _("and {count} more", count=len(lines) - MOST_NOTES)]
     return _tag("section", [f"<h2>{escape(_('Notes'))}</h2>", _list("", lines)]) if lines else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -14,8 +12,9 @@ from rich.text import Text
 
 from vram_guard.language import _, display_width, marked
 from vram_guard.plan.model import Plan
-from vram_guard.report.as_json import fits
 from vram_guard.report.categories import PHASES, category_name
+from vram_guard.report.console import as_text, is_unicode
+from vram_guard.report.console import show as show_report
 from vram_guard.timeline import CATEGORIES, Estimate
 from vram_guard.units import format_bytes
 
@@ -71,15 +70,12 @@ def render(
         unicode: whether to draw with more than ASCII; None: where the console, or standard output, is UTF.
     """
     if unicode is None:
-        unicode = _is_unicode(console.encoding if console else getattr(sys.stdout, "encoding", None))
-    report = Group(*_parts(answer, budget, _UNICODE if unicode else _ASCII))
+        unicode = is_unicode(console.encoding if console else None)
+    report = _report(answer, budget, unicode=unicode)
     if console is not None:
         console.print(report, width=width)
         width = width or console.width
-    plain = Console(file=io.StringIO(), width=width or DEFAULT_WIDTH, color_system=None, _environ={})
-    with plain.capture() as captured:
-        plain.print(report)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+    return as_text(report, width or DEFAULT_WIDTH)
 
 
 def show(answer: Plan | Estimate, *, budget: Budget | None = None, file: TextIO | None = None) -> bool:
@@ -88,22 +84,11 @@ def show(answer: Plan | Estimate, *, budget: Budget | None = None, file: TextIO 
     Returns:
         False where nobody reads the stream any more; training must not end because of that.
     """
-    stream = file or sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        if stream.isatty() and _is_unicode(encoding):
-            render(answer, budget=budget, console=Console(file=stream))
-        else:
-            text = render(answer, budget=budget, unicode=_is_unicode(encoding))
-            stream.write(text.encode(encoding, "replace").decode(encoding))
-        stream.flush()
-    except (BrokenPipeError, ValueError):  # ValueError: the stream was closed on our side
-        return False
-    return True
+    return show_report(lambda unicode: _report(answer, budget, unicode=unicode), DEFAULT_WIDTH, file)
 
 
-def _is_unicode(encoding: str | None) -> bool:
-    return (encoding or "utf-8").lower().startswith(("utf-", "utf8"))
+def _report(answer: Plan | Estimate, budget: Budget | None, *, unicode: bool) -> Group:
+    return Group(*_parts(answer, budget, _UNICODE if unicode else _ASCII))
 
 
 def _parts(answer: Plan | Estimate, budget: Budget | None, signs: _Signs) -> Iterator[RenderableType]:
@@ -112,7 +97,7 @@ def _parts(answer: Plan | Estimate, budget: Budget | None, signs: _Signs) -> Ite
         return
     if budget is not None:
         budget = budget.for_tier(answer.tier)
-        yield _verdict(answer.peak_reserved, budget, fits(answer, budget))
+        yield _verdict(answer.peak_reserved, budget, answer.fits(budget))
     yield _table(answer, None, signs)
     if budget is not None:
         yield _bar(_("needed"), answer.peak_reserved, budget, signs)
@@ -133,10 +118,8 @@ def _plan_parts(plan: Plan, signs: _Signs) -> Iterator[RenderableType]:
     yield from _bullets(_("Why"), plan.reasons, signs)
     closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))[:MOST_REJECTED]
     more = len(plan.rejected) - len(closest)
-    lines = [f"{option.option}: {option.why}" for option in closest]
-    yield from _bullets(
-        _("Not taken, nearest first"), lines + ([_("and {count} more", count=more)] if more else []), signs
-    )
+    lines = [*map(str, closest), *([_("and {count} more", count=more)] if more else [])]
+    yield from _bullets(_("Alternatives considered, closest first"), lines, signs)
 
 
 def _heading(title: str) -> Text:
@@ -206,8 +189,7 @@ def _details(estimate: Estimate, signs: _Signs) -> Iterator[RenderableType]:
     if modules:
         yield _heading(_("Modules that hold most at the peak"))
         yield _modules(modules, estimate.peak_allocated)
-    notes = (f"{note.message}{f' ({note.source})' if note.source else ''}" for note in estimate.notes)
-    yield from _bullets(_("Notes"), tuple(notes), signs)
+    yield from _bullets(_("Notes"), [str(note) for note in estimate.notes], signs)
 
 
 def _peak(estimate: Estimate) -> Table:

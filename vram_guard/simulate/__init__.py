@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from vram_guard.language import Message
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import Estimate, Note, Timeline, merge_affine
 
-__all__ = ["estimate", "holds_at", "trace", "trace_at"]
+__all__ = ["estimate", "holds_at", "law", "trace", "traced_at"]
 
 #: Two sizes that differ by one sample, neither of them 1: torch treats dimensions of one specially.
 TRACED_SIZES = (2, 3)
@@ -19,10 +21,7 @@ DEFAULT_CAPABILITY = (8, 0)
 #: grow with the square of the batch, padding to multiples and code for large batches show here.
 CHECKED_SIZE = 37
 
-#: In the notes of steps whose sizes come from the values in the batch.
-FROM_VALUES = "depends on the values in the batch"
-
-LAW_BROKEN = Note("the sequence of allocations differs between batch sizes: every size asked for is traced")
+LAW_BROKEN = Note(Message("the sequence of allocations differs between batch sizes: every size asked for is traced"))
 
 
 def trace(
@@ -43,7 +42,7 @@ def trace(
         step: what is trained.
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
-        checked: False leaves the check to the caller, who compares with :func:`trace_at` where it matters.
+        checked: False leaves the check to the caller, who compares with :func:`traced_at` where it matters.
 
     Raises:
         UnsupportedStepError: the step cannot be run symbolically at all.
@@ -58,40 +57,34 @@ def trace(
     """
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
+    step = with_built_model(step, compute_capability)
+    return law(lambda size: run_step(step, size, compute_capability), check_at=check_at, checked=checked)
+
+
+def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked: bool = True) -> Timeline:
+    """The timeline for every batch size, as :func:`trace` gives it, of whatever ``run`` follows at one size."""
     check_at = CHECKED_SIZE if check_at is None else checked_count("check_at", check_at)
     if check_at in TRACED_SIZES:
         check_at = CHECKED_SIZE
-    step = with_built_model(step, compute_capability)
-    small, large = (run_step(step, size, compute_capability) for size in TRACED_SIZES)
+    small, large = map(run, TRACED_SIZES)
     merged = merge_affine(small, large)
-    from_values = any(FROM_VALUES in note.message for note in small.notes)
+    from_values = any(note.from_values for note in small.notes)
     if merged is not None and not from_values:
         if not checked:
             return merged
-        direct = run_step(step, check_at, compute_capability)
-        if holds_at(direct, merged, check_at):
+        if holds_at(run(check_at), merged, check_at):
             return replace(merged, traced=(*TRACED_SIZES, check_at))
 
     def retrace(batch_size: int) -> Timeline:
-        exact = run_step(step, batch_size, compute_capability)
+        exact = run(batch_size)
         return replace(exact, notes=(*exact.notes, LAW_BROKEN), retrace=retrace)
 
     return replace(small, notes=(*small.notes, LAW_BROKEN), retrace=retrace)
 
 
-def trace_at(
-    step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
-) -> Timeline:
-    """The step traced at one batch size alone; other sizes that the timeline is asked for are traced anew.
-
-    Raises:
-        UnsupportedStepError: the step cannot be run symbolically at all.
-        Exception: whatever the user's own code raises, with its own traceback.
-    """
-    from vram_guard.simulate.tracing.run import run_step
-
-    exact = run_step(step, checked_count("batch_size", batch_size), compute_capability)
-    return replace(exact, retrace=lambda size: trace_at(step, size, compute_capability=compute_capability))
+def traced_at(run: Callable[[int], Timeline], batch_size: int) -> Timeline:
+    """What ``run`` follows at one batch size alone; other sizes that the timeline is asked for are traced anew."""
+    return replace(run(batch_size), retrace=lambda size: traced_at(run, size))
 
 
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:

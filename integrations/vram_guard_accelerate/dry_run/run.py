@@ -15,7 +15,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard_accelerate import run_script
 from vram_guard_accelerate.apply.checkpoints import Resumed
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.forked_traces import Task, Traces
+from vram_guard_accelerate.dry_run.forked_traces import Traces
 from vram_guard_accelerate.dry_run.forks import BecomeCopy, Home
 from vram_guard_accelerate.dry_run.loaders import Made
 from vram_guard_accelerate.dry_run.loop_profile import Returned, Watcher
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.capture.loader import Sample
+    from vram_guard.plan.source import TraceRequest
     from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
     from vram_guard_accelerate.dry_run.fork_server import Standby
     from vram_guard_accelerate.dry_run.loaders import Which
@@ -101,7 +102,7 @@ class DryRun:
         """What the checkpoint says that the script loads."""
         self.home: Home | None = None
         """In a copy: the way back to the original."""
-        self.task: Task | None = None
+        self.task: TraceRequest | None = None
         """In a copy: what it is to do."""
         self.may_shard = may_shard
         self.standby: Standby | None = None
@@ -222,7 +223,7 @@ class DryRun:
         if loader is not self.sample.loader and _batch_size(loader) != self.sample.batch_size:
             return real()
         self.batches += 1
-        return self.sample.make(self.task.batch_size * self.task.step.slices)
+        return self.sample.make(self.task.batch_size * self.task.slices_of_model)
 
     def _first_batch(self, loader: Any) -> None:
         """Plan in the original; come back in every copy, with a task."""
@@ -244,27 +245,26 @@ class DryRun:
         self._change(self.task)
         self.following.recorder.phase("forward", 1)
 
-    def _change(self, task: Task) -> None:
+    def _change(self, task: TraceRequest) -> None:
         """In a copy: the precision and the techniques that are asked for."""
         from vram_guard.techniques import install
         from vram_guard_accelerate.apply import techniques
 
         assert self.following is not None
-        step = task.step
-        if step.precision != self.precision:
-            techniques.set_precision(self.accelerator, ACCELERATES[step.precision])
-        self.watcher.reads_losses = step.slices == 1 and not step.recipe
-        if task.gathers:
+        if task.precision != self.precision:
+            techniques.set_precision(self.accelerator, ACCELERATES[task.precision])
+        self.watcher.reads_losses = task.slices_of_model == 1 and not task.recipe
+        if task.slices > 1 and task.sliced_by == "loader":
             gather(self)
-        install(self.root, step.recipe)
-        techniques.set_optimizers(self.accelerator, step.recipe)
-        if step.slices > 1:
+        install(self.root, task.recipe)
+        techniques.set_optimizers(self.accelerator, task.recipe)
+        if task.slices_of_model > 1:
             techniques.set_slices(
                 self.accelerator,
                 self.models,
-                step.slices * task.batch_size,
+                task.slices * task.batch_size,
                 task.batch_size,
-                returns_loss=not step.forward_again,
+                returns_loss=not task.forward_again,
                 at_most=SLICES,
                 on_slice=self.following.forward_begins,
             )
@@ -303,7 +303,7 @@ class DryRun:
         assert self.sample is not None
         size = self.task.batch_size
         wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
-        if self.task.step.slices == 1:
+        if self.task.slices_of_model == 1:
             self.compares = self.compares or wide
         elif wide and self.compares and size != self.sample.batch_size:
             stopped("the model compares the samples of a batch with each other, which slices would keep apart")
@@ -322,7 +322,7 @@ class DryRun:
         assert self.following is not None
         assert self.task is not None
         assert self.sample is not None
-        timeline = self.following.timeline(self.task.batch_size, self.task.step.precision)
+        timeline = self.following.timeline(self.task.batch_size, self.task.precision)
         between = self._batches_at[1] - self._batches_at[0] if len(self._batches_at) > 1 else self.batches
         own = {id(parameter) for model in self.models for parameter in model.parameters()}
         foreign = any(
@@ -332,7 +332,7 @@ class DryRun:
             for parameter in group["params"]
         )
         seconds = time.monotonic() - self._began
-        own_look = self.task.step.slices == 1 and self.task.batch_size == self.sample.batch_size
+        own_look = self.task.slices_of_model == 1 and self.task.batch_size == self.sample.batch_size
         facts = Facts(
             self.following.steps,
             max(1, between),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from vram_guard_accelerate.dry_run.forked_traces import Task
+    from vram_guard.plan.source import TraceRequest
     from vram_guard_accelerate.dry_run.run import DryRun
 
 
@@ -56,7 +56,7 @@ class Sharded:
         accelerator: the script's, which from now on takes itself for one that was launched with FSDP2.
     """
 
-    def __init__(self, run: DryRun, task: Task, accelerator: Any) -> None:
+    def __init__(self, run: DryRun, task: TraceRequest, accelerator: Any) -> None:
         from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
         from vram_guard_accelerate.dry_run.run import ACCELERATES
@@ -65,7 +65,7 @@ class Sharded:
         self._task = task
         os.environ.update(fsdp.VARIABLES)
         state = accelerator.state
-        precision = ACCELERATES[task.step.precision]
+        precision = ACCELERATES[task.precision]
         plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP")
         if precision != "no":
             plugin.set_mixed_precision(precision)
@@ -90,7 +90,7 @@ class Sharded:
             run.models.append(model)
             following.shard(model, run.ranks)
             self._plugin.transformer_cls_names_to_wrap = list(
-                fsdp.wrapped_classes(model, self._task.step.recipe.parameters_on_host)
+                fsdp.wrapped_classes(model, self._task.recipe.parameters_on_host)
             )
         with fsdp.sharding(accelerator, models):
             prepared = original(accelerator, *args, **kwargs)

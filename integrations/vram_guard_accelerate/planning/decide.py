@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from vram_guard.apply.microbatch import CannotSplitError, telling_example
 from vram_guard.budget.host import host_share
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan import plan
 from vram_guard.plan.descriptions import not_possible
+from vram_guard.plan.source import Source
 from vram_guard.simulate import TRACED_SIZES
-from vram_guard.step import TrainingStep
 from vram_guard_accelerate.dry_run.script_options import batch_size_option, precision_option
 from vram_guard_accelerate.launch_plan import Orders
 from vram_guard_accelerate.planning.sharding_notes import about_sharding, why_not_sharded
@@ -19,7 +19,7 @@ from vram_guard_accelerate.relaunch.candidates import Wishes, check
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container
 
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
@@ -59,11 +59,10 @@ def decide(
             be another training than the one that it is a variant of.
     """
     assert run.sample is not None
-    written = _as_written(run)
-    facts = run.traces.first_look(written)
+    facts = run.traces.first_look()
     if varied is not None:
         check(varied, run, facts)
-    weight, unclear = _loss_weight(run, written, facts, settings)
+    weight, unclear = _loss_weight(run, facts, settings)
     refused = _refused(run, facts, unclear)
     wishes = Wishes(run, settings, facts, refused) if may_vary else None
     without = set() if varied is None else varied.settled
@@ -71,22 +70,23 @@ def decide(
         without |= wishes.to_be_varied
         refused = {name: why for name, why in refused.items() if name not in wishes.to_be_varied}
 
-    def planned(step: TrainingStep, *, possible: Iterable[str] = (), growing: bool = settings.grow) -> Plan:
+    def planned(source: Source, *, possible: Container[str] = (), growing: bool = settings.grow) -> Plan:
         assert run.sample is not None
         return plan(
-            step,
+            source,
             run.sample.batch_size,
             budget,
-            allow=settings.techniques - (refused.keys() - set(possible)) - without,
+            allow=settings.techniques - without,
+            refused={name: why for name, why in refused.items() if name not in possible},
             host_budget=host_share(settings.host_budget, run.local_ranks),
-            grow=growing and not {"grow"} & (refused.keys() | without),
+            grow=growing and "grow" not in without,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=run.sample.dataset_size,
         )
 
-    step = written.with_(accumulate=facts.batches_per_step, forward_again=not facts.inside)
-    made = planned(step)
+    source = _source(run, facts)
+    made = planned(source)
     notes = [*run.sample.notes, *run.notes, *run.resumed.notes, *settings.refused]
     notes += [
         not_possible(name, why) for name, why in refused.items() if _asked(name, settings) and name not in without
@@ -97,7 +97,7 @@ def decide(
         notes += _about_slices(run, facts)
     notes += about_sharding(run, made)
     orders = replace(Orders.of(made, run), loss_weight=weight, returns_loss=facts.inside)
-    wanted = wishes.wanted(made, step, planned, varied) if wishes is not None and _lacks_something(made) else ()
+    wanted = wishes.wanted(made, source, planned, varied) if wishes is not None and _lacks_something(made) else ()
     notes += wishes.notes if wishes is not None else []
     if varied is not None:
         notes += _about_batch_norm(run, "batch") if varied.variant.splits > 1 else []
@@ -111,9 +111,7 @@ def _lacks_something(made: Plan) -> bool:
     return not made.fits or (made.changed and not grown)
 
 
-def _loss_weight(
-    run: DryRun, written: TrainingStep, facts: Facts, settings: Settings
-) -> tuple[Literal["mean", "sum"], str]:
+def _loss_weight(run: DryRun, facts: Facts, settings: Settings) -> tuple[Literal["mean", "sum"], str]:
     """What a loss that the models return is over their samples; and why that cannot be told ("" where it can)."""
     assert run.sample is not None
     if settings.loss_weight is not None:
@@ -121,7 +119,7 @@ def _loss_weight(
     if not facts.losses or facts.counts_items or "accumulate" not in settings.techniques:
         return "mean", ""  # of a number that the loss is divided by, slices see by themselves whether it was used
     size = next(size for size in TRACED_SIZES if size != run.sample.batch_size)
-    other = run.traces.facts_at(written, size)
+    other = run.traces.facts_at(size)
     return loss_weight(facts.losses, run.sample.batch_size, other.losses, size)
 
 
@@ -129,22 +127,17 @@ def _asked(name: str, settings: Settings) -> bool:
     return settings.grow if name == "grow" else name in settings.allow
 
 
-def _as_written(run: DryRun) -> TrainingStep:
-    assert run.sample is not None
-    return TrainingStep(
+def _source(run: DryRun, facts: Facts) -> Source:
+    return Source(
         model=run.root,
-        batch=run.sample.make,
-        loss=_unused,
-        optimizer=_unused,
-        precision=run.precision,  # type: ignore[arg-type]
-        data_parallel_ranks=run.ranks,
-        runner=run.traces.trace,
-        shards=run.standby is not None,
+        trace=run.traces.trace,
+        precision=run.precision,
+        accumulate=facts.batches_per_step,
+        ranks=run.ranks,
+        sharded=run.standby is not None,
+        sliced_by="model",
+        forward_again=not facts.inside,
     )
-
-
-def _unused(*_args: Any) -> Any:
-    raise AssertionError("a script's loop is run by the script")
 
 
 def _refused(run: DryRun, facts: Facts, unclear: str) -> dict[str, str]:

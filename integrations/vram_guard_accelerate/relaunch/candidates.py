@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan.step_time import seconds_as_written
 from vram_guard.plan.techniques import mixed_precision, splits_of
 from vram_guard_accelerate.dry_run.script_options import accumulation_option, batch_size_option, precision_option
 from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
-from vram_guard_accelerate.relaunch.relaunch import Origin, Variant, Varied, step_time
+from vram_guard_accelerate.relaunch.relaunch import Origin, Variant, Varied
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
-    from vram_guard.step import TrainingStep
+    from vram_guard.plan.source import Source
     from vram_guard_accelerate.dry_run.results import Facts
     from vram_guard_accelerate.dry_run.run import DryRun
     from vram_guard_accelerate.settings import Settings
@@ -61,20 +62,20 @@ class Wishes:
         return ACCELERATES[name] if name is not None else ""
 
     def wanted(
-        self, made: Plan, step: TrainingStep, planned: Callable[..., Plan], varied: Varied | None
+        self, made: Plan, source: Source, planned: Callable[..., Plan], varied: Varied | None
     ) -> tuple[Varied, ...]:
         """The variants that may be better than the plan of the launch as it is, the likeliest first.
 
         Args:
             made: that plan.
-            step: the script's step.
+            source: the script's loop.
             planned: makes plans, as :func:`vram_guard_accelerate.planning.decide.decide` does.
             varied: of which launch this one is a variant itself.
         """
         assert self._facts.conduct is not None
         if varied is None:
             shown = replace(made, timeline=None, timeline_before=None)
-            origin = Origin(shown, step_time(made), self._facts.conduct)
+            origin = Origin(shown, seconds_as_written(made), self._facts.conduct)
         else:
             origin = replace(varied.origin, conduct=self._facts.conduct)
         so_far = Variant() if varied is None else varied.variant
@@ -84,13 +85,13 @@ class Wishes:
             found.append(Varied(mixed, origin))
         if so_far.splits == 1:
             found += [
-                Varied(variant, origin, variant.splits) for variant in self._in_parts(so_far, made, step, planned)
+                Varied(variant, origin, variant.splits) for variant in self._in_parts(so_far, made, source, planned)
             ]
         return tuple(found)
 
     # --- the script's own options for batch size and accumulation -----------------------------------------------
 
-    def _in_parts(self, so_far: Variant, made: Plan, step: TrainingStep, planned: Callable[..., Plan]) -> list[Variant]:
+    def _in_parts(self, so_far: Variant, made: Plan, source: Source, planned: Callable[..., Plan]) -> list[Variant]:
         """Smaller batches, more of them: where slices would run forwards twice, or cannot be made."""
         run, facts = self._run, self._facts
         assert run.sample is not None
@@ -111,7 +112,7 @@ class Wishes:
         if why:
             self.notes.append(f"the script's own options ({batch}, {accumulation}) are not set: {why}")
             return []
-        gathered = step.with_(runner=run.traces.trace_gathered, forward_again=False, slices_apart=True)
+        gathered = replace(source, sliced_by="loader", forward_again=False)
         found = planned(gathered, possible=("accumulate",), growing=False)
         if not found.fits or found.splits == 1 or (made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)):
             return []

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.language import _
-from vram_guard.plan.descriptions import cheapest
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.step_time import seconds_as_written
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -145,8 +146,8 @@ class Varied:
     def combined(self, plan: Plan) -> Plan:
         """A plan for the variant, as a plan for the launch as it was typed."""
         written = self.origin.plan
-        slowdown = round((plan.slowdown or 1.0) * step_time(plan) / self.origin.seconds, 4)
-        own = [reason for reason in plan.reasons if reason != cheapest(plan.slowdown or 1.0)] if plan.changed else []
+        slowdown = round((plan.slowdown or 1.0) * seconds_as_written(plan) / self.origin.seconds, 4)
+        own = [reason for reason in plan.reason_values if reason.kind is not Why.CHEAPEST] if plan.changed else []
         return replace(
             plan,
             precision_before=written.precision_before,
@@ -156,12 +157,12 @@ class Varied:
             before=written.before,
             timeline_before=None,
             slowdown=slowdown,
-            reasons=(
-                written.reasons[0],
-                _("The script is launched with {options}.", options=self.variant.words),
-                *(_("Launched so: {reason}", reason=reason) for reason in own[:1]),
+            reason_values=(
+                written.reason_values[0],
+                Reason(Why.LAUNCHED_WITH, options=self.variant.words),
+                *(Reason(Why.LAUNCHED_SO, reason=reason) for reason in own[:1]),
                 *own[1:],
-                cheapest(slowdown),
+                Reason(Why.CHEAPEST, factor=f"{slowdown:.2f}"),
             ),
         )
 
@@ -186,17 +187,6 @@ class Varied:
                 )
             )
         return found
-
-
-def step_time(plan: Plan) -> float:
-    """Seconds of an optimizer step as the script was launched, modelled."""
-    from vram_guard.plan.step_time import step_seconds
-
-    assert plan.timeline_before is not None
-    time = step_seconds(
-        plan.timeline_before, plan.batch_size_before, plan.budget.gpu, micro_batches=plan.accumulate_before
-    )
-    return time.seconds
 
 
 def settled(

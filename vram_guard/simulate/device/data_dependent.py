@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.language import Message
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
 
@@ -69,7 +70,11 @@ class ScalarQueries:
     def guessed(self, answer: object) -> None:
         """The step went on as if a value that is not known were this."""
         self._recorder.note(
-            f"the step decides by a computed value, which is not known before training: counted as if it were {answer}",
+            Message(
+                "the step decides by a computed value, which is not known before training: counted as if it were "
+                "{answer}",
+                answer=str(answer),
+            ),
             tier="partly symbolic",
         )
 

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 
 import torch
 
+from vram_guard.language import Message
 from vram_guard.simulate.memory.host_recorder import HostRecorder, StorageRef
 from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 
@@ -87,7 +88,8 @@ class Recorder:
     def track(self, tensor: torch.Tensor, operator: str) -> None:
         """Count the tensor's storage, if it is new."""
         if tensor.layout != torch.strided:
-            self.note(f"{operator} makes a sparse tensor, which is not counted", operator, tier="partly symbolic")
+            said = Message("{operator} makes a sparse tensor, which is not counted", operator=operator)
+            self.note(said, operator, tier="partly symbolic")
             return
         storage = tensor.untyped_storage()
         key: int = storage._cdata
@@ -255,9 +257,9 @@ class Recorder:
             frame = frame.f_back
         return ""
 
-    def note(self, message: str, operator: str = "", tier: Tier | None = None) -> None:
+    def note(self, said: Message, operator: str = "", tier: Tier | None = None, *, from_values: bool = False) -> None:
         """Remember something the reader must know; ``tier`` lowers the answer's tier, never raises it."""
-        self.notes[Note(message, self.source(), operator)] = None
+        self.notes[Note(said, self.source(), operator, from_values)] = None
         order: tuple[Tier, ...] = ("symbolic", "partly symbolic", "formula")
         if tier is not None and order.index(tier) > order.index(self.tier):
             self.tier = tier

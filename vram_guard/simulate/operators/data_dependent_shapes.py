@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vram_guard.language import Message
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.kernels import in_backward_formula
@@ -25,8 +26,12 @@ def equal(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, An
 def _note_bound(recorder: Recorder, func: Any, bound: int) -> None:
     name = str(func)
     recorder.note(
-        f"the size of {name}'s result depends on data that is not known before training; "
-        f"counted at its upper bound of {bound} elements",
+        Message(
+            "the size of {operator}'s result depends on data that is not known before training; counted at its upper "
+            "bound of {bound} elements",
+            operator=name,
+            bound=bound,
+        ),
         operator=name,
         tier="partly symbolic",
     )
@@ -35,9 +40,14 @@ def _note_bound(recorder: Recorder, func: Any, bound: int) -> None:
 def _note_from_batch(recorder: Recorder, func: Any) -> None:
     name = str(func)
     recorder.note(
-        f"the size of {name}'s result depends on the values in the batch; counted as in the batch that was given",
+        Message(
+            "the size of {operator}'s result depends on the values in the batch; counted as in the batch that was "
+            "given",
+            operator=name,
+        ),
         operator=name,
         tier="partly symbolic",
+        from_values=True,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vram_guard.errors import UnsupportedOperatorError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
@@ -47,8 +47,11 @@ def stand_in_result(
         why = _("and fails on the CPU: {error}", error=second)
         raise UnsupportedOperatorError(_no_kernel(recorder, name, why)) from error
     recorder.note(
-        f"{name} has no symbolic kernel; the shapes of its results come from a run on zeros, what it takes in "
-        "between is not known",
+        Message(
+            "{operator} has no symbolic kernel; the shapes of its results come from a run on zeros, what it takes in "
+            "between is not known",
+            operator=name,
+        ),
         operator=name,
         tier="partly symbolic",
     )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
@@ -77,8 +77,11 @@ class Loop:
     def _run_with_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
         self.recorder.note(
-            f"{type(optimizer).__name__} evaluates the loss as often as it likes: the first evaluations are followed, "
-            "what it remembers of later ones is not counted",
+            Message(
+                "{optimizer} evaluates the loss as often as it likes: the first evaluations are followed, what it "
+                "remembers of later ones is not counted",
+                optimizer=type(optimizer).__name__,
+            ),
             tier="partly symbolic",
         )
 

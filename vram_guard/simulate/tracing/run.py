@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
@@ -53,8 +53,6 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
-    if step.runner is not None:
-        return step.runner(step, batch_size, capability)
     with _alone() as interrupts:
         return _Run(step, batch_size, capability, interrupts).timeline()
 
@@ -182,7 +180,8 @@ class _Run:
 
     def _note_hooks(self, model: nn.Module) -> None:
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
-            self.recorder.note("hooks on parameters (optimizer in backward) are not followed", tier="partly symbolic")
+            said = Message("hooks on parameters (optimizer in backward) are not followed")
+            self.recorder.note(said, tier="partly symbolic")
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -271,7 +270,8 @@ class _Run:
 
     def _lower_bound(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, why: str) -> None:
         """The step could not be followed: weights, gradients and optimizer state are known all the same."""
-        self.recorder.note(f"{why}. What follows from there on is not counted", tier="formula")
+        said = Message("{why}. What follows from there on is not counted", why=why)
+        self.recorder.note(said, tier="formula")
         if optimizer is None:
             return
         self.recorder.phase("backward", 1, "gradients")
@@ -324,7 +324,7 @@ def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     compiled = [m for m in model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None]
     set_stance = getattr(torch.compiler, "set_stance", None)
     if compiled:
-        recorder.note("torch.compile is not followed: counted as eager", tier="partly symbolic")
+        recorder.note(Message("torch.compile is not followed: counted as eager"), tier="partly symbolic")
         if set_stance is None:
             raise UnsupportedStepError(
                 _("compiled models need torch 2.6 or later here; give vram_guard the eager model")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
 
 
-#: The part that a trace cannot see, for the reader of a prediction.
-STREAMS = (
+#: What a trace cannot see of it, for the reader of a prediction.
+STREAMS = Message(
     "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps apart: reserved "
     "memory can be higher than said by the gradients of the largest module"
 )

@@ -1,0 +1,70 @@
+"""Checks of what a user gives that many rooms need; they do no work, and say what is known."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+#: Sizes stay exact in int64 arithmetic of torch's own shapes up to here.
+LARGEST_BATCH = 2**31 - 1
+
+
+def checked_count(name: str, value: object) -> int:
+    """``value`` as a positive int that a tensor dimension can hold.
+
+    Raises:
+        InvalidInputError: for bool, float, NaN, zero, negative or absurdly large values.
+    """
+    if isinstance(value, bool):
+        raise InvalidInputError(
+            _("{name} must be a whole number of at least 1, not {value}", name=name, value=repr(value))
+        )
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInputError(
+            _("{name} must be a whole number of at least 1, not {value}", name=name, value=repr(value))
+        ) from None
+    if not 1 <= count <= LARGEST_BATCH:
+        raise InvalidInputError(
+            _("{name} must be between 1 and {most}, not {value}", name=name, most=LARGEST_BATCH, value=count)
+        )
+    return count
+
+
+def one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Whether ``value`` is one of the known words.
+
+    Raises:
+        InvalidInputError: it is none of them.
+    """
+    words = tuple(known)
+    if value not in words:
+        said = _("{name} must be one of {known}, not {value}", name=name, known=", ".join(words), value=repr(value))
+        raise InvalidInputError(said)
+
+
+def known_names(where: str, names: Iterable[object], known: Iterable[str]) -> None:
+    """Whether all of these names are known.
+
+    Raises:
+        InvalidInputError: one is not; the message suggests the nearest known one.
+    """
+    words = tuple(known)
+    for name in names:
+        if name not in words:
+            near = get_close_matches(str(name), words, n=1)
+            hint = _("; did you mean {near}?", near=repr(near[0])) if near else ""
+            listed = ", ".join(words)
+            said = _(
+                "{where}: unknown {name}, known are {known}{hint}",
+                where=where,
+                name=repr(name),
+                known=listed,
+                hint=hint,
+            )
+            raise InvalidInputError(said)

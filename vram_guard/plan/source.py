@@ -1,0 +1,106 @@
+"""Source: a training step as a plan sees it, and how it is followed; TraceRequest: what is to be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from vram_guard.step import TrainingStep
+    from vram_guard.timeline import Timeline
+
+#: Who makes micro-batches of a loaded batch. "loop": the training loop cuts the batch, which stays on the device
+#: meanwhile. "loader": smaller batches are loaded, and fewer of them make an optimizer step. "model": the model's
+#: forward passes the batch through in slices.
+SlicedBy = Literal["loop", "loader", "model"]
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One way to run a training step, to be followed at one size."""
+
+    batch_size: int
+    """Samples of a micro-batch; 0 where no size has been chosen yet."""
+    precision: str
+    recipe: Recipe = AS_WRITTEN
+    slices: int = 1
+    """Micro-batches of a loaded batch."""
+    sliced_by: SlicedBy = "loop"
+    """Of no meaning for one slice."""
+    forward_again: bool = False
+    """Whether slices run their forward once more in the backward pass."""
+
+    @property
+    def slices_of_model(self) -> int:
+        """Slices in which the model takes each batch that is loaded."""
+        return self.slices if self.sliced_by == "model" else 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """A training step that can be followed under the options of a plan.
+
+    An adapter that follows a loop of somebody else's hands one to :func:`vram_guard.plan.plan`; for a TrainingStep
+    :func:`source_of` makes it.
+    """
+
+    model: torch.nn.Module
+    trace: Callable[[TraceRequest], Timeline]
+    """Follows two optimizer steps; the blocks have exact sizes (``per_sample`` 0). It may raise what the user's code
+    raises."""
+    precision: str = "32-true"
+    accumulate: int = 1
+    """Loaded batches (or micro-batches of a TrainingStep) per optimizer step."""
+    ranks: int = 1
+    """Processes that share the work."""
+    trains: bool = True
+    """Whether there is an optimizer."""
+    clips: bool = False
+    """Whether gradients are clipped."""
+    sharded: bool = False
+    """Whether parameters on the host are sharded over the ranks by whoever traces (FSDP2)."""
+    sliced_by: SlicedBy = "loop"
+    forward_again: bool = False
+    """Whether slices run their forward once more in the backward pass."""
+    batch_slices: int = 1
+    """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
+
+    def request(self, precision: str, splits: int, recipe: Recipe, size: int) -> TraceRequest:
+        """What is traced for an option: two micro-batches tell of all, except where the model slices."""
+        if splits == 1:
+            return TraceRequest(size, precision, recipe)
+        slices = splits if self.sliced_by == "model" else 2
+        return TraceRequest(size, precision, recipe, slices, self.sliced_by, self.forward_again)
+
+
+def source_of(step: TrainingStep, capability: tuple[int, int]) -> Source:
+    """A TrainingStep, followed on symbolic tensors; its model is built once for all traces.
+
+    Args:
+        step: as written.
+        capability: of the GPU that is meant.
+    """
+    from vram_guard.simulate.tracing.run import run_step, with_built_model
+
+    built = with_built_model(step, capability)
+
+    def run(request: TraceRequest) -> Timeline:
+        changes: dict[str, Any] = {"accumulate": request.slices, "whole_batch": True} if request.slices > 1 else {}
+        changed = built.with_(precision=request.precision, recipe=request.recipe, **changes)
+        return run_step(changed, request.batch_size, capability)
+
+    return Source(
+        model=built.model,  # type: ignore[arg-type]
+        trace=run,
+        precision=step.precision,
+        accumulate=step.accumulate,
+        ranks=step.data_parallel_ranks,
+        trains=step.optimizer is not None,
+        clips=step.clip_grad_norm is not None or step.clip_grad_value is not None,
+        batch_slices=step.accumulate if step.whole_batch else 1,
+    )

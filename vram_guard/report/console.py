@@ -1,0 +1,48 @@
+"""Reports of rich on streams of every kind: terminals, files, pipes, other encodings than UTF-8."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+
+
+def as_text(report: RenderableType, width: int) -> str:
+    """The report as plain text, without spaces at the ends of lines."""
+    plain = Console(file=io.StringIO(), width=width, color_system=None, _environ={})
+    with plain.capture() as captured:
+        plain.print(report)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+
+def is_unicode(encoding: str | None = None) -> bool:
+    """Whether more than ASCII can be drawn in an encoding; None: in standard output's."""
+    return (encoding or getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith(("utf-", "utf8"))
+
+
+def show(report: Callable[[bool], RenderableType], width: int, file: TextIO | None = None) -> bool:
+    """Print a report whatever the stream is, in colour where that is a terminal.
+
+    Args:
+        report: makes it, with more than ASCII or without.
+        width: columns where the stream is no terminal.
+        file: the stream; None: standard output.
+
+    Returns:
+        False where nobody reads the stream any more; training must not end because of that.
+    """
+    stream = file or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        if stream.isatty() and is_unicode(encoding):
+            Console(file=stream).print(report(True))
+        else:
+            text = as_text(report(is_unicode(encoding)), width)
+            stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
+    except (BrokenPipeError, ValueError):  # ValueError: the stream was closed on our side
+        return False
+    return True
