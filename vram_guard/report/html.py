@@ -17,9 +17,9 @@ from vram_guard.plan.model import Plan
 from vram_guard.report.as_json import fits
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import PHASES, category_name
+from vram_guard.report.charts import batch_chart, timeline_charts
 from vram_guard.report.files import write_atomically
-from vram_guard.report.plot import DRAWN_MICRO_BATCHES, LAYERS
-from vram_guard.report.svg import batch_chart, scale_top, timeline_chart
+from vram_guard.report.svg import COLUMNS, script_data, svg
 from vram_guard.timeline import CATEGORIES
 from vram_guard.units import format_bytes
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.report.batch_curve import BatchCurve
+    from vram_guard.report.charts import Chart
     from vram_guard.timeline import Estimate, Timeline
 
 #: No request of any kind may leave the page; its own style and script are part of it.
@@ -71,7 +72,7 @@ def html_report(
     sections = [
         _head(name, answer, budget),
         _numbers(estimate, plan),
-        _charts(estimate, plan, timeline, budget, settings),
+        _charts(answer, timeline, budget, settings),
         _batch_sizes(estimate, plan, timeline, budget, gpus, settings),
         "" if plan is None else _plan(plan),
         _notes(estimate),
@@ -203,60 +204,27 @@ _TIERS = {
 
 
 def _charts(
-    estimate: Estimate,
-    plan: Plan | None,
-    timeline: Timeline | None,
-    budget: Budget | None,
-    settings: AllocatorSettings | None,
+    answer: Plan | Estimate, timeline: Timeline | None, budget: Budget | None, settings: AllocatorSettings | None
 ) -> str:
     if timeline is None:
         return ""
-    usable = None if budget is None else budget.usable
-    shown: list[tuple[str, Timeline, int]] = []
-    peaks = [estimate.peak_reserved]
-    if plan is not None and plan.changed and plan.timeline_before is not None:
-        size = _("batch {count}", count=plan.batch_size_before)
-        shown.append(
-            (f"{_('as written')}: {plan.precision_before}, {size}", plan.timeline_before, plan.batch_size_before)
-        )
-        peaks.append(plan.before.peak_reserved)
-    shown.append((_after(estimate, plan, timeline), timeline, estimate.batch_size))
-    top = scale_top(peaks, usable)
-    parts = [f"<h2>{escape(_('Over the step'))}</h2>"]
-    parts += [_figure(caption, one, size, usable, top, settings) for caption, one, size in shown]
-    return _tag("section", parts)
+    charts = timeline_charts(answer, timeline, budget, settings, COLUMNS)
+    return _tag("section", [f"<h2>{escape(_('Over the step'))}</h2>", *map(_figure, charts)])
 
 
-def _after(estimate: Estimate, plan: Plan | None, timeline: Timeline) -> str:
-    size = _("batch {count}", count=estimate.batch_size)
-    if plan is None or not plan.changed:
-        return f"{timeline.precision}, {size}"
-    if plan.splits > 1:
-        size = _("{count} micro-batches of {size}", count=plan.splits, size=plan.micro_batch_size)
-        if plan.splits > DRAWN_MICRO_BATCHES:
-            size = _("{words} (two are drawn)", words=size)
-    return f"{_('planned')}: {plan.precision}, {size}"
-
-
-def _figure(
-    caption: str, timeline: Timeline, size: int, usable: int | None, top: int, settings: AllocatorSettings | None
-) -> str:
-    chart = timeline_chart(timeline, size, usable=usable, top=top, settings=settings)
-    used = [
-        category for category in LAYERS if any(category_name(category) == one["name"] for one in chart.data["layers"])
-    ]
+def _figure(chart: Chart) -> str:
     legend = "".join(
         f'<span><span class="swatch" style="background:var(--{name})"></span>{escape(category_name(name))}</span>'
-        for name in used
+        for name in chart.layers
     )
-    lines = [_("line: reserved"), *([] if usable is None or usable > top else [_("dashed: budget")])]
+    lines = [_("line: reserved"), *([_("dashed: budget")] if chart.limits else [])]
     legend += "".join(f"<span>{escape(line)}</span>" for line in lines)
     # A "</script>" in a name would end the block; "<" has an escape in JSON.
-    data = json.dumps(chart.data, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(script_data(chart), separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<figure data-chart><figcaption><h3>{escape(caption)}</h3></figcaption><div class="scroll">{chart.svg}</div>'
-        f'<div class="legend">{legend}</div><p class="readout" aria-live="polite"></p>'
-        f'<script type="application/json">{data}</script></figure>'
+        f"<figure data-chart><figcaption><h3>{escape(chart.caption)}</h3>{escape(chart.remark)}</figcaption>"
+        f'<div class="scroll">{svg(chart)}</div><div class="legend">{legend}</div>'
+        f'<p class="readout" aria-live="polite"></p><script type="application/json">{data}</script></figure>'
     )
 
 
@@ -285,7 +253,8 @@ def _batch_sizes(
         "As written, {precision}: the largest batch of each GPU, its margin kept free.", precision=timeline.precision
     )
     parts = [f"<h2>{escape(_('Batch size'))}</h2>", f"<p>{escape(how)}</p>"]
-    parts.append(f'<figure><div class="scroll">{batch_chart(curve, at=estimate.batch_size)}</div></figure>')
+    chart = svg(batch_chart(curve, timeline.precision, at=estimate.batch_size))
+    parts.append(f'<figure><div class="scroll">{chart}</div></figure>')
     parts.append(_limits(curve))
     return _tag("section", parts)
 
