@@ -422,7 +422,7 @@ def test_bad_configs(folder, capsys, text, said):
         (["--config", "lightweight_config.yaml", "--output", "lightweight_config.yaml"], "another name"),
         (["--config", "lightweight_config.yaml", "--output", "."], "folder"),
         (["--config", "lightweight_config.yaml", "--output", "sr.py/x.yaml"], "not written"),
-        (["--config", "lightweight_config.yaml", "--keep", "speed"], "no setting"),
+        (["--config", "lightweight_config.yaml", "--keep", "speed"], "unknown setting"),
         (["--config", "lightweight_config.yaml", "--key", "batch_size"], "SETTING=PATH"),
         (["--config", "lightweight_config.yaml", "--target", "0"], "--target"),
         (["--config", "lightweight_config.yaml", "--target", "nan"], "--target"),

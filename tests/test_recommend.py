@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vram_guard.closed_form.folder import Component
-from vram_guard.closed_form.recommend import measures, together
+from vram_guard.closed_form.recommend import combined_savings, individual_savings
 from vram_guard.closed_form.tuning import Shape, Tuning
 from vram_guard.closed_form.weights import Weights
 
@@ -25,7 +25,7 @@ amounts = st.integers(0, 10**12)
 
 @given(tunings, amounts)
 def test_what_is_taken_together_fits_and_nothing_of_it_is_needless(tuning, usable):
-    taken = together(tuning, usable)
+    taken = combined_savings(tuning, usable)
     if tuning.total <= usable:
         assert taken == ()
     if not taken:
@@ -34,13 +34,13 @@ def test_what_is_taken_together_fits_and_nothing_of_it_is_needless(tuning, usabl
     assert not any(one.fits(usable) for one in taken[:-1])
     assert [one.tuning.total for one in taken] == sorted((one.tuning.total for one in taken), reverse=True)
     if len(taken) > 1:
-        alone = {one.key: one for one in measures(tuning)}
+        alone = {one.key: one for one in individual_savings(tuning)}
         assert not any(one.key in alone and alone[one.key].fits(usable) for one in taken)
 
 
 @given(tunings, amounts)
 def test_every_measure_saves_something(tuning, usable):
-    assert all(one.tuning.total < tuning.total for one in measures(tuning))
+    assert all(one.tuning.total < tuning.total for one in individual_savings(tuning))
 
 
 @given(tunings, amounts)

@@ -20,7 +20,7 @@ from vram_guard import __version__
 from vram_guard.cli import compare, doctor, estimate, gpus, monitor, optimize, plan
 from vram_guard.cli.arguments import fill_from_settings, with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
-from vram_guard.cli.parsing import Parser, own_words
+from vram_guard.cli.parsing import Parser, argparse_locale
 from vram_guard.cli.printing import JSON_SCHEMA
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
@@ -72,7 +72,7 @@ def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
 
 
 def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputError | None) -> int:
-    with own_words():
+    with argparse_locale():
         options = _parser(given).parse_args(given)
     run: Callable[[argparse.Namespace], int] = options.run
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.printing import print_json
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -32,14 +33,15 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help=_("training configs, YAML"))
-    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep of all of them"))
+    parser.add_argument(
+        "--step", metavar="NAME", help=_("module:function that makes the TrainingStep of all configurations")
+    )
     parser.add_argument(
         "--set",
         action="append",
         metavar="A=1,B=2",
         help=_("a configuration of its own: the first config (or none) with these values; repeatable"),
     )
-    parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
     _add_common(parser, allow=None)
     parser.set_defaults(run=_compare)
 
@@ -60,7 +62,7 @@ def add_variants(commands: Any) -> None:
         metavar="[LABEL=]NAME",
         help=_("module:function or file.py:function, giving a step or several"),
     )
-    parser.add_argument("--batch-size", "--batch", type=int, required=True, metavar="N", help=_("samples at once"))
+    add_options(parser, "batch", type=int, required=True, dest="batch_size")
     parser.add_argument(
         "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("what to take")
     )
@@ -69,10 +71,8 @@ def add_variants(commands: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
-    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
-    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
-    parser.add_argument("--allow", default=allow, metavar="A,B", help=_("what a plan may change where it does not fit"))
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    add_options(parser, *DEVICE, "json")
+    add_options(parser, "allow", default=allow)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -140,11 +140,11 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], ste
         InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
     """
     from vram_guard.capture.described import described_step, is_buildable
-    from vram_guard.closed_form.from_config import asked
+    from vram_guard.closed_form.from_config import parse_request
     from vram_guard.plan.comparison import Configuration
 
     merged = _with(config, change)
-    given = asked(merged, {"model": step_name})
+    given = parse_request(merged, {"model": step_name})
     if not is_buildable(given.model):
         raise InvalidInputError(
             _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)

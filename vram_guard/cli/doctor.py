@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
 from vram_guard.cli.exits import EXIT_DONE, EXIT_ENVIRONMENT
+from vram_guard.cli.options import add_options
 from vram_guard.cli.printing import in_words, print_columns, print_json
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, VramGuardError
 from vram_guard.language import _, language, marked
@@ -26,7 +27,7 @@ def add(commands: Any) -> None:
             "them comes from, frameworks."
         ),
     )
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    add_options(parser, "json")
     parser.set_defaults(run=_doctor)
 
 

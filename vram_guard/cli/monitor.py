@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.options import add_options
+from vram_guard.cli.printing import print_json, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -47,13 +48,13 @@ def add(commands: Any) -> None:
         description=_("Show utilisation and memory per GPU and process, and sum up at the end. Ctrl-C ends it."),
     )
     parser.add_argument("seconds", nargs="?", type=float, default=0, help=_("how long; 0 (the default): until Ctrl-C"))
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help=_("seconds between two looks (1)"))
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help=_("sampling interval in seconds (1)"))
     # Not "gpu": that is a card's name in the settings.
     parser.add_argument(
         "--gpu", dest="watched", action="append", metavar="N", help=_("only this GPU, as nvidia-smi counts; repeatable")
     )
     parser.add_argument("--csv", metavar="FILE", help=_('write every moment as CSV; "-": to standard output'))
-    parser.add_argument("--json", action="store_true", help=_("answer with the summary as JSON"))
+    add_options(parser, "json")
     parser.add_argument("--quiet", action="store_true", help=_("show only the summary"))
     parser.set_defaults(run=_monitor)
 
@@ -71,13 +72,13 @@ def _monitor(options: argparse.Namespace) -> int:
     monitor = Monitor()
     with any_sampler() as (sampler, missing), _csv_file(options.csv) as rows:
         if missing:
-            print(f"vram-guard: {missing}", file=sys.stderr)
+            tell(missing)
         chosen = _only(sampler, options.watched)
-        tell = _telling(options, rows)
+        show = _shown_at(options, rows)
         stop = threading.Event()
         with _ending_cleanly(stop):
             try:
-                watch(chosen, monitor, seconds=options.seconds or None, interval=interval, tell=tell, stop=stop)
+                watch(chosen, monitor, seconds=options.seconds or None, interval=interval, tell=show, stop=stop)
             finally:  # what was seen until an error is worth its summary too
                 _finish(options, monitor.summary(), monitor.count)
     return EXIT_DONE
@@ -119,7 +120,7 @@ def _ending_cleanly(stop: threading.Event) -> Iterator[None]:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def _telling(options: argparse.Namespace, rows: Any | None) -> Callable[[float, tuple[GpuSample, ...]], None]:
+def _shown_at(options: argparse.Namespace, rows: Any | None) -> Callable[[float, tuple[GpuSample, ...]], None]:
     """What happens at each moment: lines for people, rows for programs."""
     # The answer has standard output to itself.
     stream = sys.stderr if options.json or options.csv == "-" else sys.stdout

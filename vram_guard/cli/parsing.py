@@ -53,7 +53,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 @contextmanager
-def own_words() -> Iterator[None]:
+def argparse_locale() -> Iterator[None]:
     """What argparse itself says ("usage", errors) in the language that is spoken; afterwards everything is as before.
 
     argparse looks its messages up in the process's gettext domain, in the language of the environment.

@@ -9,6 +9,7 @@ from typing import Any
 
 from vram_guard.cli.compare import configuration, parsed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.printing import print_json
 from vram_guard.language import _
@@ -25,14 +26,10 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
-    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep"))
+    add_options(parser, "step", *DEVICE, "allow", "json")
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
-    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
-    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
-    parser.add_argument("--allow", metavar="A,B", help=_("what a plan may change where it does not fit"))
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture; else common ones"))
     parser.add_argument("--title", default="", metavar="TEXT", help=_("of the HTML report"))
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)
 

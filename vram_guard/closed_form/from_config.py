@@ -64,7 +64,7 @@ _PRECISION_WORDS: Final = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class EstimateRequest:
     """What a config and the options beside it say; None where neither does."""
 
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Asked:
         )
 
 
-def asked(config: Mapping[str, Any], options: Mapping[str, Any]) -> Asked:
+def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> EstimateRequest:
     """What a config says, with the options over it.
 
     Args:
@@ -141,7 +141,7 @@ def asked(config: Mapping[str, Any], options: Mapping[str, Any]) -> Asked:
     if memory is None and gpu is None and options.get("budget") is None:
         memory, gpu = found.one("GPU memory", MEMORY), found.text("GPU", GPU)
     model = options.get("model") or found.model()
-    return Asked(numbers, precision, memory, gpu, model, found.places)
+    return EstimateRequest(numbers, precision, memory, gpu, model, found.places)
 
 
 class _Entries:

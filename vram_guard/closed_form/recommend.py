@@ -47,7 +47,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[Tuning], Tuning]], ...] = (
 )
 
 
-def measures(tuning: Tuning) -> tuple[Measure, ...]:
+def individual_savings(tuning: Tuning) -> tuple[Measure, ...]:
     """Every measure that changes something, each by itself."""
     return tuple(
         Measure(name, key, changed)
@@ -56,7 +56,7 @@ def measures(tuning: Tuning) -> tuple[Measure, ...]:
     )
 
 
-def together(tuning: Tuning, usable: int) -> tuple[Measure, ...]:
+def combined_savings(tuning: Tuning, usable: int) -> tuple[Measure, ...]:
     """Measures on top of each other until it fits, none of them needless.
 
     Empty where it fits as it is, or where all of them are not enough.

@@ -56,7 +56,7 @@ def find(entries: Iterable[Entry], chosen: Mapping[str, str]) -> dict[str, list[
     for setting, path in chosen.items():
         if setting not in SETTINGS:
             raise InvalidInputError(
-                _("{name} is no setting; there are {known}", name=setting, known=", ".join(SETTINGS))
+                _("unknown setting {name}; expected one of {known}", name=setting, known=", ".join(SETTINGS))
             )
         if all(entry.path != path for entry in known):
             raise InvalidInputError(_("the config has no entry {path}", path=path))
