@@ -81,7 +81,7 @@ def test_what_is_no_file(tmp_path):
         load_config(tmp_path / "missing.yaml")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(InvalidInputError, match="no ordinary file"):
+    with pytest.raises(InvalidInputError, match="not a regular file"):
         load_config(pipe)
     with pytest.raises(InvalidInputError, match="cannot be read"):
         load_config("null\x00byte")

@@ -64,7 +64,7 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         loaded = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(_("{path} is no JSON: {problem}", path=path, problem=error)) from None
+        raise InvalidInputError(_("{path} is not valid JSON: {problem}", path=path, problem=error)) from None
     if not isinstance(loaded, dict):
         raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
     return loaded
@@ -81,7 +81,7 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise InvalidInputError(_("{path} is no ordinary file", path=path))
+                raise InvalidInputError(_("{path} is not a regular file", path=path))
             data = file.read(largest + 1)
     except IsADirectoryError:
         raise InvalidInputError(_("{path} is a folder, not a file", path=path)) from None

@@ -123,7 +123,7 @@ def parsed(text: str) -> dict[str, Any]:
         try:
             values[name.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise InvalidInputError(_("--set: {value} is no value", value=repr(value)[:60])) from None
+            raise InvalidInputError(_("--set: {value} is not a valid value", value=repr(value)[:60])) from None
     return values
 
 

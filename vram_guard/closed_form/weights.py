@@ -120,7 +120,9 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (str(one.get_dtype()), tuple(one.get_shape())) for name, one in slices}
     except (SafetensorError, OSError, ValueError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise InvalidInputError(_("{path} is no sound safetensors file: {reason}", path=path, reason=reason)) from None
+        raise InvalidInputError(
+            _("{path} is not a valid safetensors file: {reason}", path=path, reason=reason)
+        ) from None
     except ImportError as error:
         raise MissingLibraryError(
             _("building {name} needs {library}: {error}", name="safetensors", library="numpy", error=error)
@@ -138,12 +140,16 @@ def _check_file(path: Path) -> None:
         reason = error.strerror or error
         raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=reason)) from None
     if not stat.S_ISREG(status.st_mode):
-        raise InvalidInputError(_("{path} is no ordinary file", path=path))
+        raise InvalidInputError(_("{path} is not a regular file", path=path))
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if status.st_size < 8 or length > min(LARGEST_HEADER, status.st_size - 8):
         reason = _("its header would be {length} bytes long, the file has {size}", length=length, size=status.st_size)
-        raise InvalidInputError(_("{path} is no sound safetensors file: {reason}", path=path, reason=reason))
+        raise _damaged(path, reason)
+
+
+def _damaged(path: Path, reason: str) -> InvalidInputError:
+    return InvalidInputError(_("{path} is not a valid safetensors file: {reason}", path=path, reason=reason))
 
 
 def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -153,7 +159,7 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]
         names = sorted(set(placed.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidInputError(
-            _("{path} is no index of safetensors files: weight_map is missing", path=index)
+            _("{path} is not an index of safetensors files: weight_map is missing", path=index)
         ) from None
     numbers = Counter[str]()
     for name in names:

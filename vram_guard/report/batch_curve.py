@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.timeline import largest_that_fits
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def batch_curve(
 
     resolved = [(budget, Budget.of(budget).for_tier(timeline.tier)) for budget in budgets]
     if not resolved:
-        raise InvalidInputError("a batch-size curve needs at least one GPU or budget")
+        raise InvalidInputError(_("a batch-size curve needs at least one GPU or budget"))
 
     @cache
     def peak(size: int) -> int:

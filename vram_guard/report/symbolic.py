@@ -53,7 +53,7 @@ def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
     if answer.fits:
         yield _("   ✅ fits; to spare: {amount} ({share})", amount=amount(usable - peak), share=share)
     elif peak > usable:
-        yield _("   ❌ does not fit; over budget: {amount} ({share})", amount=amount(peak - usable), share=share)
+        yield _("   ❌ does not fit; too much: {amount} ({share})", amount=amount(peak - usable), share=share)
     else:
         yield _("   ❓ not known to fit: the number is a lower bound")
     yield _("   - usable: {amount}", amount=amount(usable))
