@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vram_guard.closed_form.calculator import Calculation, Network, checked_share
 from vram_guard.closed_form.from_config import parse_request
 from vram_guard.errors import InvalidInputError
+from vram_guard.step import LARGEST_BATCH
 
 GB = 10**9
 
@@ -41,10 +42,19 @@ questions = st.builds(Calculation, networks, st.integers(1, 80 * GB), st.sampled
 
 
 @given(questions)
-def test_the_largest_batch_is_exact(question):
+@example(Calculation(Network(1, 1, 1, 1, 1), 80 * GB))
+@example(Calculation(Network(1, 1, 1, 1, 1, bytes_per_element=1), LARGEST_BATCH, 1))
+@example(Calculation(Network(1, 1, 1, 1, 1, bytes_per_element=1), LARGEST_BATCH - 1, 1))
+def test_the_largest_batch_is_exact_and_one_that_a_step_may_have(question):
     most = question.largest_batch
     assert most == 0 or question.with_network(batch=most).fits
-    assert not question.with_network(batch=most + 1).fits
+    assert most == LARGEST_BATCH or not question.with_network(batch=most + 1).fits
+
+
+def test_no_batch_is_recommended_that_no_step_may_have():
+    question = Calculation(Network(LARGEST_BATCH, 1, 1, 1, 1), 80 * GB)
+    assert question.largest_batch == LARGEST_BATCH == question.with_amp.largest_batch
+    assert question.accumulation == (LARGEST_BATCH, 1)
 
 
 @given(questions)
