@@ -86,6 +86,20 @@ def test_what_the_last_measure_makes_needless_is_not_taken():
     assert not taken[0].fits(usable - 1)
 
 
+def test_of_two_measures_of_which_one_suffices_the_milder_is_taken():
+    tuning = adamw(10**6, batch=4, shape=Shape(4, 64, 64))
+    either = ["checkpoint", "8bit"], ["accumulate", "8bit"]
+    usable = max(under(tuning, keys) for keys in either)
+    assert min(under(tuning, ["8bit"]), under(tuning, ["checkpoint", "accumulate"])) > usable
+    assert [one.key for one in combined_savings(tuning, usable)] == ["checkpoint", "8bit"]
+
+
+def test_nothing_is_recommended_to_fit_where_activations_are_not_known():
+    unknown = replace(adamw(10**6), shape=None)
+    assert under(unknown, CHANGES) < unknown.total
+    assert combined_savings(unknown, under(unknown, CHANGES)) == ()
+
+
 def test_the_largest_batch_of_a_tuning_is_one_that_a_step_may_have():
     tiny = Tuning((), (), 1, "bfloat16", sample_numbers=1)
     assert tiny.largest_batch(10**11) == LARGEST_BATCH

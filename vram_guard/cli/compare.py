@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.printing import print_json, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -227,4 +227,4 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
 def _progress(line: str) -> None:
     """What is being done, where somebody waits for it."""
     if sys.stderr.isatty():
-        print(f"vram-guard: {line}", file=sys.stderr)
+        tell(line)

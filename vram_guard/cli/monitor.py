@@ -207,17 +207,23 @@ def _advice(one: GpuSummary) -> str:
     return _("The GPU waits though its memory is in use: look at the data loader (vram-guard optimize).")
 
 
+#: Names of the JSON for amounts, which say their unit there.
+_IN_JSON = {
+    "total": "memory_total_bytes",
+    "used_mean": "memory_mean_bytes",
+    "used_peak": "memory_peak_bytes",
+    "peak": "memory_peak_bytes",
+}
+
+
 def _as_dict(one: GpuSummary) -> dict[str, Any]:
     from dataclasses import asdict
 
+    def renamed(facts: dict[str, Any]) -> dict[str, Any]:
+        return {_IN_JSON.get(name, name): value for name, value in facts.items()}
+
     facts = asdict(one)
-    names = {"total": "memory_total_bytes", "used_mean": "memory_mean_bytes", "used_peak": "memory_peak_bytes"}
-    found = {names.get(name, name): value for name, value in facts.items() if name != "processes"}
-    processes = [
-        {**{name: value for name, value in process.items() if name != "peak"}, "memory_peak_bytes": process["peak"]}
-        for process in facts["processes"]
-    ]
-    return {**found, "processes": processes}
+    return renamed({**facts, "processes": [renamed(process) for process in facts["processes"]]})
 
 
 # --- CSV ------------------------------------------------------------------------------------------------------------

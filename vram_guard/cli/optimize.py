@@ -250,15 +250,9 @@ def _as_dict(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
+    names = ("setting", "path", "old", "new", "reason")
     changes = [
-        {
-            "setting": change.setting,
-            "path": change.path,
-            "old": change.old,
-            "new": change.new,
-            "added": change.behind is not None,
-            "reason": change.reason,
-        }
+        {**{name: getattr(change, name) for name in names}, "added": change.behind is not None}
         for change in advice.changes
     ]
     return {

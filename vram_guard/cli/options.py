@@ -8,11 +8,11 @@ from vram_guard.language import _, marked
 
 
 class _Option(NamedTuple):
+    """Without a metavar: a switch. Of choices the first is the default."""
+
     metavar: str
-    """"": a switch without a value."""
     help: str
     choices: tuple[str, ...] = ()
-    """The first is the default."""
 
 
 _OPTIONS: Final[dict[str, _Option]] = {
@@ -46,16 +46,8 @@ _ALIASES: Final = {"batch": ("--batch-size",)}
 
 #: What the rule of thumb asks for, and the model of which it is asked.
 NETWORK: Final = (
-    "config",
-    "height",
-    "width",
-    "hidden-dim",
-    "num-layers",
-    "seq-length",
-    "bytes-per-element",
-    "threshold",
-    "model",
-    "quick",
+    *("config", "height", "width", "hidden-dim", "num-layers", "seq-length", "bytes-per-element"),
+    *("threshold", "model", "quick"),
 )
 #: What is asked about a folder with a model.
 FOLDER: Final = ("model-path", "train", "frozen", "num-frames", "dtype")

@@ -11,7 +11,7 @@ from vram_guard.cli.compare import configuration, parsed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.plots import add_picture_options, check_pictures, write_pictures
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.printing import print_json, tell
 from vram_guard.language import _
 
 
@@ -49,15 +49,11 @@ def _plan(options: argparse.Namespace) -> int:
     config = load_config(options.config) if options.config else {}
     one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)
     allow = DEFAULT_ALLOW if options.allow is None else tuple(part for part in options.allow.split(",") if part)
-    tell = _progress if sys.stderr.isatty() else None
-    made = plan(one.step, one.batch_size, options.budget, gpu=options.gpu, allow=allow, progress=tell)
+    progress = tell if sys.stderr.isatty() else None
+    made = plan(one.step, one.batch_size, options.budget, gpu=options.gpu, allow=allow, progress=progress)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:
         show(made)
     write_pictures(options, made, gpus=cards or None, title=name)
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT
-
-
-def _progress(line: str) -> None:
-    print(f"vram-guard: {line}", file=sys.stderr)

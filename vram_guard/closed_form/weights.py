@@ -8,6 +8,7 @@ header; the data behind it is never touched.
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections import Counter
 from collections.abc import Mapping
@@ -20,31 +21,6 @@ from vram_guard.config_file import read_text
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 
-#: Bytes of one number, by the names of the format; smaller than a byte counts as packed.
-BYTES_OF: Final[Mapping[str, float]] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
-    "F6_E2M3": 0.75,
-    "F6_E3M2": 0.75,
-    "F4": 0.5,
-    "C64": 8,
-    "I64": 8,
-    "U64": 8,
-    "I32": 4,
-    "U32": 4,
-    "I16": 2,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
 #: Endings of files that hold pickles: reading them runs what is in them.
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: The library's own limit for a header (100 MB), and ours for an index, which names every tensor once.
@@ -73,13 +49,19 @@ class Weights:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return int(sum(count * BYTES_OF[dtype] for dtype, count in self.numbers.items()))
+        return sum(count * _bits(dtype) for dtype, count in self.numbers.items()) // 8
 
     @property
     def dtype(self) -> str | None:
         """What most floating-point numbers are stored in; None where there are none."""
         floats = {dtype: count for dtype, count in self.numbers.items() if dtype.startswith(("F", "BF"))}
         return max(floats, key=lambda dtype: floats[dtype], default=None)
+
+
+def _bits(dtype: str) -> int:
+    """Bits of one number, which the format's names say ("BF16", "F8_E4M3", "C64"); BOOL has a byte."""
+    named = re.match(r"[A-Z]+(\d+)", dtype)
+    return int(named[1]) if named else 8
 
 
 def read_weights(folder: Path) -> Weights:

@@ -15,14 +15,8 @@ if TYPE_CHECKING:
 
 #: The categories of a stack from the bottom up, what stays longest first.
 LAYERS: tuple[Category, ...] = (
-    "parameters",
-    "buffers",
-    "optimizer_states",
-    "gradients",
-    "batch",
-    "activations",
-    "temporaries",
-    "workspace",
+    *("parameters", "buffers", "optimizer_states", "gradients"),
+    *("batch", "activations", "temporaries", "workspace"),
 )
 
 
