@@ -134,7 +134,7 @@ def test_what_is_missing_is_named_with_the_names_it_may_have():
 
 
 def test_one_number_in_two_places():
-    with pytest.raises(InvalidInputError, match=r"batch stands twice.*a.batch_size is 4, b.batch_size is 8"):
+    with pytest.raises(InvalidInputError, match=r"batch is given twice.*a.batch_size is 4, b.batch_size is 8"):
         parse_request({"a": {"batch_size": 4}, "b": {"batch_size": 8}}, {})
     same = parse_request({"a": {"batch_size": 4}, "b": {"batch_size": 4}}, {})
     assert same.numbers["batch"] == 4

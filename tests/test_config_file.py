@@ -47,7 +47,7 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path):
     ("text", "said"),
     [
         ("a: &a [*a]", "contains itself"),
-        ("model:\n  width: 1\n  depth: 2\n  width: 3\n", "line 4: width stands twice"),
+        ("model:\n  width: 1\n  depth: 2\n  width: 3\n", "line 4: duplicate key width"),
         ("a: [1, 2", "line"),
         ("- 1\n- 2\n", "must be a mapping"),
         ("", "must be a mapping"),

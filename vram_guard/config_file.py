@@ -90,7 +90,7 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
         raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=reason)) from None
     if len(data) > largest:
         limit = f"{largest / 2**20:g} MiB"
-        raise InvalidInputError(_("{path} is larger than {limit}: that is no config", path=path, limit=limit))
+        raise InvalidInputError(_("{path} is larger than {limit}: too large for a config", path=path, limit=limit))
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -144,7 +144,7 @@ def _check_keys(path: str, node: yaml.MappingNode) -> None:
         name = str(key.value) if isinstance(key.value, str) else ""
         if name and name != "<<" and name in seen:
             line = key.start_mark.line + 1
-            raise InvalidInputError(_("{path}, line {line}: {key} stands twice", path=path, line=line, key=name))
+            raise InvalidInputError(_("{path}, line {line}: duplicate key {key}", path=path, line=line, key=name))
         seen.add(name)
 
 

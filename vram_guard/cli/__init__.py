@@ -129,7 +129,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "--version", action="version", version=f"vram-guard {__version__}", help=_("show the version and exit")
     )
     parser.add_argument(
-        "--lang", metavar="LANGUAGE", help=_("en or zh; otherwise what the environment says (LANG=zh_CN)")
+        "--lang", metavar="LANGUAGE", help=_("en or zh (default: the language of the environment, LANG=zh_CN)")
     )
     commands = parser.add_subparsers(
         title=_("commands"), metavar="COMMAND", required=True, dest="command", parser_class=Parser

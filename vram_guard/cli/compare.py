@@ -64,7 +64,7 @@ def add_variants(commands: Any) -> None:
     )
     add_options(parser, "batch", type=int, required=True, dest="batch_size")
     parser.add_argument(
-        "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("what to take")
+        "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("which variant to choose")
     )
     _add_common(parser, allow="")
     parser.set_defaults(run=_variants)

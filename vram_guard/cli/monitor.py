@@ -47,13 +47,13 @@ def add(commands: Any) -> None:
         help=_("watch utilisation and memory of the GPUs"),
         description=_("Show utilisation and memory per GPU and process, and sum up at the end. Ctrl-C ends it."),
     )
-    parser.add_argument("seconds", nargs="?", type=float, default=0, help=_("how long; 0 (the default): until Ctrl-C"))
+    parser.add_argument("seconds", nargs="?", type=float, default=0, help=_("duration in seconds (0: until Ctrl-C)"))
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help=_("sampling interval in seconds (1)"))
     # Not "gpu": that is a card's name in the settings.
     parser.add_argument(
         "--gpu", dest="watched", action="append", metavar="N", help=_("only this GPU, as nvidia-smi counts; repeatable")
     )
-    parser.add_argument("--csv", metavar="FILE", help=_('write every moment as CSV; "-": to standard output'))
+    parser.add_argument("--csv", metavar="FILE", help=_('write every sample as CSV ("-": to standard output)'))
     add_options(parser, "json")
     parser.add_argument("--quiet", action="store_true", help=_("show only the summary"))
     parser.set_defaults(run=_monitor)
@@ -95,7 +95,7 @@ def _only(sampler: Callable[[], tuple[GpuSample, ...]], gpus: Sequence[str] | No
     known = [sample.gpu for sample in sampler()]
     for gpu in gpus:
         if gpu not in known:
-            raise InvalidInputError(_("there is no GPU {gpu}; there are {known}", gpu=gpu, known=", ".join(known)))
+            raise InvalidInputError(_("there is no GPU {gpu}; available: {known}", gpu=gpu, known=", ".join(known)))
     return lambda: tuple(sample for sample in sampler() if sample.gpu in gpus)
 
 
@@ -203,8 +203,10 @@ def _advice(one: GpuSummary) -> str:
     if one.utilization_mean >= BUSY:
         return _("The GPU is kept busy.")
     if one.used_peak < BUSY * one.total:
-        return _("The GPU waits and has memory left: a larger batch or more loader workers (vram-guard optimize).")
-    return _("The GPU waits though its memory is in use: look at the data loader (vram-guard optimize).")
+        return _(
+            "The GPU is often idle and has memory left: try a larger batch or more loader workers (vram-guard optimize)."
+        )
+    return _("The GPU is often idle though its memory is in use: check the data loader (vram-guard optimize).")
 
 
 #: Names of the JSON for amounts, which say their unit there.

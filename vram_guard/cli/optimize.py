@@ -41,15 +41,17 @@ def add(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
     parser.add_argument("--processes", default=1, type=int, metavar="N", help=_("training processes here, one per GPU"))
     parser.add_argument("--target", type=float, default=0.8, help=_("share of the memory that a batch may fill (0.8)"))
-    parser.add_argument("--keep", default="", metavar="A,B", help=_("settings that stay: batch_size,precision,..."))
+    parser.add_argument("--keep", default="", metavar="A,B", help=_("settings to keep: batch_size,precision,..."))
     parser.add_argument(
-        "--key", action="append", metavar="A=PATH", help=_("where a setting stands: batch_size=train.bs")
+        "--key", action="append", metavar="A=PATH", help=_("path of a setting in the config: batch_size=train.bs")
     )
-    parser.add_argument("--existing-only", action="store_true", help=_("change entries that are there; add none"))
+    parser.add_argument("--existing-only", action="store_true", help=_("change existing entries only; add none"))
     parser.add_argument(
         "--benchmark", action="store_true", help=_("run the step at several batch sizes; take the best")
     )
-    parser.add_argument("--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("for each batch size (2)"))
+    parser.add_argument(
+        "--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("seconds for each batch size (2)")
+    )
     parser.set_defaults(run=_optimize)
 
 

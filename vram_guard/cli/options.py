@@ -31,7 +31,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "margin": _Option("SHARE", marked("share of the budget to leave free")),
     "model": _Option("MODEL", marked("module:callable, a config.json, or an example: fno, unet, transformer")),
     "model-path": _Option("DIR", marked("local model folder of diffusers or transformers")),
-    "num-frames": _Option("N", marked("frames of one sample, as the model is given it")),
+    "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
     "num-layers": _Option("N", marked("number of layers")),
     "quick": _Option("", marked("the closed form alone: no model is built")),
     "seq-length": _Option("N", marked("time steps or tokens (default: 1)")),

@@ -28,8 +28,8 @@ def add(commands: Any) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
     add_options(parser, "step", *DEVICE, "allow", "json")
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
-    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture; else common ones"))
-    parser.add_argument("--title", default="", metavar="TEXT", help=_("of the HTML report"))
+    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture (default: common ones)"))
+    parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)
 

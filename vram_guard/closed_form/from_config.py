@@ -175,8 +175,8 @@ class _Entries:
                 other = differing[0]
                 raise InvalidInputError(
                     _(
-                        "{name} stands twice in the config: {path} is {value}, {other_path} is {other}; "
-                        "give it as an option",
+                        "{name} is given twice in the config: {path} is {value}, {other_path} is {other}; "
+                        "pass it as an option",
                         name=name,
                         path=path,
                         value=repr(value)[:40],

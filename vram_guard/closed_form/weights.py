@@ -148,7 +148,7 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]
         # A name with a folder in it would lead out of here.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise InvalidInputError(
-                _("{path} names a file that is none of its own: {name}", path=index, name=repr(name)[:60])
+                _("{path} names a file that does not belong to it: {name}", path=index, name=repr(name)[:60])
             )
         tensors = header(folder / name)
         wanted = {tensor for tensor, place in placed.items() if place == name}

@@ -184,7 +184,7 @@ class _Adviser:
         best = (own or others)[:1]
         if not best:
             if entries:
-                self._keep("precision", _("it is written in words that are not known here: {why}", why=why))
+                self._keep("precision", _("its present value is unknown here: {why}", why=why))
             else:
                 self._set("precision", True, why, behind="batch_size", name="use_mixed_precision")
             return
@@ -197,7 +197,7 @@ class _Adviser:
             self._keep("compile", _("torch.compile needs compute capability 7.0; this is {found}", found=named))
             return
         if "compile" in self._found and not isinstance(self._one("compile").value, bool | None):
-            self._keep("compile", _("it is no switch here"))
+            self._keep("compile", _("it is not true or false here"))
             return
         why = _("fused kernels; the first steps take minutes, and inputs should keep their shape")
         self._switch("compile", "batch_size", why, name="compile_model")
@@ -208,9 +208,9 @@ class _Adviser:
             return
         risky = [change.setting for change in self._changes if change.setting in ("learning_rate", "precision")]
         if not risky:
-            self._keep("clip", _("neither learning rate nor precision changes"))
+            self._keep("clip", _("neither the learning rate nor the precision changes"))
             return
-        why = _("a bound for steps that go astray under the new learning rate or precision")
+        why = _("a bound for unstable steps under the new learning rate or precision")
         self._set("clip", CLIP_NORM, why, behind="batch_size", name="grad_clip")
 
     # --- how they are written ---------------------------------------------------------------------------------------
