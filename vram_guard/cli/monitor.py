@@ -203,9 +203,7 @@ def _advice(one: GpuSummary) -> str:
     if one.utilization_mean >= BUSY:
         return _("The GPU is kept busy.")
     if one.used_peak < BUSY * one.total:
-        return _(
-            "The GPU is often idle and has memory left: try a larger batch or more loader workers (vram-guard optimize)."
-        )
+        return _("The GPU is often idle and has memory left: try a larger batch or more workers (vram-guard optimize).")
     return _("The GPU is often idle though its memory is in use: check the data loader (vram-guard optimize).")
 
 

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         "--benchmark", action="store_true", help=_("run the step at several batch sizes; take the best")
     )
     parser.add_argument(
-        "--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("seconds for each batch size (2)")
+        "--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("seconds per batch size (2)")
     )
     parser.set_defaults(run=_optimize)
 
