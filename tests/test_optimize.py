@@ -204,6 +204,8 @@ def test_a_larger_batch_stays_within_the_target(timeline):
 def test_of_equally_fast_batches_the_smallest():
     assert smallest_of_the_fastest({8: 100.0, 16: 198.0, 32: 200.0, 64: 150.0}) == 16
     assert smallest_of_the_fastest({8: 100.0}) == 8
+    assert smallest_of_the_fastest({8: 95.0, 16: 100.0}) == 8  # as close as clocks can tell
+    assert smallest_of_the_fastest({8: 94.9, 16: 100.0}) == 16
 
 
 def test_the_config_that_fits_nowhere_ends_with_1(folder, capsys):

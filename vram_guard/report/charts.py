@@ -34,18 +34,16 @@ DRAWN_MICRO_BATCHES = 2
 
 
 class Span(NamedTuple):
-    """A phase or an optimizer step: events from ``start`` to before ``end``."""
+    """A phase or an optimizer step, up to before ``end``; without a name where there is no room for it."""
 
     name: str
-    """"" where there is no room for it."""
     start: int
     end: int
     shaded: bool = False
-    """Neighbouring phases differ in it."""
 
 
 class Dot(NamedTuple):
-    """A marked point: the peak or the user's own batch, or where a curve meets a budget."""
+    """The peak or the user's own batch; or where a curve meets a budget."""
 
     x: int
     y: int
@@ -53,39 +51,40 @@ class Dot(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Text beside a point."""
+    """Text that begins (or ends) beside a point, above it or below."""
 
     lines: Sequence[str]
     x: int
     y: int
     ends_there: bool
-    """The text ends at the point; otherwise it begins there."""
     above: bool = True
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart in its own units: events or batch sizes to the right, bytes upwards."""
+    """A chart in its own units: events or batch sizes to the right, bytes upwards.
+
+    Attributes:
+        caption, remark: what it shows, and its figures at a glance.
+        description: one sentence for those who cannot see it.
+        last, top: the ends of the scales, which begin at 0.
+        curve: reserved bytes at ``xs``.
+        layers: allocated bytes at ``xs`` by category, the first at the bottom; none for a curve over batch sizes.
+        limits: budgets that are not beyond the scale.
+    """
 
     caption: str
     remark: str
-    """The figures at a glance, beside the caption."""
     description: str
-    """One sentence for those who cannot see the chart."""
     x_label: str
     last: int
-    """The right end of the scale, which begins at 0."""
     top: int
-    """The upper end of the scale, which begins at 0."""
     xs: Sequence[int]
     curve: Sequence[int]
-    """Reserved bytes at ``xs``."""
     layers: Mapping[Category, Sequence[int]]
-    """Allocated bytes at ``xs``, to be stacked; the first lies at the bottom. Empty: a curve over batch sizes."""
-    limits: Sequence[int] = ()
-    """Budgets that are not beyond the scale."""
-    dots: Sequence[Dot] = ()
-    labels: Sequence[Label] = ()
+    limits: Sequence[int]
+    dots: Sequence[Dot]
+    labels: Sequence[Label]
     phases: Sequence[Span] = ()
     steps: Sequence[Span] = ()
     peak_event: int = 0
