@@ -201,6 +201,31 @@ def test_a_larger_batch_stays_within_the_target(timeline):
     assert choose_batch(timeline, 190, budget).batch_size == 190
 
 
+@pytest.fixture
+def larger_is_faster(monkeypatch):
+    """Every larger batch is faster, so that only the limits decide."""
+    speeds = "vram_guard.optimize.batch.modelled_speeds"
+    monkeypatch.setattr(speeds, lambda _timeline, sizes, _budget: {size: float(size) for size in sizes})
+
+
+@pytest.mark.usefixtures("larger_is_faster")
+def test_a_batch_grows_to_eight_times_what_it_was_and_no_further(timeline):
+    assert choose_batch(timeline, 3, Budget.of("1GiB", margin=0)).batch_size == 8 * 3
+
+
+@pytest.mark.usefixtures("larger_is_faster")
+def test_no_target_reaches_into_the_margin_and_a_peak_may_fill_the_rest(timeline):
+    peak = timeline.replay(400).peak_reserved
+    spare = Budget.of(int(1.25 * peak), margin=0.2)
+    assert spare.usable < timeline.replay(800).peak_reserved
+    chosen = choose_batch(timeline, 100, spare, target=1.0).batch_size
+    assert timeline.replay(chosen).peak_reserved <= spare.usable < timeline.replay(2 * chosen).peak_reserved
+    assert choose_batch(timeline, 100, Budget.of(peak, margin=0), target=1.0).batch_size == 400
+    margin = Budget.of(2 * peak, margin=0.6)  # all of it would hold 400, what the margin leaves does not
+    assert margin.usable < peak
+    assert choose_batch(timeline, 100, margin, target=1.0).batch_size == 200
+
+
 def test_of_equally_fast_batches_the_smallest():
     assert smallest_of_the_fastest({8: 100.0, 16: 198.0, 32: 200.0, 64: 150.0}) == 16
     assert smallest_of_the_fastest({8: 100.0}) == 8
