@@ -113,7 +113,8 @@ def _head(name: str, content: Content) -> str:
     parts, budget = [f"<h1>{escape(name)}</h1>"], content.budget
     if budget is not None:
         kind, head, figures = content.verdict(budget)
-        parts.append(f'<p class="verdict {kind}">{escape(f"{head}: {figures}.")}</p>')
+        said = _("{verdict}: {figures}.", verdict=head, figures=figures)
+        parts.append(f'<p class="verdict {kind}">{escape(said)}</p>')
         parts += [_bar(bar, peak, budget) for bar, peak in content.bars()]
         parts.append(f'<p class="soft">{escape(_("Budget: {budget}", budget=budget.explain()))}</p>')
     return _tag("header", parts)
