@@ -102,6 +102,12 @@ def test_the_page_says_what_the_plan_says(made: Plan) -> None:
     assert page.tags.count("svg") == 3  # before, after, batch sizes
 
 
+def test_a_plan_that_lacks_the_timeline_as_written_is_drawn_as_planned(made: Plan) -> None:
+    page = Page(html_report(replace(made, timeline_before=None)))
+    assert "planned: 32-true" in page.words
+    assert "as written: 32-true" not in page.words
+
+
 def test_an_estimate_with_and_without_charts_and_budget(timeline: Timeline) -> None:
     full = Page(html_report(timeline.at(16), timeline=timeline, budget=Budget.of("1GiB")))
     assert full.tags.count("svg") == 2

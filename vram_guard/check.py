@@ -67,7 +67,7 @@ def checked(
     settings: AllocatorSettings | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Estimate, Timeline, Budget]:
-    """What :func:`assert_fits` judges: the estimate, what it was read from, and the budget for its tier."""
+    """The estimate that :func:`assert_fits` judges, its timeline, and the budget for its tier."""
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import Budget
     from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY

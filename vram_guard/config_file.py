@@ -149,7 +149,7 @@ def _check_keys(path: str, node: yaml.MappingNode) -> None:
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """What is wrong, with the line, in one line."""
+    """The problem and its line, in one line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return problem if mark is None else _("line {line}: {problem}", line=mark.line + 1, problem=problem)

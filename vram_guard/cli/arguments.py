@@ -1,4 +1,4 @@
-"""What the commands' options mean: amounts of GPU memory, counts, spellings."""
+"""Values of the commands' options: amounts of GPU memory, counts, spellings."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def checked_margin(text: str | float | None) -> float | None:
 
 
 def unknown_model(name: str) -> str:
-    """What is said where a model's name does not tell how to build it."""
+    """The message where a model's name does not tell how to build it."""
     return _("the model {model} is unknown: name it as module:callable for a symbolic answer", model=name)
 
 

@@ -117,7 +117,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _gpu_at_hand() -> tuple[str, bool]:
-    """What there is to plan with here, and whether a GPU is there that cannot be read. No GPU is a normal case."""
+    """Description of the budget here, and whether a GPU is there that cannot be read. No GPU is a normal case."""
     from vram_guard.budget import Budget
 
     try:
@@ -141,7 +141,7 @@ def _host_memory() -> str:
 
 
 def _allocator_settings() -> str:
-    """What the environment makes of the caching allocator's settings."""
+    """The caching allocator's settings in the environment."""
     from vram_guard.allocator import AllocatorSettings
 
     try:

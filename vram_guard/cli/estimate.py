@@ -95,7 +95,7 @@ def _estimate(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[EstimateRequest, dict[str, Any]]:
-    """What the config and the options over it say, and the amounts of memory among it.
+    """The request of the config and the options over it, and the amounts of memory in it.
 
     An amount in the config stands between the settings and the options.
     """
@@ -111,7 +111,7 @@ def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[Estim
 
 
 def _tells_its_sizes(request: EstimateRequest) -> bool:
-    """Whether the model brings its sizes itself, and the numbers that the rule asks for are not all there."""
+    """True where the model brings its sizes itself, and the rule of thumb lacks some of its numbers."""
     from vram_guard.capture.described import EXAMPLE_NAMES, is_buildable
 
     known = is_buildable(request.model) and (request.model or "").lower() not in EXAMPLE_NAMES

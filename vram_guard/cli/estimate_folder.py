@@ -106,7 +106,7 @@ def _no_weights(name: str, pickles: tuple[str, ...]) -> str:
 
 
 def _budget(options: argparse.Namespace) -> Budget | None:
-    """What there is; None where nobody says and there is no GPU here."""
+    """The budget; None where no option names one and there is no GPU here."""
     from vram_guard.budget import Budget
 
     if options.device is not None:

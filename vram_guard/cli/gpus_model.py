@@ -26,7 +26,7 @@ Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
 
 
 def asks_about_a_model(options: argparse.Namespace) -> bool:
-    """Whether more is asked than the list of cards."""
+    """True where more is asked for than the list of cards."""
     return bool(options.model or options.model_path or options.config or options.hidden_dim)
 
 
@@ -125,7 +125,7 @@ def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[s
 
 
 def _resolutions(text: str | None) -> list[tuple[int, int]]:
-    """What "64,128x256" means: [(64, 64), (128, 256)].
+    """Resolutions of "64,128x256": [(64, 64), (128, 256)].
 
     Raises:
         InvalidInputError: a part is no resolution.

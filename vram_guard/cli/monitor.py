@@ -121,7 +121,7 @@ def _ending_cleanly(stop: threading.Event) -> Iterator[None]:
 
 
 def _shown_at(options: argparse.Namespace, rows: Any | None) -> Callable[[float, tuple[GpuSample, ...]], None]:
-    """What happens at each moment: lines for people, rows for programs."""
+    """Callback for each sample: lines for people, rows for programs."""
     # The answer has standard output to itself.
     stream = sys.stderr if options.json or options.csv == "-" else sys.stdout
     show = None if options.quiet else _shower(stream)
@@ -197,7 +197,7 @@ def _finish(options: argparse.Namespace, summary: Sequence[GpuSummary], count: i
 
 
 def _advice(one: GpuSummary) -> str:
-    """What the figures suggest."""
+    """Advice that follows from the figures."""
     if one.utilization_mean is None or not one.processes:
         return ""
     if one.utilization_mean >= BUSY:

@@ -1,4 +1,4 @@
-"""How commands answer: JSON for programs, lines and columns for people, messages beside the answer."""
+"""Answers of the commands: JSON for programs, lines and columns for people, messages beside the answer."""
 
 from __future__ import annotations
 

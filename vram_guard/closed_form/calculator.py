@@ -29,7 +29,7 @@ ROUND_SIZE = 8
 
 @dataclass(frozen=True)
 class Network:
-    """What the rule looks at: a network of equal layers and its input. Whole numbers, at least 1.
+    """A network of equal layers and its input, as the rule sees it. Whole numbers, at least 1.
 
     Attributes:
         batch: samples of one forward pass.
@@ -91,7 +91,7 @@ class Calculation:
 
     @property
     def fits(self) -> bool:
-        """Whether the activations stay within what is allowed."""
+        """True where the activations stay within what is allowed."""
         return self.network.total_bytes <= self.allowed
 
     @property

@@ -65,7 +65,7 @@ _PRECISION_WORDS: Final = {
 
 @dataclass(frozen=True)
 class EstimateRequest:
-    """What a config and the options beside it say; None where neither does."""
+    """A request for an estimate, from a config and the options beside it; None: given in neither."""
 
     numbers: Mapping[str, int] = field(default_factory=dict)
     """By the names of :data:`NAMES`."""
@@ -79,7 +79,7 @@ class EstimateRequest:
     """Name -> its path in the config."""
 
     def missing(self) -> list[str]:
-        """Which of the numbers that the rule needs are not there."""
+        """Names of the numbers that the rule needs and that are not given."""
         return [name for name in NEEDED if name not in self.numbers]
 
     def network(self) -> Network:
@@ -108,7 +108,7 @@ class EstimateRequest:
 
 
 def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> EstimateRequest:
-    """What a config says, with the options over it.
+    """Read a request from a config, with the options over it.
 
     Args:
         config: the file's entries; may be empty.
@@ -194,7 +194,7 @@ class _Entries:
         return value if isinstance(value, str) else None
 
     def model(self) -> str | None:
-        """What builds the model: an explicit step, else the model's name."""
+        """The name of an explicit step, else of the model."""
         for candidate in STEP:
             value = self.text("model", (candidate,))
             if value is not None:

@@ -1,4 +1,4 @@
-"""What would make a fine-tuning fit, by the closed form: each measure by itself, then together until it fits."""
+"""Changes that make a fine-tuning fit, by the closed form: each by itself, then combined until it fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Measure:
     tuning: Tuning
 
     def fits(self, usable: int) -> bool:
-        """Whether the training under this measure is known to stay within ``usable`` bytes."""
+        """True where the training under this measure is known to stay within ``usable`` bytes."""
         return self.tuning.complete and self.tuning.total <= usable
 
 

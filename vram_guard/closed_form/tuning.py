@@ -1,4 +1,4 @@
-"""What fine-tuning a model takes, in closed form: weights, gradients, optimizer states, batch, and a rule for the rest.
+"""Memory of fine-tuning a model, in closed form: weights, gradients, optimizer states, batch, a rule for the rest.
 
 Weights, gradients and optimizer states are exact: AdamW keeps two numbers of the weight's own type for each of them
 (torch.optim.AdamW, ``exp_avg`` and ``exp_avg_sq``), and only what is trained has gradients and states. Activations are
@@ -121,7 +121,7 @@ class Tuning:
 
     @property
     def complete(self) -> bool:
-        """Whether every part is known; otherwise :attr:`total` is a lower bound."""
+        """True where every part is known; otherwise :attr:`total` is a lower bound."""
         return self.activations() is not None
 
     def largest_batch(self, usable: int) -> int:
@@ -147,7 +147,7 @@ def checked_dtype(name: str) -> str:
 
 
 def stored_dtype(components: tuple[Component, ...]) -> str:
-    """What the largest component is stored in; float32 where that is no type to train in."""
+    """The type that the largest component is stored in; float32 where that is no type to train in."""
     largest = max(components, key=lambda one: one.weights.parameters, default=None)
     return STORED.get((largest.weights.dtype if largest else None) or "", "float32")
 

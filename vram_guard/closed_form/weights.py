@@ -1,4 +1,4 @@
-"""What lies in a model's weight files, from their headers alone: nothing is loaded, and nothing is unpickled.
+"""Contents of a model's weight files, from their headers alone: nothing is loaded, and nothing is unpickled.
 
 A safetensors file begins with 8 bytes (the header's length, little-endian) and the header, JSON: tensor name -> dtype,
 shape and offsets of its data (https://github.com/huggingface/safetensors, "Format"). The library reads and checks the
@@ -53,7 +53,7 @@ class Weights:
 
     @property
     def dtype(self) -> str | None:
-        """What most floating-point numbers are stored in; None where there are none."""
+        """The type of most floating-point numbers; None where there are none."""
         floats = {dtype: count for dtype, count in self.numbers.items() if dtype.startswith(("F", "BF"))}
         return max(floats, key=lambda dtype: floats[dtype], default=None)
 
@@ -65,7 +65,7 @@ def _bits(dtype: str) -> int:
 
 
 def read_weights(folder: Path) -> Weights:
-    """What the weight files of one component hold.
+    """Read the headers of one component's weight files.
 
     Sharded files by their index; else the plainly named file, else a variant ("model.fp16.safetensors"), else every
     safetensors file there is.

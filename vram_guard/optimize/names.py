@@ -1,4 +1,4 @@
-"""What a training's settings are called in people's configs, and their values, checked before any work."""
+"""Names of a training's settings in people's configs, and checks of their values."""
 
 from __future__ import annotations
 

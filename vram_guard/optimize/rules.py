@@ -1,4 +1,4 @@
-"""What to change in a config for a GPU and its host, and why (pure functions)."""
+"""Rules: changes of a config for a GPU and its host, with their reasons (pure functions)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class Situation:
-    """What the config is to be made for."""
+    """The GPU, the host and the wishes that a config is made for."""
 
     cores: int
     """Processors that one training process may use."""
@@ -68,7 +68,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """What changes, and why the rest stays."""
+    """The changes, and why the rest stays."""
 
     changes: tuple[Change, ...]
     kept: tuple[tuple[str, str], ...] = field(default=())
@@ -84,7 +84,7 @@ class Advice:
 
 
 def advise(found: Mapping[str, list[Entry]], situation: Situation) -> Advice:
-    """What to change in a config.
+    """Decide on the changes of a config.
 
     Args:
         found: setting -> its entries, checked; with a batch size.
@@ -268,7 +268,7 @@ class _Adviser:
 
 
 def precision_value(entry: Entry, target: str) -> Any:
-    """What an entry is to say for "bf16-mixed" or "16-mixed", in its own words; None: it cannot say that.
+    """The value of an entry for "bf16-mixed" or "16-mixed", in its own spelling; None: it has no such value.
 
     Lightning and plain configs: "precision: 32-true"; Accelerate: "mixed_precision: no"; switches: "use_amp: false".
     """

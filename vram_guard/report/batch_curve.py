@@ -28,7 +28,7 @@ LARGEST_DRAWN = 2**16
 
 @dataclass(frozen=True)
 class Limit:
-    """How far one budget carries the step; amounts in bytes."""
+    """The largest batch of the step within one budget; amounts in bytes."""
 
     name: str
     usable: int
@@ -39,7 +39,7 @@ class Limit:
 
     @property
     def open_ended(self) -> bool:
-        """Whether the search ended before the memory did."""
+        """True where the search ended before the memory did."""
         return self.largest >= LARGEST_DRAWN
 
 

@@ -91,7 +91,7 @@ class Chart:
 
     @property
     def is_timeline(self) -> bool:
-        """Whether the chart is of a step, whose values hold until the next event; else of batch sizes."""
+        """True for a chart of a step, whose values hold until the next event; False for one of batch sizes."""
         return bool(self.phases)
 
     @property
@@ -128,21 +128,20 @@ def timeline_charts(
     Raises:
         InvalidInputError: there is no timeline.
     """
+    drawn: list[tuple[str, Timeline | None, int]]
     if not isinstance(answer, Plan):
         drawn = [("", timeline, answer.batch_size)]
     else:
         timeline, budget = answer.timeline, answer.budget
         size = _("batch {count}", count=answer.batch_size_before)
         before = f"{_('as written')}: {answer.precision_before}, {size}"
-        drawn = [(before, answer.timeline_before, answer.batch_size_before)]
+        drawn = [(before, answer.timeline_before if answer.changed else timeline, answer.batch_size_before)]
         if answer.changed:
             after = f"{_('planned')}: {answer.precision}, {_planned_size(answer)}"
             drawn.append((after, timeline, answer.micro_batch_size))
-    charts = []
-    for caption, one, batch_size in drawn:
-        if one is None or timeline is None:
-            raise InvalidInputError(_("this plan carries no timelines to draw; plans made by vram_guard.plan() do"))
-        charts.append((caption, one.exact(batch_size), batch_size))
+    if timeline is None:
+        raise InvalidInputError(_("this plan carries no timelines to draw; plans made by vram_guard.plan() do"))
+    charts = [(caption, one.exact(size), size) for caption, one, size in drawn if one is not None]
     peaks = [one.at(size, settings=settings).peak_reserved for _caption, one, size in charts]
     usable = None if budget is None else budget.usable
     top = _scale_top(peaks, usable)

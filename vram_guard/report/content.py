@@ -1,4 +1,4 @@
-"""What a report says, in words and rows: the same in a terminal (``text``) and on the page (``html``)."""
+"""The content of a report, in words and rows: the same in a terminal (``text``) and on the page (``html``)."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Content:
         return [(name or _("(outside any module)"), format_bytes(size), self._share(size)) for name, size in held]
 
     def notes(self, most: int | None = None) -> list[str]:
-        """What the reader has to know besides; None: all of it."""
+        """The notes of the estimate; None: all of them."""
         lines = [f"{note.message}{f' ({note.source})' if note.source else ''}" for note in self.estimate.notes]
         return lines if most is None else _at_most(most, lines)
 

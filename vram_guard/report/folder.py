@@ -1,4 +1,4 @@
-"""What a model's folder holds and what training it takes, in words and for programs."""
+"""A model folder and the memory of training it, in words and for programs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _component_row(component: Component) -> tuple[str, ...]:
 
 
 def tuning_lines(tuning: Tuning) -> Iterator[str]:
-    """What the training takes, part by part."""
+    """The memory of the training, part by part."""
     trained = ", ".join(one.name for one in tuning.trained) or _("none")
     frozen = ", ".join(one.name for one in tuning.frozen) or _("none")
     yield _("🔢 training {trained}; frozen: {frozen}", trained=trained, frozen=frozen)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SymbolicAnswer:
-    """What the step of this very model takes."""
+    """The memory that the step of this very model takes."""
 
     estimate: Estimate
     budget: Budget | None
@@ -31,7 +31,7 @@ class SymbolicAnswer:
 
     @property
     def fits(self) -> bool:
-        """Whether the step is known to stay within the budget."""
+        """True where the step is known to stay within the budget."""
         return self.budget is not None and fits(self.estimate, self.budget)
 
 

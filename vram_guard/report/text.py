@@ -35,7 +35,7 @@ _STYLES = {"fits": "bold green", "over": "bold red", "unknown": "bold yellow"}
 
 @dataclass(frozen=True)
 class _Signs:
-    """What is drawn with."""
+    """The signs to draw with."""
 
     used: str
     free: str

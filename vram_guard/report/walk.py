@@ -22,7 +22,7 @@ LAYERS: tuple[Category, ...] = (
 
 @dataclass(frozen=True)
 class Walk:
-    """What the allocator did at each event of a timeline; sizes in bytes.
+    """The allocator's actions at each event of a timeline; sizes in bytes.
 
     Where a capacity is too small, it ends before the event that failed.
     """
