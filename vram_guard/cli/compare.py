@@ -33,9 +33,7 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help=_("training configs, YAML"))
-    parser.add_argument(
-        "--step", metavar="NAME", help=_("module:function that makes the TrainingStep of all configurations")
-    )
+    add_options(parser, "step", "lr-rule")
     parser.add_argument(
         "--set",
         action="append",
