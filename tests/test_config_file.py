@@ -61,8 +61,9 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path):
     ],
 )
 def test_what_is_no_config_is_named(tmp_path, text, said):
-    with pytest.raises(InvalidInputError, match=said):
+    with pytest.raises(InvalidInputError, match=said) as caught:
         load_config(written(tmp_path, text))
+    assert str(caught.value).count("config.yaml") == 1
 
 
 def test_a_config_of_more_than_1_mb_is_not_even_read(tmp_path):

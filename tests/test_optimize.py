@@ -424,7 +424,7 @@ def test_every_learning_rate_is_scaled(tmp_path):
             f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
         ) + "batch_size: 4\n", "aliases"),
         ("a: &a {b: *a}\nbatch_size: 4\n", "alias"),
-        ("batch_size: 4\nbatch_size: 8\n", "twice"),
+        ("batch_size: 4\nbatch_size: 8\n", "yaml, line 2: duplicate key batch_size"),
         ("a: " + "[" * 5000 + "]" * 5000 + "\nbatch_size: 4\n", "deep"),
         ("x: '" + "y" * 2**20 + "'\nbatch_size: 4\n", "larger than"),
         ("batch_size: 4\n\x00", ""),

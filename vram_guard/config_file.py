@@ -47,6 +47,8 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InvalidInputError(_("{path}: {problem}", path=path, problem=_problem(error))) from None
     except RecursionError:
         raise InvalidInputError(_("{path}: nested too deeply for a config", path=path)) from None
+    except InvalidInputError:
+        raise  # a ValueError that names the file already
     except (ValueError, TypeError, OverflowError) as error:  # a date that is none, an unhashable key
         raise InvalidInputError(_("{path}: {problem}", path=path, problem=error)) from None
     if not isinstance(loaded, dict):
