@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vram_guard.closed_form.calculator import Calculation, Network, checked_share
-from vram_guard.closed_form.from_config import asked
+from vram_guard.closed_form.from_config import parse_request
 from vram_guard.errors import InvalidInputError
+from vram_guard.step import LARGEST_BATCH
 
 GB = 10**9
 
@@ -41,10 +42,19 @@ questions = st.builds(Calculation, networks, st.integers(1, 80 * GB), st.sampled
 
 
 @given(questions)
-def test_the_largest_batch_is_exact(question):
+@example(Calculation(Network(1, 1, 1, 1, 1), 80 * GB))
+@example(Calculation(Network(1, 1, 1, 1, 1, bytes_per_element=1), LARGEST_BATCH, 1))
+@example(Calculation(Network(1, 1, 1, 1, 1, bytes_per_element=1), LARGEST_BATCH - 1, 1))
+def test_the_largest_batch_is_exact_and_one_that_a_step_may_have(question):
     most = question.largest_batch
     assert most == 0 or question.with_network(batch=most).fits
-    assert not question.with_network(batch=most + 1).fits
+    assert most == LARGEST_BATCH or not question.with_network(batch=most + 1).fits
+
+
+def test_no_batch_is_recommended_that_no_step_may_have():
+    question = Calculation(Network(LARGEST_BATCH, 1, 1, 1, 1), 80 * GB)
+    assert question.largest_batch == LARGEST_BATCH == question.with_amp.largest_batch
+    assert question.accumulation == (LARGEST_BATCH, 1)
 
 
 @given(questions)
@@ -102,7 +112,7 @@ CONFIG = {
 
 
 def test_numbers_are_found_wherever_a_config_has_them():
-    found = asked({**CONFIG, "hidden_dim": 64}, {})
+    found = parse_request({**CONFIG, "hidden_dim": 64}, {})
     network = found.network()
     assert (network.batch, network.height, network.width, network.hidden_dim) == (8, 96, 128, 64)
     assert network.bytes_per_element == 2  # use_amp
@@ -112,7 +122,7 @@ def test_numbers_are_found_wherever_a_config_has_them():
 
 
 def test_options_come_before_the_config():
-    found = asked({**CONFIG, "hidden_dim": 64}, {"batch": 2, "memory": "80GB", "model": "m:f", "height": 32})
+    found = parse_request({**CONFIG, "hidden_dim": 64}, {"batch": 2, "memory": "80GB", "model": "m:f", "height": 32})
     network = found.network()
     assert (network.batch, network.height, network.width) == (2, 32, 128)
     assert (found.memory, found.gpu, found.model) == ("80GB", None, "m:f")
@@ -120,26 +130,26 @@ def test_options_come_before_the_config():
 
 def test_what_is_missing_is_named_with_the_names_it_may_have():
     with pytest.raises(InvalidInputError, match=r"--hidden-dim.*d_model"):
-        asked(CONFIG, {}).network()
+        parse_request(CONFIG, {}).network()
 
 
 def test_one_number_in_two_places():
-    with pytest.raises(InvalidInputError, match=r"batch stands twice.*a.batch_size is 4, b.batch_size is 8"):
-        asked({"a": {"batch_size": 4}, "b": {"batch_size": 8}}, {})
-    same = asked({"a": {"batch_size": 4}, "b": {"batch_size": 4}}, {})
+    with pytest.raises(InvalidInputError, match=r"batch is given twice.*a.batch_size is 4, b.batch_size is 8"):
+        parse_request({"a": {"batch_size": 4}, "b": {"batch_size": 8}}, {})
+    same = parse_request({"a": {"batch_size": 4}, "b": {"batch_size": 4}}, {})
     assert same.numbers["batch"] == 4
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", float("nan"), 2**63, None.__class__, [8]])
 def test_nonsense_numbers_in_a_config(value):
     with pytest.raises(InvalidInputError, match=r"train\.batch_size must be"):
-        asked({"train": {"batch_size": value}}, {})
+        parse_request({"train": {"batch_size": value}}, {})
 
 
 @pytest.mark.parametrize("value", [[1, 2, 3], "128", True, 1.5, [], ["a", "b"]])
 def test_nonsense_resolutions(value):
     with pytest.raises(InvalidInputError, match=r"data\.resolution must be"):
-        asked({"data": {"resolution": value}}, {})
+        parse_request({"data": {"resolution": value}}, {})
 
 
 @pytest.mark.parametrize(
@@ -156,9 +166,9 @@ def test_nonsense_resolutions(value):
     ],
 )
 def test_precisions_as_configs_write_them(entry, precision):
-    assert asked({"train": entry}, {}).precision == precision
+    assert parse_request({"train": entry}, {}).precision == precision
 
 
 def test_an_unknown_precision():
     with pytest.raises(InvalidInputError, match="bf16-mixed"):
-        asked({"precision": "bf16-mixt"}, {})
+        parse_request({"precision": "bf16-mixt"}, {})

@@ -176,7 +176,7 @@ def test_a_step_without_a_config(folder, capsys):
         (["missing.yaml"], "missing.yaml"),
         (["base.yaml", "--set", "batch_size"], "NAME=VALUE"),
         (["base.yaml", "--set", "batch_size=many"], "whole number"),
-        (["base.yaml", "--set", "batch_size=[1"], "no value"),
+        (["base.yaml", "--set", "batch_size=[1"], "not a valid value"),
         (["--step", "net.py:step", "--set", "width=3"], "no batch size"),
         (["--set", "batch_size=3"], "no model that can be built"),
         (["base.yaml", "--step", "net.py:nothing"], "nothing"),

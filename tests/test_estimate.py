@@ -186,7 +186,7 @@ def test_what_stands_in_the_way_of_a_symbolic_answer_is_said_and_the_rule_remain
     arguments = ["estimate", "--batch", "8", *GUIDE]
     assert cli.main([*arguments, "--model", "diffsr"]) == 0
     captured = capsys.readouterr()
-    assert "diffsr is not known here" in captured.err
+    assert "diffsr is unknown" in captured.err
     assert "diffsr" not in captured.out.replace("model: diffsr", "")
     assert cli.main([*arguments, "--model", "steps:fails"]) == 0
     assert "RuntimeError: the user's own loss" in capsys.readouterr().err

@@ -256,7 +256,7 @@ HOSTILE = {
 def test_hostile_headers(tmp_path, capsys, kind):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(HOSTILE[kind])
-    with pytest.raises(InvalidInputError, match="no sound safetensors file"):
+    with pytest.raises(InvalidInputError, match="not a valid safetensors file"):
         read_weights(tmp_path)
     assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "T4"]) == 2
     assert capsys.readouterr().out == ""
@@ -282,13 +282,13 @@ def test_scalars_and_empty_tensors_are_sound(tmp_path):
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ("{", "no index"),
-        ("[]", "no index"),
-        ('{"weight_map": 3}', "no index"),
-        ('{"weight_map": {"a": 3}}', "none of its own"),
-        ('{"weight_map": {"a": ["x"]}}', "no index"),
-        ('{"weight_map": {"a": "../../secret.safetensors"}}', "none of its own"),
-        ('{"weight_map": {"a": "model.bin"}}', "none of its own"),
+        ("{", "not an index"),
+        ("[]", "not an index"),
+        ('{"weight_map": 3}', "not an index"),
+        ('{"weight_map": {"a": 3}}', "does not belong to it"),
+        ('{"weight_map": {"a": ["x"]}}', "not an index"),
+        ('{"weight_map": {"a": "../../secret.safetensors"}}', "does not belong to it"),
+        ('{"weight_map": {"a": "model.bin"}}', "does not belong to it"),
         ('{"weight_map": {"a": "missing.safetensors"}}', "cannot be read"),
         ('{"weight_map": {"a": "real.safetensors"}}', "has no tensor a"),
     ],

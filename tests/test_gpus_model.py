@@ -79,7 +79,7 @@ def test_a_model_folder_by_the_closed_form(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--model diffsr --hidden_dim 8", "diffsr is not known here"),
+        ("--model diffsr --hidden_dim 8", "diffsr is unknown"),
         ("--model fno --hidden_dim 8", "missing: --height"),
         ("--model fno --hidden_dim 8 --num_layers 2 --resolutions 64x", "--resolutions must be"),
         ("--model fno --hidden_dim 8 --num_layers 2 --resolutions ,", "--resolutions must be"),

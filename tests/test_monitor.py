@@ -276,7 +276,7 @@ def test_summary_for_people(machine, capsys):
     assert "17% (4.00 GiB / 24.00 GiB)" in live
     assert "utilisation mean 50%, peak 90%" in summary
     assert "4242 python: peak 4.00 GiB" in summary
-    assert "waits and has memory left" in summary
+    assert "is often idle and has memory left" in summary
     assert captured.err == ""
 
 

@@ -201,20 +201,36 @@ def test_a_larger_batch_stays_within_the_target(timeline):
     assert choose_batch(timeline, 190, budget).batch_size == 190
 
 
-def test_a_batch_grows_to_eight_times_at_most():
-    step = TrainingStep(
-        lambda: torch.nn.Linear(4, 4),
-        lambda size: torch.zeros(size, 4),
-        lambda model, x: model(x).sum(),
-        torch.optim.SGD,
-    )
-    # Starting kernels takes all the time of such a step: the larger the batch, the faster.
-    assert choose_batch(trace(step), 2, Budget.of("1GiB", margin=0)).batch_size == 16
+@pytest.fixture
+def larger_is_faster(monkeypatch):
+    """Every larger batch is faster, so that only the limits decide."""
+    speeds = "vram_guard.optimize.batch.modelled_speeds"
+    monkeypatch.setattr(speeds, lambda _timeline, sizes, _budget: {size: float(size) for size in sizes})
+
+
+@pytest.mark.usefixtures("larger_is_faster")
+def test_a_batch_grows_to_eight_times_what_it_was_and_no_further(timeline):
+    assert choose_batch(timeline, 3, Budget.of("1GiB", margin=0)).batch_size == 8 * 3
+
+
+@pytest.mark.usefixtures("larger_is_faster")
+def test_no_target_reaches_into_the_margin_and_a_peak_may_fill_the_rest(timeline):
+    peak = timeline.replay(400).peak_reserved
+    spare = Budget.of(int(1.25 * peak), margin=0.2)
+    assert spare.usable < timeline.replay(800).peak_reserved
+    chosen = choose_batch(timeline, 100, spare, target=1.0).batch_size
+    assert timeline.replay(chosen).peak_reserved <= spare.usable < timeline.replay(2 * chosen).peak_reserved
+    assert choose_batch(timeline, 100, Budget.of(peak, margin=0), target=1.0).batch_size == 400
+    margin = Budget.of(2 * peak, margin=0.6)  # all of it would hold 400, what the margin leaves does not
+    assert margin.usable < peak
+    assert choose_batch(timeline, 100, margin, target=1.0).batch_size == 200
 
 
 def test_of_equally_fast_batches_the_smallest():
     assert smallest_of_the_fastest({8: 100.0, 16: 198.0, 32: 200.0, 64: 150.0}) == 16
     assert smallest_of_the_fastest({8: 100.0}) == 8
+    assert smallest_of_the_fastest({8: 95.0, 16: 100.0}) == 8  # as close as clocks can tell
+    assert smallest_of_the_fastest({8: 94.9, 16: 100.0}) == 16
 
 
 def test_the_config_that_fits_nowhere_ends_with_1(folder, capsys):
@@ -408,7 +424,7 @@ def test_every_learning_rate_is_scaled(tmp_path):
             f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
         ) + "batch_size: 4\n", "aliases"),
         ("a: &a {b: *a}\nbatch_size: 4\n", "alias"),
-        ("batch_size: 4\nbatch_size: 8\n", "twice"),
+        ("batch_size: 4\nbatch_size: 8\n", "yaml, line 2: duplicate key batch_size"),
         ("a: " + "[" * 5000 + "]" * 5000 + "\nbatch_size: 4\n", "deep"),
         ("x: '" + "y" * 2**20 + "'\nbatch_size: 4\n", "larger than"),
         ("batch_size: 4\n\x00", ""),
@@ -433,7 +449,7 @@ def test_bad_configs(folder, capsys, text, said):
         (["--config", "lightweight_config.yaml", "--output", "lightweight_config.yaml"], "another name"),
         (["--config", "lightweight_config.yaml", "--output", "."], "folder"),
         (["--config", "lightweight_config.yaml", "--output", "sr.py/x.yaml"], "not written"),
-        (["--config", "lightweight_config.yaml", "--keep", "speed"], "no setting"),
+        (["--config", "lightweight_config.yaml", "--keep", "speed"], "unknown setting"),
         (["--config", "lightweight_config.yaml", "--key", "batch_size"], "SETTING=PATH"),
         (["--config", "lightweight_config.yaml", "--target", "0"], "--target"),
         (["--config", "lightweight_config.yaml", "--target", "nan"], "--target"),

@@ -20,7 +20,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import speaking
 from vram_guard.report import batch_figure, html_report, save_figure, save_html, save_trace
 from vram_guard.report.batch_curve import LARGEST_DRAWN, batch_curve, close_together
-from vram_guard.report.svg import _round_values
+from vram_guard.report.charts import round_values
 from vram_guard.timeline import CATEGORIES, Affine, Block, Note, Phase, Timeline
 from vram_guard.units import format_bytes
 
@@ -100,6 +100,12 @@ def test_the_page_says_what_the_plan_says(made: Plan) -> None:
     ):
         assert word in page.words
     assert page.tags.count("svg") == 3  # before, after, batch sizes
+
+
+def test_a_plan_that_lacks_the_timeline_as_written_is_drawn_as_planned(made: Plan) -> None:
+    page = Page(html_report(replace(made, timeline_before=None)))
+    assert "planned: 32-true" in page.words
+    assert "as written: 32-true" not in page.words
 
 
 def test_an_estimate_with_and_without_charts_and_budget(timeline: Timeline) -> None:
@@ -328,7 +334,7 @@ def test_the_curve_as_a_picture(timeline: Timeline, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [1, 3, 7.5, 10, 81, 1023.9, 1e9])
 def test_ticks_are_few_and_round(end: float) -> None:
-    values = _round_values(end)
+    values = round_values(end)
     assert 3 <= len(values) <= 8
     assert values[0] == 0
     assert end / 2 < values[-1] <= end * (1 + 1e-9)

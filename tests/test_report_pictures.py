@@ -17,9 +17,9 @@ from torch.cuda import _memory_viz
 from vram_guard import Budget, TrainingStep
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan import plan
-from vram_guard.report.plot import LAYERS, MOST_COLUMNS, plan_figure, save_figure, stack, timeline_figure
+from vram_guard.report.plot import COLOURS, MOST_COLUMNS, plan_figure, save_figure, timeline_figure
 from vram_guard.report.snapshot import PICKLE_PROTOCOL, save_snapshot, snapshot
-from vram_guard.report.walk import walk
+from vram_guard.report.walk import LAYERS, stack, walk
 from vram_guard.simulate import trace
 from vram_guard.timeline import CATEGORIES, Affine, Block, Phase, Timeline
 
@@ -59,8 +59,8 @@ def test_a_walk_is_a_replay(timeline: Timeline) -> None:
 
 
 def test_layers_add_up_to_the_allocated_curve(timeline: Timeline) -> None:
-    drawn, replayed = stack(timeline, 16), timeline.replay(16, curve=True)
-    assert set(LAYERS) == set(CATEGORIES)
+    drawn, replayed = stack(timeline, 16, most=MOST_COLUMNS), timeline.replay(16, curve=True)
+    assert set(LAYERS) == set(COLOURS) == set(CATEGORIES)
     totals = [sum(column) for column in zip(*drawn.layers.values(), strict=True)]
     assert tuple(totals) == replayed.allocated_curve
     assert max(totals) == timeline.at(16).peak_allocated
@@ -71,7 +71,7 @@ def test_thinning_keeps_the_maxima() -> None:
     blocks = tuple(Block(Affine(512 * (1 + i * 7919 % 400), 0), "activations", "", "", "") for i in range(count))
     events = tuple(event for i in range(count) for event in (i, ~i))
     long = Timeline(blocks, events, (Phase("forward", 1, 0),), (2, 3))
-    drawn = stack(long, 1)
+    drawn = stack(long, 1, most=MOST_COLUMNS)
     assert len(drawn.events) == MOST_COLUMNS
     assert max(drawn.layers["activations"]) == long.at(1).peak_allocated
     assert drawn.events == sorted(set(drawn.events))

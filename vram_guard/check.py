@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError
+from vram_guard.language import _
 from vram_guard.step import checked_count
 from vram_guard.units import format_bytes
 
@@ -28,7 +29,7 @@ def assert_fits(
     settings: AllocatorSettings | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Estimate:
-    """Do nothing where the step fits, else say in an error what it takes, where, and what would fit.
+    """Raise an error where the step does not fit: it says what the step takes, where, and what would fit.
 
     No GPU is needed, and no memory for the weights: the step is run symbolically.
 
@@ -75,7 +76,7 @@ def checked(
     settings: AllocatorSettings | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Estimate, Timeline, Budget]:
-    """What :func:`assert_fits` judges: the estimate, what it was read from, and the budget for its tier."""
+    """The estimate that :func:`assert_fits` judges, its timeline, and the budget for its tier."""
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import Budget
     from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
@@ -88,7 +89,9 @@ def checked(
 
         step = load_step(step, arguments)
     if not isinstance(step, TrainingStep):
-        raise InvalidInputError(f"step must be a TrainingStep or the name of one, not {type(step).__name__}")
+        raise InvalidInputError(
+            _("step must be a TrainingStep or the name of one, not {type}", type=type(step).__name__)
+        )
     from vram_guard.simulate import trace
 
     timeline = trace(step, compute_capability=resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
@@ -104,21 +107,24 @@ def raise_unless_it_fits(
     Raises:
         DoesNotFitError: the estimate is above the budget's usable bytes, or only a lower bound.
     """
+    from vram_guard.report.categories import PHASES, category_name
+
     if estimate.fits(budget):
         return
     peak, usable = estimate.peak_reserved, budget.usable
     if peak > usable:
-        verdict = f"{format_bytes(peak)} needed, {format_bytes(peak - usable)} too much"
+        verdict = _("{peak} needed, {over} too much", peak=format_bytes(peak), over=format_bytes(peak - usable))
     else:
-        verdict = f"at least {format_bytes(peak)} needed: the step could not be followed to its end"
-    largest = [(name.replace("_", " "), size) for name, size in estimate.breakdown.items() if size]
-    largest.sort(key=lambda one: -one[1])
-    place = (estimate.peak_phase.name, estimate.peak_module, estimate.peak_source, estimate.peak_operator)
+        verdict = _("at least {peak} needed: the step could not be followed to its end", peak=format_bytes(peak))
+    largest = sorted(((size, name) for name, size in estimate.breakdown.items() if size), reverse=True)[:4]
+    held = ", ".join(f"{category_name(name)} {format_bytes(size)}" for size, name in largest)
+    place = (_(PHASES[estimate.peak_phase.name]), estimate.peak_module, estimate.peak_source, estimate.peak_operator)
+    most = timeline.max_batch_size(budget, settings=settings) or _("none")
     lines = [
-        f"batch size {estimate.batch_size} does not fit: {verdict}.",
-        f"  budget: {budget.explain()}",
-        f"  at the peak: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest[:4])}",
-        f"  the peak is in: {', '.join(part for part in place if part)}",
-        f"  the largest batch size that fits: {timeline.max_batch_size(budget, settings=settings) or 'none'}",
+        _("batch size {size} does not fit: {verdict}.", size=estimate.batch_size, verdict=verdict),
+        _("  budget: {budget}", budget=budget.explain()),
+        _("  at the peak: {held}", held=held),
+        _("  the peak is in: {place}", place=", ".join(filter(None, place))),
+        _("  the largest batch size that fits: {most}", most=most),
     ]
     raise DoesNotFitError("\n".join(lines))

@@ -47,6 +47,8 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InvalidInputError(_("{path}: {problem}", path=path, problem=_problem(error))) from None
     except RecursionError:
         raise InvalidInputError(_("{path}: nested too deeply for a config", path=path)) from None
+    except InvalidInputError:
+        raise  # a ValueError that names the file already
     except (ValueError, TypeError, OverflowError) as error:  # a date that is none, an unhashable key
         raise InvalidInputError(_("{path}: {problem}", path=path, problem=error)) from None
     if not isinstance(loaded, dict):
@@ -64,7 +66,7 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         loaded = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(_("{path} is no JSON: {problem}", path=path, problem=error)) from None
+        raise InvalidInputError(_("{path} is not valid JSON: {problem}", path=path, problem=error)) from None
     if not isinstance(loaded, dict):
         raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
     return loaded
@@ -81,7 +83,7 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise InvalidInputError(_("{path} is no ordinary file", path=path))
+                raise InvalidInputError(_("{path} is not a regular file", path=path))
             data = file.read(largest + 1)
     except IsADirectoryError:
         raise InvalidInputError(_("{path} is a folder, not a file", path=path)) from None
@@ -90,7 +92,7 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
         raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=reason)) from None
     if len(data) > largest:
         limit = f"{largest / 2**20:g} MiB"
-        raise InvalidInputError(_("{path} is larger than {limit}: that is no config", path=path, limit=limit))
+        raise InvalidInputError(_("{path} is larger than {limit}: too large for a config", path=path, limit=limit))
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -144,12 +146,12 @@ def _check_keys(path: str, node: yaml.MappingNode) -> None:
         name = str(key.value) if isinstance(key.value, str) else ""
         if name and name != "<<" and name in seen:
             line = key.start_mark.line + 1
-            raise InvalidInputError(_("{path}, line {line}: {key} stands twice", path=path, line=line, key=name))
+            raise InvalidInputError(_("{path}, line {line}: duplicate key {key}", path=path, line=line, key=name))
         seen.add(name)
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """What is wrong, with the line, in one line."""
+    """The problem and its line, in one line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return problem if mark is None else _("line {line}: {problem}", line=mark.line + 1, problem=problem)

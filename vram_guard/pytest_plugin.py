@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from vram_guard.language import _
+
 if TYPE_CHECKING:
     from vram_guard.timeline import Estimate
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options; settings in ``[tool.vram_guard]`` and the environment come before them."""
-    group = parser.getgroup("vram-guard", "memory of training steps")
-    group.addoption("--vram-guard-gpu", metavar="NAME", help='the card that steps must fit ("RTX 4090")')
-    group.addoption("--vram-guard-budget", metavar="AMOUNT", help='what PyTorch may reserve of it ("20GiB")')
-    group.addoption("--vram-guard-report", metavar="DIR", help="write an HTML report of every check into this folder")
+    group = parser.getgroup("vram-guard", _("memory of training steps"))
+    group.addoption("--vram-guard-gpu", metavar="NAME", help=_('GPU that steps must fit ("RTX 4090")'))
+    group.addoption("--vram-guard-budget", metavar="AMOUNT", help=_('memory that PyTorch may reserve, such as "24GiB"'))
+    report = _("write an HTML report of every check into this folder")
+    group.addoption("--vram-guard-report", metavar="DIR", help=report)
 
 
 @pytest.fixture

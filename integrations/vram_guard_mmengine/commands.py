@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -50,16 +51,13 @@ def _add_compare(own: Any) -> None:
         ),
     )
     parser.add_argument("config", help=_("a config file"))
-    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
-    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
+    add_options(parser, *DEVICE, "lr-rule", "json")
+    add_options(parser, "margin", type=float)
+    add_options(parser, "allow", default="")
     parser.add_argument(
         "--batch-size", type=int, nargs="+", default=[], metavar="N", help=_("default: as written, twice")
     )
     parser.add_argument("--precision", nargs="+", default=[], metavar="P", help=_("32-true, 16-mixed, bf16-mixed"))
-    parser.add_argument("--lr-rule", default="linear", help=_("linear (default), sqrt or none"))
-    parser.add_argument("--margin", type=float, help=_("the share of the card to leave free"))
-    parser.add_argument("--allow", default="", metavar="A,B", help=_("what a plan may change where it does not fit"))
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
     parser.add_argument("--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help=_("settings of the config"))
     parser.set_defaults(run=_compare)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.config_file import leaves, load_json
 
 if TYPE_CHECKING:
-    from vram_guard.closed_form.from_config import Asked
+    from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.step import TrainingStep
 
 #: Names of :mod:`vram_guard.capture.example_models`, known here without torch.
@@ -21,11 +21,11 @@ def is_buildable(model: str | None) -> bool:
     return model is not None and (":" in model or _is_config(model) or model.lower() in EXAMPLE_NAMES)
 
 
-def step_from_config(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
+def step_from_config(request: EstimateRequest, config: Mapping[str, Any]) -> TrainingStep:
     """The training step that a config describes.
 
     Args:
-        asked: what the config and the options say; ``asked.model`` is buildable.
+        request: what the config and the options say; ``request.model`` is buildable.
         config: all entries of the config: a named callable is given those that it has parameters for.
 
     Raises:
@@ -33,35 +33,35 @@ def step_from_config(asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
         MissingLibraryError: a library is not installed.
         UnsupportedStepError: it is not known what the model's input looks like.
     """
-    model = asked.model or ""
+    model = request.model or ""
     if ":" in model:
-        return _named(model, asked, config)
+        return _named(model, request, config)
     if _is_config(model):
         from vram_guard.capture.hugging_face import step_of
         from vram_guard.closed_form.inputs import InputSizes
 
-        numbers = asked.numbers
+        numbers = request.numbers
         sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, numbers.get("seq_length"))
-        precision: Any = asked.precision or "32-true"
+        precision: Any = request.precision or "32-true"
         return step_of(load_json(_config_path(model)), sizes, precision, numbers.get("accumulate", 1))
-    return _example(model, asked)
+    return _example(model, request)
 
 
-def _named(name: str, asked: Asked, config: Mapping[str, Any]) -> TrainingStep:
+def _named(name: str, request: EstimateRequest, config: Mapping[str, Any]) -> TrainingStep:
     from vram_guard.capture.object_reference import load_step
 
     entries = {path.rpartition(".")[2]: value for path, value in leaves(config)}
-    return load_step(name, {**entries, **asked.numbers})
+    return load_step(name, {**entries, **request.numbers})
 
 
-def _example(name: str, asked: Asked) -> TrainingStep:
+def _example(name: str, request: EstimateRequest) -> TrainingStep:
     import torch
 
     from vram_guard.capture.example_models import CHANNELS, example
     from vram_guard.step import TrainingStep
 
-    network = asked.network()
-    precision: Any = asked.precision or "32-true"
+    network = request.network()
+    precision: Any = request.precision or "32-true"
     shape = (network.seq_length, CHANNELS, network.height, network.width)
     return TrainingStep(
         model=example(name, network),
@@ -69,7 +69,7 @@ def _example(name: str, asked: Asked) -> TrainingStep:
         loss=lambda model, maps: model(maps.flatten(0, 1)).float().square().mean(),
         optimizer=torch.optim.AdamW,
         precision=precision,
-        accumulate=asked.numbers.get("accumulate", 1),
+        accumulate=request.numbers.get("accumulate", 1),
     )
 
 

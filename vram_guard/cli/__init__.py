@@ -20,8 +20,8 @@ from vram_guard import __version__
 from vram_guard.cli import compare, doctor, estimate, gpus, monitor, optimize, plan
 from vram_guard.cli.arguments import fill_from_settings, with_dashes
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
-from vram_guard.cli.parsing import Parser, own_words
-from vram_guard.cli.printing import JSON_SCHEMA
+from vram_guard.cli.parsing import Parser, argparse_locale
+from vram_guard.cli.printing import JSON_SCHEMA, tell
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
 from vram_guard.settings import Setting, settings
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         spoken = _spoken(wanted, found)
     except InvalidInputError as error:
-        print(f"vram-guard: {error}", file=sys.stderr)
+        tell(str(error))
         return EXIT_USAGE
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the terminal's encoding cannot show becomes a question mark: the answer is delivered all the same.
@@ -72,7 +72,7 @@ def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
 
 
 def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputError | None) -> int:
-    with own_words():
+    with argparse_locale():
         options = _parser(given).parse_args(given)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -82,7 +82,7 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
         code = run(options)
         sys.stdout.flush()
     except VramGuardError as error:
-        print(f"vram-guard: {error}", file=sys.stderr)
+        tell(str(error))
         return _exit_code(error)
     except BrokenPipeError:
         # The reader has seen enough (`| head`). Python would complain once more when it flushes at exit.
@@ -129,7 +129,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "--version", action="version", version=f"vram-guard {__version__}", help=_("show the version and exit")
     )
     parser.add_argument(
-        "--lang", metavar="LANGUAGE", help=_("en or zh; otherwise what the environment says (LANG=zh_CN)")
+        "--lang", metavar="LANGUAGE", help=_("en or zh (default: the language of the environment, LANG=zh_CN)")
     )
     commands = parser.add_subparsers(
         title=_("commands"), metavar="COMMAND", required=True, dest="command", parser_class=Parser
@@ -155,4 +155,4 @@ def _add_adapter(entry: EntryPoint, commands: Any) -> None:
     try:
         entry.load()(commands)
     except ImportError as error:
-        print(f"vram-guard: the command {entry.name!r} is not at hand: {error}", file=sys.stderr)
+        tell(_("the command {name} is unavailable: {reason}", name=repr(entry.name), reason=error))

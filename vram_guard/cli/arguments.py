@@ -1,8 +1,8 @@
-"""What the commands' options mean: amounts of GPU memory, counts, spellings."""
+"""Values of the commands' options: amounts of GPU memory, counts, spellings."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -70,9 +70,9 @@ def gpu_memory(
         NoDeviceError: nothing is given, and there is no GPU here.
         DeviceQueryError: nothing is given, and the GPU here cannot be read.
     """
-    from vram_guard.budget import Budget
+    from vram_guard.budget import Budget, find_gpu
 
-    kept = None if margin is None else number("margin", margin, 0)
+    kept = checked_margin(margin)
     if memory is None:
         resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept)
         return resolved.total, resolved.source, resolved
@@ -84,7 +84,8 @@ def gpu_memory(
     text = str(memory).strip()
     plain = text.replace(".", "", 1).isdigit() and text.isascii()
     size = parse_bytes(f"{text}GB" if plain else text, "gpu_memory")
-    context = context_bytes(None) if gpu is None else _card(gpu).context_bytes
+    card = None if gpu is None else find_gpu(gpu)
+    context = context_bytes(None) if card is None else card.context_bytes
     if size <= context:
         taken = format_bytes(context)
         raise InvalidInputError(
@@ -95,23 +96,39 @@ def gpu_memory(
         )
     usual = Budget.of(size, kept)
     whole = Budget(size, size - context, usual.margin, _("given"), context=context, margin_source=usual.margin_source)
-    return size, _("given"), whole if gpu is None else whole.on_card(_card(gpu))
+    return size, _("given"), whole if card is None else whole.on_card(card)
 
 
-def _card(name: str) -> Any:
-    from vram_guard.budget import find_gpu
+def counts(options: argparse.Namespace, *names: str) -> dict[str, int | None]:
+    """Name -> the whole number that the option of this name gives; None where it is not given.
 
-    return find_gpu(name)
+    Raises:
+        InvalidInputError: one is none, or below 1.
+    """
+    return {name: count(name, getattr(options, name)) for name in names}
+
+
+def checked_margin(text: str | float | None) -> float | None:
+    """The value of ``--margin``."""
+    return None if text is None else number("margin", text, 0)
+
+
+def unknown_model(name: str) -> str:
+    """The message where a model's name does not tell how to build it."""
+    return _("the model {model} is unknown: name it as module:callable for a symbolic answer", model=name)
 
 
 def count(name: str, text: str | None) -> int | None:
-    """A whole number from an option.
+    """A whole number from an option; None where it is not given.
 
     Raises:
         InvalidInputError: it is none, or below 1.
     """
-    if text is None:
-        return None
+    return None if text is None else whole_number(name, text)
+
+
+def whole_number(name: str, text: str) -> int:
+    """As :func:`count`, of an option that is given."""
     option = "--" + name.replace("_", "-")
     if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 30):
         raise InvalidInputError(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.options import DEVICE, add_options
+from vram_guard.cli.printing import print_json, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -32,15 +33,14 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help=_("training configs, YAML"))
-    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep of all of them"))
+    add_options(parser, "step", "lr-rule")
     parser.add_argument(
         "--set",
         action="append",
         metavar="A=1,B=2",
         help=_("a configuration of its own: the first config (or none) with these values; repeatable"),
     )
-    parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
-    add_common(parser, allow=None)
+    _add_common(parser, allow=None)
     parser.set_defaults(run=_compare)
 
 
@@ -60,20 +60,17 @@ def add_variants(commands: Any) -> None:
         metavar="[LABEL=]NAME",
         help=_("module:function or file.py:function, giving a step or several"),
     )
-    parser.add_argument("--batch-size", "--batch", type=int, required=True, metavar="N", help=_("samples at once"))
+    add_options(parser, "batch", type=int, required=True, dest="batch_size")
     parser.add_argument(
-        "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("what to take")
+        "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("which variant to choose")
     )
-    add_common(parser, allow="")
+    _add_common(parser, allow="")
     parser.set_defaults(run=_variants)
 
 
-def add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
-    """What all commands that plan have in common."""
-    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
-    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
-    parser.add_argument("--allow", default=allow, metavar="A,B", help=_("what a plan may change where it does not fit"))
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
+    add_options(parser, *DEVICE, "json")
+    add_options(parser, "allow", default=allow)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -88,7 +85,7 @@ def _compare(options: argparse.Namespace) -> int:
         gpu=options.gpu,
         allow=allow,
         lr_rule=options.lr_rule,
-        progress=tell,
+        progress=tell_progress,
     )
     _print(answer, options)
     return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
@@ -109,7 +106,7 @@ def _variants(options: argparse.Namespace) -> int:
         gpu=options.gpu,
         allow=listed(options.allow),
         prefer=options.prefer,
-        progress=tell,
+        progress=tell_progress,
     )
     _print(answer, options)
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
@@ -156,7 +153,7 @@ def parsed(text: str) -> dict[str, Any]:
         try:
             values[name.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise InvalidInputError(_("--set: {value} is no value", value=repr(value)[:60])) from None
+            raise InvalidInputError(_("--set: {value} is not a valid value", value=repr(value)[:60])) from None
     return values
 
 
@@ -173,11 +170,11 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], ste
         InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
     """
     from vram_guard.capture.config_step import is_buildable, step_from_config
-    from vram_guard.closed_form.from_config import asked
+    from vram_guard.closed_form.from_config import parse_request
     from vram_guard.plan.comparison import Configuration
 
     merged = _with(config, change)
-    given = asked(merged, {"model": step_name})
+    given = parse_request(merged, {"model": step_name})
     if not is_buildable(given.model):
         raise InvalidInputError(
             _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
@@ -232,7 +229,7 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
             yield from load_steps(text).items()
 
 
-def tell(line: str) -> None:
+def tell_progress(line: str) -> None:
     """What is being done, where somebody waits for it."""
     if sys.stderr.isatty():
-        print(f"vram-guard: {line}", file=sys.stderr)
+        tell(line)

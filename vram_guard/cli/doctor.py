@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
 from vram_guard.cli.exits import EXIT_DONE, EXIT_ENVIRONMENT
+from vram_guard.cli.options import add_options
 from vram_guard.cli.printing import in_words, print_columns, print_json
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, VramGuardError
 from vram_guard.language import _, language, marked
@@ -26,7 +27,7 @@ def add(commands: Any) -> None:
             "them comes from, frameworks."
         ),
     )
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    add_options(parser, "json")
     parser.set_defaults(run=_doctor)
 
 
@@ -116,7 +117,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _gpu_at_hand() -> tuple[str, bool]:
-    """What there is to plan with here, and whether a GPU is there that cannot be read. No GPU is a normal case."""
+    """Description of the budget here, and whether a GPU is there that cannot be read. No GPU is a normal case."""
     from vram_guard.budget import Budget
 
     try:
@@ -140,7 +141,7 @@ def _host_memory() -> str:
 
 
 def _allocator_settings() -> str:
-    """What the environment makes of the caching allocator's settings."""
+    """The caching allocator's settings in the environment."""
     from vram_guard.allocator import AllocatorSettings
 
     try:

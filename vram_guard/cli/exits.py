@@ -1,4 +1,4 @@
-"""What the exit codes of ``vram-guard`` mean."""
+"""The exit codes of ``vram-guard``."""
 
 from __future__ import annotations
 

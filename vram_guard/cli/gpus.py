@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.gpus_model import add_options, asks_about_a_model, gpus_for_model
+from vram_guard.cli.gpus_model import asks_about_a_model, gpus_for_model
+from vram_guard.cli.options import FOLDER, NETWORK, add_options
 from vram_guard.cli.printing import print_columns, print_json
 from vram_guard.language import _
 
@@ -19,15 +20,19 @@ def add(commands: Any) -> None:
     """The parser of ``gpus``."""
     parser = commands.add_parser(
         "gpus",
-        help=_("the GPUs that are known by name, and what fits on each of them"),
+        help=_("GPUs that are known by name, and what fits on each of them"),
         description=_(
             "List the GPUs that can be given by name, with memory, what a training may use of it, and throughput. "
             "With a model: the largest batch of it on every GPU."
         ),
     )
-    parser.add_argument("name", nargs="?", help=_('one card, by any of its names ("4090", "A100 40GB")'))
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
-    add_options(parser.add_argument_group(_("a model: what fits on each of them")))
+    parser.add_argument("name", nargs="?", help=_('one GPU, by any of its names ("4090", "A100 40GB")'))
+    add_options(parser, "json")
+    group = parser.add_argument_group(_("a model: what fits on each GPU"))
+    add_options(group, *NETWORK, *FOLDER)
+    group.add_argument(
+        "--resolutions", metavar="LIST", help=_('several in one table: "64,128,256x512" (height x width)')
+    )
     parser.set_defaults(run=_gpus)
 
 
@@ -49,6 +54,7 @@ def _gpu_facts(card: GPU) -> dict[str, Any]:
     """A card for programs: bytes, bytes a second, FLOP a second; null where unknown."""
     from vram_guard.budget import Budget
 
+    names = ("memory_bandwidth", "fp32_flops", "tf32_flops", "fp16_flops", "bf16_flops")
     return {
         "name": card.name,
         "aliases": list(card.aliases),
@@ -56,11 +62,7 @@ def _gpu_facts(card: GPU) -> dict[str, Any]:
         "compute_capability": list(card.compute_capability),
         "memory_bytes": card.memory_bytes,
         "usable_bytes": Budget.of(card).usable,
-        "memory_bandwidth": card.memory_bandwidth,
-        "fp32_flops": card.fp32_flops,
-        "tf32_flops": card.tf32_flops,
-        "fp16_flops": card.fp16_flops,
-        "bf16_flops": card.bf16_flops,
+        **{name: getattr(card, name) for name in names},
         "sources": {figure: card.source_of(figure) for figure, _document in card.sources},
     }
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli.arguments import count, number
+from vram_guard.cli.arguments import counts, number, unknown_model, whole_number
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_columns, print_json
+from vram_guard.cli.printing import print_columns, print_json, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
-    from vram_guard.closed_form.from_config import Asked
+    from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
 
 _COUNTS = ("height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element")
@@ -26,35 +25,8 @@ _COUNTS = ("height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_p
 Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
 
 
-def add_options(group: Any) -> None:
-    """The options that ask about a model."""
-    group.add_argument(
-        "--model", metavar="MODEL", help=_("module:callable, a config.json, or an example: fno, unet, transformer")
-    )
-    group.add_argument("--model-path", metavar="DIR", help=_("a local folder of diffusers or transformers"))
-    group.add_argument("--config", metavar="FILE", help=_("a training config in YAML: the numbers are found in it"))
-    group.add_argument(
-        "--resolutions", metavar="LIST", help=_('several in one table: "64,128,256x512" (height x width)')
-    )
-    for name, text in (
-        ("--height", _("of the input")),
-        ("--width", _("of the input")),
-        ("--hidden-dim", _("channels between the layers")),
-        ("--num-layers", _("layers")),
-        ("--seq-length", _("time steps or tokens; 1 if not given")),
-        ("--num-frames", _("frames of one sample, as the model is given it")),
-        ("--bytes-per-element", _("4 in float32, 2 in half precision")),
-    ):
-        group.add_argument(name, metavar="N", help=text)
-    group.add_argument("--train", metavar="NAMES", help=_("components that learn; none: inference"))
-    group.add_argument("--frozen", metavar="NAMES", help=_("components that do not; one in both is there twice"))
-    group.add_argument("--dtype", metavar="TYPE", help=_("of the weights: float32, float16, bfloat16; as stored"))
-    group.add_argument("--threshold", metavar="SHARE", help=_("of the GPU for activations: 0.7; cautious: 0.6"))
-    group.add_argument("--quick", action="store_true", help=_("the closed form alone: nothing is built"))
-
-
 def asks_about_a_model(options: argparse.Namespace) -> bool:
-    """Whether more is asked than the list of cards."""
+    """True where more is asked for than the list of cards."""
     return bool(options.model or options.model_path or options.config or options.hidden_dim)
 
 
@@ -72,28 +44,23 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
 
 def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
     from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
-    from vram_guard.closed_form.from_config import asked
+    from vram_guard.closed_form.from_config import parse_request
     from vram_guard.config_file import load_config
 
     config = {} if options.config is None else load_config(options.config)
-    given: dict[str, Any] = {name: count(name, getattr(options, name)) for name in _COUNTS}
+    given: dict[str, Any] = counts(options, *_COUNTS)
     sizes = _resolutions(options.resolutions)
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
-    found = asked(config, {**given, "model": options.model, "batch": 1})
+    found = parse_request(config, {**given, "model": options.model, "batch": 1})
     if options.quick or found.model is None:
         rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
         return _RULE, rows
     if not is_buildable(found.model):
-        raise InvalidInputError(
-            _(
-                "the model {model} is not known here: name it as module:callable for a symbolic answer",
-                model=found.model,
-            )
-        )
+        raise InvalidInputError(unknown_model(found.model))
     own = found.model.lower() in EXAMPLE_NAMES
     if own:
-        found.network()  # tells what is missing
+        found.network()  # raises where a number is missing
     wanted: list[tuple[int, int] | None] = list(sizes) or [_own(found) if own else None]
     return _SYMBOLIC, {size: _symbolic(_sized(found, size), config, cards) for size in wanted}
 
@@ -101,7 +68,7 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
 _RULE, _SYMBOLIC, _CLOSED = "rule of thumb", "symbolic", "closed form"
 
 
-def _by_rule(found: Asked, options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
+def _by_rule(found: EstimateRequest, options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
     from vram_guard.plan.every_gpu import OnGpu
 
@@ -116,7 +83,7 @@ def _by_rule(found: Asked, options: argparse.Namespace, cards: Sequence[GPU]) ->
     return tuple(map(one, cards))
 
 
-def _symbolic(found: Asked, config: Mapping[str, Any], cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
+def _symbolic(found: EstimateRequest, config: Mapping[str, Any], cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
     from vram_guard.capture.config_step import step_from_config
     from vram_guard.plan.every_gpu import on_every_gpu
     from vram_guard.simulate import trace
@@ -125,7 +92,7 @@ def _symbolic(found: Asked, config: Mapping[str, Any], cards: Sequence[GPU]) -> 
 
     def traced(capability: tuple[int, int]) -> Any:
         major, minor = capability
-        print(_("vram-guard: tracing for compute capability {version}", version=f"{major}.{minor}"), file=sys.stderr)
+        tell(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
         return trace(step, compute_capability=capability)
 
     return on_every_gpu(traced, cards)
@@ -139,11 +106,11 @@ def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[s
     from vram_guard.closed_form.inputs import InputSizes
     from vram_guard.plan.every_gpu import OnGpu
 
-    counts = {name: count(name, getattr(options, name)) for name in ("height", "width", "num_frames", "seq_length")}
+    given = counts(options, "height", "width", "num_frames", "seq_length")
     folder = read_folder(Path(options.model_path).expanduser())
 
     def table(size: tuple[int, int] | None) -> tuple[OnGpu, ...]:
-        own = counts if size is None else {**counts, "height": size[0], "width": size[1]}
+        own = given if size is None else {**given, "height": size[0], "width": size[1]}
         tuning = tuning_of_folder(folder, options, InputSizes(**own), 1)
 
         def one(card: GPU) -> OnGpu:
@@ -158,7 +125,7 @@ def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[s
 
 
 def _resolutions(text: str | None) -> list[tuple[int, int]]:
-    """What "64,128x256" means: [(64, 64), (128, 256)].
+    """Resolutions of "64,128x256": [(64, 64), (128, 256)].
 
     Raises:
         InvalidInputError: a part is no resolution.
@@ -168,21 +135,18 @@ def _resolutions(text: str | None) -> list[tuple[int, int]]:
     sizes = []
     for part in text.split(","):
         height, times, width = part.strip().lower().replace("×", "x").partition("x")
-        first = count("resolutions", height)
-        second = count("resolutions", width) if times else first
-        assert first is not None
-        assert second is not None
-        sizes.append((first, second))
+        first = whole_number("resolutions", height)
+        sizes.append((first, whole_number("resolutions", width) if times else first))
     return sizes
 
 
-def _sized(found: Asked, size: tuple[int, int] | None) -> Asked:
+def _sized(found: EstimateRequest, size: tuple[int, int] | None) -> EstimateRequest:
     if size is None:
         return found
     return replace(found, numbers={**found.numbers, "height": size[0], "width": size[1]})
 
 
-def _own(found: Asked) -> tuple[int, int]:
+def _own(found: EstimateRequest) -> tuple[int, int]:
     network = found.network()
     return network.height, network.width
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.options import add_options
+from vram_guard.cli.printing import print_json, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -46,14 +47,14 @@ def add(commands: Any) -> None:
         help=_("watch utilisation and memory of the GPUs"),
         description=_("Show utilisation and memory per GPU and process, and sum up at the end. Ctrl-C ends it."),
     )
-    parser.add_argument("seconds", nargs="?", type=float, default=0, help=_("how long; 0 (the default): until Ctrl-C"))
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help=_("seconds between two looks (1)"))
+    parser.add_argument("seconds", nargs="?", type=float, default=0, help=_("duration in seconds (0: until Ctrl-C)"))
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help=_("sampling interval in seconds (1)"))
     # Not "gpu": that is a card's name in the settings.
     parser.add_argument(
         "--gpu", dest="watched", action="append", metavar="N", help=_("only this GPU, as nvidia-smi counts; repeatable")
     )
-    parser.add_argument("--csv", metavar="FILE", help=_('write every moment as CSV; "-": to standard output'))
-    parser.add_argument("--json", action="store_true", help=_("answer with the summary as JSON"))
+    parser.add_argument("--csv", metavar="FILE", help=_('write every sample as CSV ("-": to standard output)'))
+    add_options(parser, "json")
     parser.add_argument("--quiet", action="store_true", help=_("show only the summary"))
     parser.set_defaults(run=_monitor)
 
@@ -71,13 +72,13 @@ def _monitor(options: argparse.Namespace) -> int:
     monitor = Monitor()
     with any_sampler() as (sampler, missing), _csv_file(options.csv) as rows:
         if missing:
-            print(f"vram-guard: {missing}", file=sys.stderr)
+            tell(missing)
         chosen = _only(sampler, options.watched)
-        tell = _telling(options, rows)
+        show = _shown_at(options, rows)
         stop = threading.Event()
         with _ending_cleanly(stop):
             try:
-                watch(chosen, monitor, seconds=options.seconds or None, interval=interval, tell=tell, stop=stop)
+                watch(chosen, monitor, seconds=options.seconds or None, interval=interval, tell=show, stop=stop)
             finally:  # what was seen until an error is worth its summary too
                 _finish(options, monitor.summary(), monitor.count)
     return EXIT_DONE
@@ -94,7 +95,7 @@ def _only(sampler: Callable[[], tuple[GpuSample, ...]], gpus: Sequence[str] | No
     known = [sample.gpu for sample in sampler()]
     for gpu in gpus:
         if gpu not in known:
-            raise InvalidInputError(_("there is no GPU {gpu}; there are {known}", gpu=gpu, known=", ".join(known)))
+            raise InvalidInputError(_("there is no GPU {gpu}; available: {known}", gpu=gpu, known=", ".join(known)))
     return lambda: tuple(sample for sample in sampler() if sample.gpu in gpus)
 
 
@@ -119,8 +120,8 @@ def _ending_cleanly(stop: threading.Event) -> Iterator[None]:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def _telling(options: argparse.Namespace, rows: Any | None) -> Callable[[float, tuple[GpuSample, ...]], None]:
-    """What happens at each moment: lines for people, rows for programs."""
+def _shown_at(options: argparse.Namespace, rows: Any | None) -> Callable[[float, tuple[GpuSample, ...]], None]:
+    """Callback for each sample: lines for people, rows for programs."""
     # The answer has standard output to itself.
     stream = sys.stderr if options.json or options.csv == "-" else sys.stdout
     show = None if options.quiet else _shower(stream)
@@ -196,27 +197,33 @@ def _finish(options: argparse.Namespace, summary: Sequence[GpuSummary], count: i
 
 
 def _advice(one: GpuSummary) -> str:
-    """What the figures suggest."""
+    """Advice that follows from the figures."""
     if one.utilization_mean is None or not one.processes:
         return ""
     if one.utilization_mean >= BUSY:
         return _("The GPU is kept busy.")
     if one.used_peak < BUSY * one.total:
-        return _("The GPU waits and has memory left: a larger batch or more loader workers (vram-guard optimize).")
-    return _("The GPU waits though its memory is in use: look at the data loader (vram-guard optimize).")
+        return _("The GPU is often idle and has memory left: try a larger batch or more workers (vram-guard optimize).")
+    return _("The GPU is often idle though its memory is in use: check the data loader (vram-guard optimize).")
+
+
+#: Names of the JSON for amounts, which say their unit there.
+_IN_JSON = {
+    "total": "memory_total_bytes",
+    "used_mean": "memory_mean_bytes",
+    "used_peak": "memory_peak_bytes",
+    "peak": "memory_peak_bytes",
+}
 
 
 def _as_dict(one: GpuSummary) -> dict[str, Any]:
     from dataclasses import asdict
 
+    def renamed(facts: dict[str, Any]) -> dict[str, Any]:
+        return {_IN_JSON.get(name, name): value for name, value in facts.items()}
+
     facts = asdict(one)
-    names = {"total": "memory_total_bytes", "used_mean": "memory_mean_bytes", "used_peak": "memory_peak_bytes"}
-    found = {names.get(name, name): value for name, value in facts.items() if name != "processes"}
-    processes = [
-        {**{name: value for name, value in process.items() if name != "peak"}, "memory_peak_bytes": process["peak"]}
-        for process in facts["processes"]
-    ]
-    return {**found, "processes": processes}
+    return renamed({**facts, "processes": [renamed(process) for process in facts["processes"]]})
 
 
 # --- CSV ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.options import DEVICE, add_options
+from vram_guard.cli.printing import print_json, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -35,24 +36,22 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("--config", required=True, metavar="FILE", help=_("the training config, YAML"))
+    add_options(parser, *DEVICE, "step", "lr-rule", "json")
     parser.add_argument("--output", metavar="FILE", help=_("where to write it (FILE_gpu_optimized.yaml)"))
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
-    parser.add_argument("--gpu", metavar="NAME", help=_("a card by name; without it the GPU at hand"))
-    parser.add_argument("--budget", metavar="AMOUNT", help=_('what PyTorch may reserve: "24GiB"'))
     parser.add_argument("--processes", default=1, type=int, metavar="N", help=_("training processes here, one per GPU"))
-    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep"))
     parser.add_argument("--target", type=float, default=0.8, help=_("share of the memory that a batch may fill (0.8)"))
-    parser.add_argument("--lr-rule", choices=("linear", "sqrt", "none"), default="linear", help=_("for learning rates"))
-    parser.add_argument("--keep", default="", metavar="A,B", help=_("settings that stay: batch_size,precision,..."))
+    parser.add_argument("--keep", default="", metavar="A,B", help=_("settings to keep: batch_size,precision,..."))
     parser.add_argument(
-        "--key", action="append", metavar="A=PATH", help=_("where a setting stands: batch_size=train.bs")
+        "--key", action="append", metavar="A=PATH", help=_("path of a setting in the config: batch_size=train.bs")
     )
-    parser.add_argument("--existing-only", action="store_true", help=_("change entries that are there; add none"))
+    parser.add_argument("--existing-only", action="store_true", help=_("change existing entries only; add none"))
     parser.add_argument(
         "--benchmark", action="store_true", help=_("run the step at several batch sizes; take the best")
     )
-    parser.add_argument("--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("for each batch size (2)"))
-    parser.add_argument("--json", action="store_true", help=_("answer as JSON"))
+    parser.add_argument(
+        "--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("seconds per batch size (2)")
+    )
     parser.set_defaults(run=_optimize)
 
 
@@ -62,11 +61,14 @@ def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.optimize.host import usable_cores
     from vram_guard.optimize.names import SETTINGS, check, find
     from vram_guard.optimize.rules import Situation, advise
+    from vram_guard.report.files import must_be_written, write_atomically
     from vram_guard.step import checked_count
 
     keep = frozenset(name.strip() for name in options.keep.split(",") if name.strip())
     for name in keep - set(SETTINGS):
-        raise InvalidInputError(_("{name} is no setting; there are {known}", name=name, known=", ".join(SETTINGS)))
+        raise InvalidInputError(
+            _("unknown setting {name}; expected one of {known}", name=name, known=", ".join(SETTINGS))
+        )
     if not 0 < options.target <= 1:
         raise InvalidInputError(_("--target must be above 0 and at most 1 (0.8 for 80%)"))
     if not 0 < options.benchmark_seconds <= 3600:
@@ -94,7 +96,8 @@ def _optimize(options: argparse.Namespace) -> int:
     advice = advise(found, situation)
     text = document.rewritten(advice.replaced(), advice.added())
     if not options.dry_run:
-        _write(output, text)
+        with must_be_written():
+            write_atomically(output, text)
     _answer(options, document, text, advice, budget, measured, output)
     return EXIT_DONE if batch is None or batch.fits else EXIT_DOES_NOT_FIT
 
@@ -126,9 +129,9 @@ def _chosen(keys: Sequence[str]) -> dict[str, str]:
 def _step(options: argparse.Namespace, document: Document) -> tuple[TrainingStep | None, str]:
     """The step that the config (or --step) names, where it names one that can be built; and the precision."""
     from vram_guard.capture.config_step import is_buildable, step_from_config
-    from vram_guard.closed_form.from_config import asked
+    from vram_guard.closed_form.from_config import parse_request
 
-    given = asked(document.values, {"model": options.step})
+    given = parse_request(document.values, {"model": options.step})
     precision = given.precision or "32-true"
     if not is_buildable(given.model):
         if options.step:
@@ -183,14 +186,14 @@ def _measured(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else _("this machine's CPU")
     if device == "cpu":
-        print(_("vram-guard: no GPU here: the measurement and its choice are the CPU's"), file=sys.stderr)
+        tell(_("no GPU here: the measurement and its choice are the CPU's"))
     sizes = {batch_size, *(max(1, batch_size * 2**power // 4) for power in range((4 * MOST_GROWTH).bit_length()))}
     fitting = {size for size in sizes if size <= max(largest, 1)} or {1}
 
-    def tell(one: Measured) -> None:
+    def show(one: Measured) -> None:
         print(_measured_line(one), file=sys.stderr)
 
-    return measure(step, fitting, device, seconds=options.benchmark_seconds, tell=tell), name
+    return measure(step, fitting, device, seconds=options.benchmark_seconds, tell=show), name
 
 
 def _measured_line(one: Measured) -> str:
@@ -203,19 +206,6 @@ def _measured_line(one: Measured) -> str:
         milliseconds=f"{1e3 * one.seconds:.1f}",
         spread=f"{one.spread:.0%}",
     )
-
-
-def _write(output: Path, text: str) -> None:
-    import warnings
-
-    from vram_guard.report.files import NotWrittenWarning, write_atomically
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NotWrittenWarning)
-        try:
-            write_atomically(output, text)
-        except NotWrittenWarning as error:
-            raise InvalidInputError(str(error)) from None
 
 
 def _answer(
@@ -262,15 +252,9 @@ def _as_dict(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
+    names = ("setting", "path", "old", "new", "reason")
     changes = [
-        {
-            "setting": change.setting,
-            "path": change.path,
-            "old": change.old,
-            "new": change.new,
-            "added": change.behind is not None,
-            "reason": change.reason,
-        }
+        {**{name: getattr(change, name) for name in names}, "added": change.behind is not None}
         for change in advice.changes
     ]
     return {

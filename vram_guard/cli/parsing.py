@@ -53,8 +53,8 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 @contextmanager
-def own_words() -> Iterator[None]:
-    """What argparse itself says ("usage", errors) in the language that is spoken; afterwards everything is as before.
+def argparse_locale() -> Iterator[None]:
+    """Translate argparse's own messages ("usage", errors) within a ``with`` block.
 
     argparse looks its messages up in the process's gettext domain, in the language of the environment.
     """

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vram_guard.cli.compare import add_common, configuration, listed, parsed, tell
+from vram_guard.cli.compare import configuration, listed, parsed, tell_progress
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.printing import print_json
 from vram_guard.language import _
@@ -24,11 +25,10 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
-    parser.add_argument("--step", metavar="NAME", help=_("module:function that makes the TrainingStep"))
+    add_options(parser, "step", *DEVICE, "allow", "json")
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
-    add_common(parser, allow=None)
-    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture; else common ones"))
-    parser.add_argument("--title", default="", metavar="TEXT", help=_("of the HTML report"))
+    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture (default: common ones)"))
+    parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)
 
@@ -48,7 +48,7 @@ def _plan(options: argparse.Namespace) -> int:
     config = load_config(options.config) if options.config else {}
     one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
-    made = plan(one.step, one.batch_size, options.budget, gpu=options.gpu, allow=allow, progress=tell)
+    made = plan(one.step, one.batch_size, options.budget, gpu=options.gpu, allow=allow, progress=tell_progress)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:

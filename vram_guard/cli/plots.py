@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
@@ -69,70 +67,49 @@ def write_pictures(
     Raises:
         InvalidInputError: a picture of the step is asked for and there is no timeline; a file cannot be written.
     """
-    if options.html:
-        from vram_guard.report.html import save_html
+    from vram_guard.plan.model import Plan
+    from vram_guard.report import (
+        batch_figure,
+        plan_figure,
+        save_figure,
+        save_html,
+        save_snapshot,
+        save_trace,
+        timeline_figure,
+    )
+    from vram_guard.report.batch_curve import COMMON_CARDS
+    from vram_guard.report.files import must_be_written
 
-        cards = None if gpus is None else tuple(gpus)
-        with _must_be_written():
+    cards = None if gpus is None else tuple(gpus)
+    with must_be_written():
+        if options.html:
             save_html(
                 answer, options.html, timeline=timeline, budget=budget, gpus=cards, settings=settings, title=title
             )
-        _said(options.html)
-    if any((options.plot, options.plot_batch, options.trace, options.snapshot)):
-        _write_timelines(options, answer, timeline, budget, gpus, settings)
-
-
-def _write_timelines(
-    options: argparse.Namespace,
-    answer: Plan | Estimate,
-    timeline: Timeline | None,
-    budget: Budget | None,
-    gpus: Iterable[Budget | GPU | str | int] | None,
-    settings: AllocatorSettings | None,
-) -> None:
-    from vram_guard.plan.model import Plan
-    from vram_guard.report import batch_figure, plan_figure, save_figure, save_snapshot, save_trace, timeline_figure
-    from vram_guard.report.batch_curve import COMMON_CARDS
-
-    plan = answer if isinstance(answer, Plan) else None
-    estimate = plan.estimate if plan is not None else answer
-    assert not isinstance(estimate, Plan)
-    drawn = plan.timeline if plan is not None else timeline
-    budget = plan.budget if plan is not None else budget
-    if drawn is None:
-        raise InvalidInputError(_("there is no step to draw: only a model that can be built has a timeline"))
-    size = estimate.batch_size
-    with _must_be_written():
-        if options.plot and plan is not None:
-            save_figure(plan_figure(plan, settings=settings), options.plot)
+            _wrote(options.html)
+        others = [path for path in (options.plot, options.plot_batch, options.trace, options.snapshot) if path]
+        if not others:
+            return
+        size, at, written = answer.batch_size, answer.batch_size, timeline
+        if isinstance(answer, Plan):
+            size, at = answer.estimate.batch_size, answer.batch_size_before
+            timeline, written, budget = answer.timeline, answer.timeline_before, answer.budget
+        if timeline is None:
+            raise InvalidInputError(_("there is no step to draw: only a model that can be built has a timeline"))
+        if options.plot and isinstance(answer, Plan):
+            save_figure(plan_figure(answer, settings=settings), options.plot)
         elif options.plot:
-            save_figure(timeline_figure(drawn, size, budget=budget, settings=settings), options.plot)
+            save_figure(timeline_figure(timeline, size, budget=budget, settings=settings), options.plot)
         if options.plot_batch:
-            written = plan.timeline_before if plan is not None else None
-            at = size if plan is None else plan.batch_size_before
-            cards = COMMON_CARDS if gpus is None else gpus
-            save_figure(batch_figure(written or drawn, cards, at=at, settings=settings), options.plot_batch)
+            figure = batch_figure(written or timeline, cards or COMMON_CARDS, at=at, settings=settings)
+            save_figure(figure, options.plot_batch)
         if options.trace:
-            save_trace(drawn, size, options.trace, budget=budget, settings=settings)
+            save_trace(timeline, size, options.trace, budget=budget, settings=settings)
         if options.snapshot:
-            save_snapshot(drawn, size, options.snapshot, settings=settings)
-    for path in (options.plot, options.plot_batch, options.trace, options.snapshot):
-        if path:
-            _said(path)
+            save_snapshot(timeline, size, options.snapshot, settings=settings)
+    for path in others:
+        _wrote(path)
 
 
-@contextmanager
-def _must_be_written() -> Iterator[None]:
-    """A file that was asked for by name and cannot be written is an error, not a warning."""
-    from vram_guard.report.files import NotWrittenWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NotWrittenWarning)
-        try:
-            yield
-        except NotWrittenWarning as error:
-            raise InvalidInputError(str(error)) from None
-
-
-def _said(path: str) -> None:
+def _wrote(path: str) -> None:
     print(_("wrote {path}", path=path), file=sys.stderr)

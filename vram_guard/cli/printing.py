@@ -1,15 +1,55 @@
-"""How commands answer: JSON for programs, aligned columns for people."""
+"""Answers of the commands: JSON for programs, lines and columns for people, messages beside the answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
-from vram_guard.language import _, display_width, ljust, rjust
+from vram_guard.errors import VramGuardError
+from vram_guard.language import _
+from vram_guard.report.columns import columns
 
 #: The format of every ``--json`` answer; raised when a key changes its meaning or goes away.
 JSON_SCHEMA = 1
+
+_Answer = TypeVar("_Answer")
+
+
+class Notes(list[str]):
+    """Remarks on an answer: told on standard error at once, and kept for the JSON."""
+
+    def add(self, text: str) -> None:
+        """Tell and keep a remark."""
+        self.append(text)
+        tell(text)
+
+    def attempt(self, make: Callable[[], _Answer]) -> _Answer | None:
+        """The symbolic answer that ``make`` returns; None, and a remark with the reason, where it raises.
+
+        Code that is not ours runs in it (the user's, a library's on guessed inputs), and may raise anything.
+        """
+        try:
+            return make()
+        except VramGuardError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - see above
+            reason = f"{type(error).__name__}: {error}"
+        self.add(_("no symbolic answer: {reason}", reason=reason))
+        return None
+
+
+def tell(text: str) -> None:
+    """A message beside the answer."""
+    print(f"vram-guard: {text}", file=sys.stderr)
+
+
+def print_now(lines: Iterable[str]) -> None:
+    """Print lines that somebody reads while the rest of the answer is being computed."""
+    for line in lines:
+        print(line)
+    sys.stdout.flush()
 
 
 def in_words(value: object) -> str:
@@ -24,10 +64,4 @@ def print_json(answer: dict[str, Any]) -> None:
 
 def print_columns(rows: Sequence[Sequence[str]], *, left: int) -> None:
     """Rows as aligned columns: the first ``left`` flush left, the others flush right."""
-    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            ljust(cell, width) if index < left else rjust(cell, width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print_now(columns(rows, to_the_right=lambda index, _cell: index >= left))

@@ -16,24 +16,23 @@ from functools import cached_property
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.step import checked_count
+from vram_guard.step import LARGEST_BATCH, checked_count
 
 #: Bytes of a float32 number; half of it under automatic mixed precision.
 FLOAT32 = 4
 HALF = 2
-#: The share of the GPU that activations may take, and a cautious one.
+#: The share of the GPU that activations may take.
 USUAL_SHARE = 0.7
-CAUTIOUS_SHARE = 0.6
 #: Sizes that convolutions and tensor cores like.
 ROUND_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the rule looks at: a network of equal layers and its input. Whole numbers, at least 1.
+    """A network of equal layers and its input, as the rule sees it. Whole numbers, at least 1.
 
     Attributes:
-        batch: samples at once.
+        batch: samples of one forward pass.
         height, width: of the input, in pixels or grid points.
         hidden_dim: numbers at every point, between the layers.
         num_layers: layers.
@@ -102,7 +101,7 @@ class Calculation:
 
     @property
     def fits(self) -> bool:
-        """Whether the activations stay within what is allowed."""
+        """True where the activations stay within what is allowed."""
         return self.network.total_bytes <= self.allowed
 
     @property
@@ -126,8 +125,8 @@ class Calculation:
 
     @property
     def largest_batch(self) -> int:
-        """The largest batch that fits; 0 where not even one sample does."""
-        return self.allowed // replace(self.network, batch=1).total_bytes
+        """The largest batch that fits and that a step may have; 0 where not even one sample fits."""
+        return min(self.allowed // replace(self.network, batch=1).total_bytes, LARGEST_BATCH)
 
     @property
     def largest_resolution(self) -> tuple[int, int] | None:
@@ -185,7 +184,7 @@ def checked_share(share: object) -> float:
     """``share`` as a float in (0, 1].
 
     Raises:
-        InvalidInputError: for anything else; 70 for 70% is a slip.
+        InvalidInputError: for anything else; 70 for 70% is a mistake.
 
     Example:
         >>> checked_share(0.7)

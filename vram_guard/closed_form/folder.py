@@ -35,7 +35,7 @@ class Component:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a folder holds."""
+    """The models of a folder."""
 
     path: Path
     class_name: str

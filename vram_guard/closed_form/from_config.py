@@ -64,8 +64,8 @@ _PRECISION_WORDS: Final = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a config and the options beside it say; None where neither does."""
+class EstimateRequest:
+    """A request for an estimate, from a config and the options beside it; None: given in neither."""
 
     numbers: Mapping[str, int] = field(default_factory=dict)
     """By the names of :data:`NAMES`."""
@@ -79,7 +79,7 @@ class Asked:
     """Name -> its path in the config."""
 
     def missing(self) -> list[str]:
-        """Which of the numbers that the rule needs are not there."""
+        """Names of the numbers that the rule needs and that are not given."""
         return [name for name in NEEDED if name not in self.numbers]
 
     def network(self) -> Network:
@@ -107,8 +107,8 @@ class Asked:
         )
 
 
-def asked(config: Mapping[str, Any], options: Mapping[str, Any]) -> Asked:
-    """What a config says, with the options over it.
+def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> EstimateRequest:
+    """Read a request from a config, with the options over it.
 
     Args:
         config: the file's entries; may be empty.
@@ -141,7 +141,7 @@ def asked(config: Mapping[str, Any], options: Mapping[str, Any]) -> Asked:
     if memory is None and gpu is None and options.get("budget") is None:
         memory, gpu = found.one("GPU memory", MEMORY), found.text("GPU", GPU)
     model = options.get("model") or found.model()
-    return Asked(numbers, precision, memory, gpu, model, found.places)
+    return EstimateRequest(numbers, precision, memory, gpu, model, found.places)
 
 
 class _Entries:
@@ -175,8 +175,8 @@ class _Entries:
                 other = differing[0]
                 raise InvalidInputError(
                     _(
-                        "{name} stands twice in the config: {path} is {value}, {other_path} is {other}; "
-                        "give it as an option",
+                        "{name} is given twice in the config: {path} is {value}, {other_path} is {other}; "
+                        "pass it as an option",
                         name=name,
                         path=path,
                         value=repr(value)[:40],
@@ -194,7 +194,7 @@ class _Entries:
         return value if isinstance(value, str) else None
 
     def model(self) -> str | None:
-        """What builds the model: an explicit step, else the model's name."""
+        """The name of an explicit step, else of the model."""
         for candidate in STEP:
             value = self.text("model", (candidate,))
             if value is not None:

@@ -1,4 +1,4 @@
-"""What one sample looks like to a model, from its config.json: known without building it."""
+"""Sizes of one sample as a model receives it, read from its config.json without building the model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def whole_sides(config: Mapping[str, Any], name: str, default: int = 1) -> tuple
 
 
 def text_width(config: Mapping[str, Any]) -> int | None:
-    """How wide the encoding of a prompt is that a diffusion model takes; None where it takes none."""
+    """Width of the encoded prompt that a diffusion model takes; None where it takes none."""
     found = (name for name in TEXT_WIDTHS if isinstance(config.get(name), int))
     return next((whole(config, name) for name in found), None)
 

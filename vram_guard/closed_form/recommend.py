@@ -1,4 +1,4 @@
-"""What would make a fine-tuning fit, by the closed form: each measure by itself, then together until it fits."""
+"""Changes that make a fine-tuning fit, by the closed form: each by itself, then combined until it fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Measure:
     tuning: Tuning
 
     def fits(self, usable: int) -> bool:
-        """Whether the training under this measure is known to stay within ``usable`` bytes."""
+        """True where the training under this measure is known to stay within ``usable`` bytes."""
         return self.tuning.complete and self.tuning.total <= usable
 
 
@@ -47,7 +47,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[Tuning], Tuning]], ...] = (
 )
 
 
-def measures(tuning: Tuning) -> tuple[Measure, ...]:
+def individual_savings(tuning: Tuning) -> tuple[Measure, ...]:
     """Every measure that changes something, each by itself."""
     return tuple(
         Measure(name, key, changed)
@@ -56,7 +56,7 @@ def measures(tuning: Tuning) -> tuple[Measure, ...]:
     )
 
 
-def together(tuning: Tuning, usable: int) -> tuple[Measure, ...]:
+def combined_savings(tuning: Tuning, usable: int) -> tuple[Measure, ...]:
     """Measures on top of each other until it fits, none of them needless.
 
     Empty where it fits as it is, or where all of them are not enough.

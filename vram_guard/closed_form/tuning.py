@@ -1,4 +1,4 @@
-"""What fine-tuning a model takes, in closed form: weights, gradients, optimizer states, batch, and a rule for the rest.
+"""Memory of fine-tuning a model, in closed form: weights, gradients, optimizer states, batch, a rule for the rest.
 
 Weights, gradients and optimizer states are exact: AdamW keeps two numbers of the weight's own type for each of them
 (torch.optim.AdamW, ``exp_avg`` and ``exp_avg_sq``), and only what is trained has gradients and states. Activations are
@@ -17,7 +17,7 @@ from typing import Any, Final
 from vram_guard.closed_form.folder import Component
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.step import checked_count
+from vram_guard.step import LARGEST_BATCH, checked_count
 
 #: Bytes of a number by what people call its type.
 DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -57,7 +57,7 @@ class Tuning:
 
     Attributes:
         trained, frozen: components; one that stands in both is there twice, once as a frozen copy.
-        batch: samples at once.
+        batch: samples of one forward pass.
         dtype: of the weights, a key of :data:`DTYPES`.
         sample_numbers: numbers of one sample as the trained model is given it (latents or pixels).
         text_numbers: numbers of one sample's encoded prompt.
@@ -103,7 +103,7 @@ class Tuning:
         }
 
     def activations(self) -> int | None:
-        """What waits for the backward pass, by the rule of thumb; 0 where nothing is trained."""
+        """Bytes of saved activations, by the rule of thumb; 0 where nothing is trained."""
         if not self.trained:
             return 0
         if self.shape is None:
@@ -121,15 +121,15 @@ class Tuning:
 
     @property
     def complete(self) -> bool:
-        """Whether every part is known; otherwise :attr:`total` is a lower bound."""
+        """True where every part is known; otherwise :attr:`total` is a lower bound."""
         return self.activations() is not None
 
     def largest_batch(self, usable: int) -> int:
-        """The largest batch within ``usable`` bytes; 0 where not even one sample fits."""
+        """The largest batch within ``usable`` bytes that a step may have; 0 where not even one sample fits."""
         one, two = replace(self, batch=1).total, replace(self, batch=2).total
         if one > usable or not self.complete:
             return 0
-        return 1 + (usable - one) // (two - one) if two > one else self.batch
+        return min(1 + (usable - one) // (two - one), LARGEST_BATCH) if two > one else self.batch
 
 
 def checked_dtype(name: str) -> str:
@@ -147,7 +147,7 @@ def checked_dtype(name: str) -> str:
 
 
 def stored_dtype(components: tuple[Component, ...]) -> str:
-    """What the largest component is stored in; float32 where that is no type to train in."""
+    """The type that the largest component is stored in; float32 where that is no type to train in."""
     largest = max(components, key=lambda one: one.weights.parameters, default=None)
     return STORED.get((largest.weights.dtype if largest else None) or "", "float32")
 

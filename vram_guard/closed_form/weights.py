@@ -1,4 +1,4 @@
-"""What lies in a model's weight files, from their headers alone: nothing is loaded, and nothing is unpickled.
+"""Contents of a model's weight files, from their headers alone: nothing is loaded, and nothing is unpickled.
 
 A safetensors file begins with 8 bytes (the header's length, little-endian) and the header, JSON: tensor name -> dtype,
 shape and offsets of its data (https://github.com/huggingface/safetensors, "Format"). The library reads and checks the
@@ -8,6 +8,7 @@ header; the data behind it is never touched.
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections import Counter
 from collections.abc import Mapping
@@ -20,31 +21,6 @@ from vram_guard.config_file import read_text
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 
-#: Bytes of one number, by the names of the format; smaller than a byte counts as packed.
-BYTES_OF: Final[Mapping[str, float]] = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
-    "F6_E2M3": 0.75,
-    "F6_E3M2": 0.75,
-    "F4": 0.5,
-    "C64": 8,
-    "I64": 8,
-    "U64": 8,
-    "I32": 4,
-    "U32": 4,
-    "I16": 2,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
 #: Endings of files that hold pickles: reading them runs what is in them.
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: The library's own limit for a header (100 MB), and ours for an index, which names every tensor once.
@@ -73,17 +49,23 @@ class Weights:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return int(sum(count * BYTES_OF[dtype] for dtype, count in self.numbers.items()))
+        return sum(count * _bits(dtype) for dtype, count in self.numbers.items()) // 8
 
     @property
     def dtype(self) -> str | None:
-        """What most floating-point numbers are stored in; None where there are none."""
+        """The type of most floating-point numbers; None where there are none."""
         floats = {dtype: count for dtype, count in self.numbers.items() if dtype.startswith(("F", "BF"))}
         return max(floats, key=lambda dtype: floats[dtype], default=None)
 
 
+def _bits(dtype: str) -> int:
+    """Bits of one number, which the format's names say ("BF16", "F8_E4M3", "C64"); BOOL has a byte."""
+    named = re.match(r"[A-Z]+(\d+)", dtype)
+    return int(named[1]) if named else 8
+
+
 def read_weights(folder: Path) -> Weights:
-    """What the weight files of one component hold.
+    """Read the headers of one component's weight files.
 
     Sharded files by their index; else the plainly named file, else a variant ("model.fp16.safetensors"), else every
     safetensors file there is.
@@ -120,7 +102,9 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (str(one.get_dtype()), tuple(one.get_shape())) for name, one in slices}
     except (SafetensorError, OSError, ValueError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise InvalidInputError(_("{path} is no sound safetensors file: {reason}", path=path, reason=reason)) from None
+        raise InvalidInputError(
+            _("{path} is not a valid safetensors file: {reason}", path=path, reason=reason)
+        ) from None
     except ImportError as error:
         raise MissingLibraryError(
             _("building {name} needs {library}: {error}", name="safetensors", library="numpy", error=error)
@@ -138,12 +122,16 @@ def _check_file(path: Path) -> None:
         reason = error.strerror or error
         raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=reason)) from None
     if not stat.S_ISREG(status.st_mode):
-        raise InvalidInputError(_("{path} is no ordinary file", path=path))
+        raise InvalidInputError(_("{path} is not a regular file", path=path))
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if status.st_size < 8 or length > min(LARGEST_HEADER, status.st_size - 8):
         reason = _("its header would be {length} bytes long, the file has {size}", length=length, size=status.st_size)
-        raise InvalidInputError(_("{path} is no sound safetensors file: {reason}", path=path, reason=reason))
+        raise _damaged(path, reason)
+
+
+def _damaged(path: Path, reason: str) -> InvalidInputError:
+    return InvalidInputError(_("{path} is not a valid safetensors file: {reason}", path=path, reason=reason))
 
 
 def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -153,14 +141,14 @@ def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]
         names = sorted(set(placed.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidInputError(
-            _("{path} is no index of safetensors files: weight_map is missing", path=index)
+            _("{path} is not an index of safetensors files: weight_map is missing", path=index)
         ) from None
     numbers = Counter[str]()
     for name in names:
         # A name with a folder in it would lead out of here.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise InvalidInputError(
-                _("{path} names a file that is none of its own: {name}", path=index, name=repr(name)[:60])
+                _("{path} names a file that does not belong to it: {name}", path=index, name=repr(name)[:60])
             )
         tensors = header(folder / name)
         wanted = {tensor for tensor, place in placed.items() if place == name}

@@ -1,4 +1,4 @@
-"""Which batch size to train with: what fits, and of that the smallest that is as fast as any."""
+"""Choice of the batch size: of those that fit the smallest that is as fast as any."""
 
 from __future__ import annotations
 

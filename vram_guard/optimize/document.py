@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     line: int
     """From 1."""
     editable: bool
-    """Whether it can be replaced in the text: a plain value that stands once, without anchor, alias or tag."""
+    """True where the text can be replaced: a plain value that stands once, without anchor, alias or tag."""
 
     @property
     def name(self) -> str:
@@ -182,7 +182,7 @@ class Document:
 
 
 def _visits(root: yaml.Node) -> dict[int, int]:
-    """How often each node is reached: more than once where an alias or a merge stands for it."""
+    """Number of times each node is reached: more than once where an alias or a merge stands for it."""
     import yaml
 
     counts: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What a training's settings are called in people's configs, and their values, checked before any work."""
+"""Names of a training's settings in people's configs, and checks of their values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def find(entries: Iterable[Entry], chosen: Mapping[str, str]) -> dict[str, list[
     for setting, path in chosen.items():
         if setting not in SETTINGS:
             raise InvalidInputError(
-                _("{name} is no setting; there are {known}", name=setting, known=", ".join(SETTINGS))
+                _("unknown setting {name}; expected one of {known}", name=setting, known=", ".join(SETTINGS))
             )
         if all(entry.path != path for entry in known):
             raise InvalidInputError(_("the config has no entry {path}", path=path))

@@ -1,4 +1,4 @@
-"""What to change in a config for a GPU and its host, and why (pure functions)."""
+"""Rules: changes of a config for a GPU and its host, with their reasons (pure functions)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class Situation:
-    """What the config is to be made for."""
+    """The GPU, the host and the wishes that a config is made for."""
 
     cores: int
     """Processors that one training process may use."""
@@ -68,7 +68,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """What changes, and why the rest stays."""
+    """The changes, and why the rest stays."""
 
     changes: tuple[Change, ...]
     kept: tuple[tuple[str, str], ...] = field(default=())
@@ -84,7 +84,7 @@ class Advice:
 
 
 def advise(found: Mapping[str, list[Entry]], situation: Situation) -> Advice:
-    """What to change in a config.
+    """Decide on the changes of a config.
 
     Args:
         found: setting -> its entries, checked; with a batch size.
@@ -185,7 +185,7 @@ class _Adviser:
         best = (own or others)[:1]
         if not best:
             if entries:
-                self._keep("precision", _("it is written in words that are not known here: {why}", why=why))
+                self._keep("precision", _("its present value is unknown here: {why}", why=why))
             else:
                 self._set("precision", True, why, behind="batch_size", name="use_mixed_precision")
             return
@@ -198,7 +198,7 @@ class _Adviser:
             self._keep("compile", _("torch.compile needs compute capability 7.0; this is {found}", found=named))
             return
         if "compile" in self._found and not isinstance(self._one("compile").value, bool | None):
-            self._keep("compile", _("it is no switch here"))
+            self._keep("compile", _("it is not true or false here"))
             return
         why = _("fused kernels; the first steps take minutes, and inputs should keep their shape")
         self._switch("compile", "batch_size", why, name="compile_model")
@@ -209,9 +209,9 @@ class _Adviser:
             return
         risky = [change.setting for change in self._changes if change.setting in ("learning_rate", "precision")]
         if not risky:
-            self._keep("clip", _("neither learning rate nor precision changes"))
+            self._keep("clip", _("neither the learning rate nor the precision changes"))
             return
-        why = _("a bound for steps that go astray under the new learning rate or precision")
+        why = _("a bound for unstable steps under the new learning rate or precision")
         self._set("clip", CLIP_NORM, why, behind="batch_size", name="grad_clip")
 
     # --- how they are written ---------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class _Adviser:
 
 
 def precision_value(entry: Entry, target: str) -> Any:
-    """What an entry is to say for "bf16-mixed" or "16-mixed", in its own words; None: it cannot say that.
+    """The value of an entry for "bf16-mixed" or "16-mixed", in its own spelling; None: it has no such value.
 
     Lightning and plain configs: "precision: 32-true"; Accelerate: "mixed_precision: no"; switches: "use_amp: false".
     """

@@ -1,6 +1,6 @@
 """Estimates and plans as people and programs read them.
 
-Tables for terminals (``text``), JSON (``as_json``), pictures (``plot``, ``batch_plot``: need matplotlib), one HTML page
+Tables for terminals (``text``), JSON (``as_json``), pictures (``plot``: needs matplotlib), one HTML page
 to send to a colleague (``html``), a trace for Perfetto and Chrome (``trace_events``), a snapshot for PyTorch's
 memory_viz page (``snapshot``). Each is imported on first use and costs only those who use it.
 """
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vram_guard.report.as_json import write_json
-    from vram_guard.report.batch_plot import batch_figure
     from vram_guard.report.html import html_report, save_html
-    from vram_guard.report.plot import plan_figure, save_figure, timeline_figure
+    from vram_guard.report.plot import batch_figure, plan_figure, save_figure, timeline_figure
     from vram_guard.report.snapshot import save_snapshot
     from vram_guard.report.text import render, show
     from vram_guard.report.trace_events import save_trace
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "batch_figure": "batch_plot",
+    "batch_figure": "plot",
     "html_report": "html",
     "plan_figure": "plot",
     "render": "text",

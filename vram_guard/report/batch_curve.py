@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.timeline import largest_that_fits, peak_fits
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ LARGEST_DRAWN = 2**16
 
 @dataclass(frozen=True)
 class Limit:
-    """How far one budget carries the step; amounts in bytes."""
+    """The largest batch of the step within one budget; amounts in bytes."""
 
     name: str
     usable: int
@@ -38,7 +39,7 @@ class Limit:
 
     @property
     def open_ended(self) -> bool:
-        """Whether the search ended before the memory did."""
+        """True where the search ended before the memory did."""
         return self.largest >= LARGEST_DRAWN
 
 
@@ -75,7 +76,7 @@ def batch_curve(
 
     resolved = [(budget, Budget.of(budget).for_tier(timeline.tier)) for budget in budgets]
     if not resolved:
-        raise InvalidInputError("a batch-size curve needs at least one GPU or budget")
+        raise InvalidInputError(_("a batch-size curve needs at least one GPU or budget"))
 
     @cache
     def peak(size: int) -> int:
@@ -90,7 +91,7 @@ def batch_curve(
     return BatchCurve(sizes, tuple(map(peak, sizes)), tuple(sorted(limits, key=lambda limit: limit.usable)))
 
 
-def close_together(limits: Iterable[Limit], share: float = 0.035) -> list[list[Limit]]:
+def close_together(limits: Iterable[Limit], share: float = 0.05) -> list[list[Limit]]:
     """The limits in groups, each of whose lines lies within this share of the whole height of the next one."""
     groups: list[list[Limit]] = []
     ordered = sorted(limits, key=lambda limit: limit.usable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
@@ -94,13 +95,13 @@ def _fixes(answer: Calculation) -> Iterator[str]:
 
 def calculator_dict(answer: Calculation) -> dict[str, Any]:
     """The answer of the rule of thumb for programs; amounts are ints of bytes."""
-    network, mixed = answer.network, answer.with_amp
+    network, mixed, split, amp = answer.network, answer.with_amp, answer.accumulation, None
+    if mixed is not None:
+        total, most = mixed.network.total_bytes, mixed.largest_batch
+        amp = {"total_bytes": total, "fits": mixed.fits, "largest_batch": most}
     return {
         "method": "rule of thumb",
-        "network": {
-            name: getattr(network, name)
-            for name in ("batch", "height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element")
-        },
+        "network": asdict(network),
         "gpu_memory": answer.memory,
         "threshold": answer.share,
         "allowed": answer.allowed,
@@ -113,14 +114,8 @@ def calculator_dict(answer: Calculation) -> dict[str, Any]:
             "largest_batch": answer.largest_batch,
             "largest_resolution": _listed(answer.largest_resolution),
             "largest_resolution_multiple_of_8": _listed(answer.largest_round_resolution),
-            "accumulation": _split(answer.accumulation),
-            "amp": None
-            if mixed is None
-            else {
-                "total_bytes": mixed.network.total_bytes,
-                "fits": mixed.fits,
-                "largest_batch": mixed.largest_batch,
-            },
+            "accumulation": None if split is None else {"micro_batch": split[0], "accumulate": split[1]},
+            "amp": amp,
         },
     }
 
@@ -134,7 +129,3 @@ def amount(count: int) -> str:
 
 def _listed(size: tuple[int, int] | None) -> list[int] | None:
     return None if size is None else list(size)
-
-
-def _split(split: tuple[int, int] | None) -> dict[str, int] | None:
-    return None if split is None else {"micro_batch": split[0], "accumulate": split[1]}

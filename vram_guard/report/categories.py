@@ -1,4 +1,4 @@
-"""What the categories of memory are called, in the reader's language."""
+"""Names of the categories of memory, in the reader's language."""
 
 from __future__ import annotations
 

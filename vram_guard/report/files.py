@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 
 class NotWrittenWarning(UserWarning):
@@ -35,6 +40,22 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> bool
         finally:
             temporary.unlink(missing_ok=True)  # gone after the rename; left over after an error or Ctrl-C
     except OSError as error:
-        warnings.warn(f"{target} was not written: {error}", NotWrittenWarning, stacklevel=2)
+        message = _("{path} was not written: {reason}", path=target, reason=error)
+        warnings.warn(message, NotWrittenWarning, stacklevel=2)
         return False
     return True
+
+
+@contextmanager
+def must_be_written() -> Iterator[None]:
+    """A file that was asked for by name and cannot be written is an error, not a warning.
+
+    Raises:
+        InvalidInputError: :func:`write_atomically` warned.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotWrittenWarning)
+        try:
+            yield
+        except NotWrittenWarning as error:
+            raise InvalidInputError(str(error)) from None

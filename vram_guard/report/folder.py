@@ -1,12 +1,13 @@
-"""What a model's folder holds and what training it takes, in words and for programs."""
+"""A model folder and the memory of training it, in words and for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.language import _, display_width, ljust, marked, rjust
+from vram_guard.language import _, display_width, marked
 from vram_guard.report.calculator import amount
+from vram_guard.report.columns import columns
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -33,7 +34,7 @@ def folder_lines(folder: ModelFolder) -> Iterator[str]:
     yield ""
     yield _("📊 parameters, from the files' headers (no weights are loaded):")
     rows = [_component_row(one) for one in folder.components.values()]
-    yield from aligned(rows, indent=3)
+    yield from _aligned(rows)
     pickles = [f"{one.name}/{name}" for one in folder.components.values() for name in one.weights.pickles]
     if pickles:
         yield _("   ⚠ pickles, not opened (loading one runs what is in it): {names}", names=", ".join(pickles))
@@ -55,14 +56,14 @@ def _component_row(component: Component) -> tuple[str, ...]:
 
 
 def tuning_lines(tuning: Tuning) -> Iterator[str]:
-    """What the training takes, part by part."""
+    """The memory of the training, part by part."""
     trained = ", ".join(one.name for one in tuning.trained) or _("none")
     frozen = ", ".join(one.name for one in tuning.frozen) or _("none")
     yield _("🔢 training {trained}; frozen: {frozen}", trained=trained, frozen=frozen)
     yield _("   batch {batch}, {dtype}", batch=tuning.batch, dtype=tuning.dtype)
     rows = [(_(_PARTS[name]), _amount(held)) for name, held in tuning.parts().items() if held != 0]
     total = amount(tuning.total) if tuning.complete else _("at least {amount}", amount=amount(tuning.total))
-    lines = list(aligned([*rows, (_("in all"), total)], indent=3))
+    lines = list(_aligned([*rows, (_("in all"), total)]))
     yield from lines[:-1]
     yield "   " + "-" * (max(map(display_width, lines)) - 3)
     yield lines[-1]
@@ -95,10 +96,10 @@ def recommendation_lines(
         return
     yield _("💡 what would help, each by itself:")
     rows = [(_(one.name), amount(one.tuning.total), _("fits") if one.fits(usable) else "") for one in single]
-    yield from aligned(rows, indent=3)
+    yield from _aligned(rows)
     if taken:
         yield _("💡 together they make it fit:")
-        yield from aligned([("+ " + _(one.name), amount(one.tuning.total)) for one in taken], indent=3)
+        yield from _aligned([("+ " + _(one.name), amount(one.tuning.total)) for one in taken])
         yield _("   the largest micro-batch is then {count}", count=taken[-1].tuning.largest_batch(usable))
     else:
         yield _("💡 not even together do they make it fit: take a larger GPU, or several (FSDP)")
@@ -142,15 +143,9 @@ def measure_dict(measure: Measure, usable: int) -> dict[str, Any]:
     return {"measure": measure.key, "total_bytes": measure.tuning.total, "fits": measure.fits(usable)}
 
 
-def aligned(rows: Sequence[Sequence[str]], *, indent: int) -> Iterator[str]:
-    """Rows in columns as a terminal shows them: the first flush left, amounts flush right, names flush left."""
-    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            rjust(cell, width) if index and cell[:1].isdigit() else ljust(cell, width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield " " * indent + "  ".join(cells).rstrip()
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows in columns: amounts flush right, names flush left."""
+    return columns(rows, to_the_right=lambda index, cell: index > 0 and cell[:1].isdigit(), indent=3)
 
 
 def _amount(held: int | None) -> str:

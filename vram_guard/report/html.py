@@ -12,14 +12,13 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from vram_guard.language import _, language, marked
-from vram_guard.plan.model import Plan
+from vram_guard.language import _, language
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
-from vram_guard.report.categories import PHASES, category_name
+from vram_guard.report.categories import category_name
+from vram_guard.report.charts import batch_chart, timeline_charts
+from vram_guard.report.content import Content, alternatives, plan_facts
 from vram_guard.report.files import write_atomically
-from vram_guard.report.plot import DRAWN_MICRO_BATCHES, LAYERS
-from vram_guard.report.svg import batch_chart, scale_top, timeline_chart
-from vram_guard.timeline import CATEGORIES
+from vram_guard.report.svg import COLUMNS, script_data, svg
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +27,9 @@ if TYPE_CHECKING:
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
+    from vram_guard.plan import Plan
     from vram_guard.report.batch_curve import BatchCurve
+    from vram_guard.report.charts import Chart
     from vram_guard.timeline import Estimate, Timeline
 
 #: No request of any kind may leave the page; its own style and script are part of it.
@@ -59,21 +60,18 @@ def html_report(
         settings: the allocator's settings; None: PyTorch's defaults.
         title: what was predicted ("GPT-2 on our data").
     """
-    plan = answer if isinstance(answer, Plan) else None
+    content = Content.of(answer, budget)
+    plan = content.plan
     if plan is not None:
-        timeline, budget = plan.timeline, plan.budget
-    estimate = plan.estimate if plan is not None else answer
-    assert not isinstance(estimate, Plan)
-    if budget is not None:
-        budget = budget.for_tier(estimate.tier)
+        timeline = plan.timeline
     name = title or _("What a training step takes on the GPU")
     sections = [
-        _head(name, answer, budget),
-        _numbers(estimate, plan),
-        _charts(estimate, plan, timeline, budget, settings),
-        _batch_sizes(estimate, plan, timeline, budget, gpus, settings),
+        _head(name, content),
+        _numbers(content),
+        _charts(content, timeline, settings),
+        _batch_sizes(content, timeline, gpus, settings),
         "" if plan is None else _plan(plan),
-        _notes(estimate),
+        _notes(content),
         _foot(),
     ]
     assets = files("vram_guard.report") / "assets"
@@ -111,31 +109,15 @@ def save_html(
 # --- sections ------------------------------------------------------------------------------------------------------
 
 
-def _head(name: str, answer: Plan | Estimate, budget: Budget | None) -> str:
-    parts = [f"<h1>{escape(name)}</h1>"]
+def _head(name: str, content: Content) -> str:
+    parts, budget = [f"<h1>{escape(name)}</h1>"], content.budget
     if budget is not None:
-        fitting = answer.fits if isinstance(answer, Plan) else answer.fits(budget)
-        peak = answer.peak if isinstance(answer, Plan) else answer.peak_reserved
-        parts.append(_verdict(peak, budget, fitting))
-        if isinstance(answer, Plan) and answer.changed:
-            parts.append(_bar(_("as written"), answer.before.peak_reserved, budget))
-            parts.append(_bar(_("planned"), peak, budget))
-        else:
-            parts.append(_bar(_("needed"), peak, budget))
-        parts.append(f'<p class="soft">{escape(_("Budget: {words}", words=budget.explain()))}</p>')
+        kind, head, figures = content.verdict(budget)
+        said = _("{verdict}: {figures}.", verdict=head, figures=figures)
+        parts.append(f'<p class="verdict {kind}">{escape(said)}</p>')
+        parts += [_bar(bar, peak, budget) for bar, peak in content.bars()]
+        parts.append(f'<p class="soft">{escape(_("Budget: {budget}", budget=budget.explain()))}</p>')
     return _tag("header", parts)
-
-
-def _verdict(peak: int, budget: Budget, fitting: bool) -> str:
-    usable = budget.usable
-    values = {"peak": format_bytes(peak), "usable": format_bytes(usable), "spare": format_bytes(abs(usable - peak))}
-    if fitting:
-        kind, said = "fits", _("Fits: {peak} of {usable} usable, {spare} to spare.", **values)
-    elif peak > usable:
-        kind, said = "over", _("Does not fit: {peak} needed, {usable} usable, {spare} too much.", **values)
-    else:
-        kind, said = "unknown", _("Not known to fit: at least {peak} of {usable} usable.", **values)
-    return f'<p class="verdict {kind}">{escape(said)}</p>'
 
 
 def _bar(name: str, peak: int, budget: Budget) -> str:
@@ -152,121 +134,50 @@ def _bar(name: str, peak: int, budget: Budget) -> str:
     )
 
 
-def _numbers(estimate: Estimate, plan: Plan | None) -> str:
-    before = plan.before if plan is not None and plan.changed else None
-    heads = [
-        _("at the peak"),
-        *([_("as written")] if before else []),
-        _("planned") if before else _("bytes"),
-        _("share"),
-    ]
+def _numbers(content: Content) -> str:
     rows = []
-    for category in CATEGORIES:
-        value, old = estimate.breakdown.get(category, 0), before.breakdown.get(category, 0) if before else 0
-        if value or old:
-            swatch = f'<span class="swatch" style="background:var(--{category})"></span>'
-            share = f"{value / estimate.peak_allocated:.1%}" if estimate.peak_allocated else ""
-            rows.append(_row(swatch + escape(category_name(category)), old if before else None, value, share))
-    totals = (
-        (_("peak allocated"), estimate.peak_allocated, before.peak_allocated if before else None),
-        (_("peak reserved"), estimate.peak_reserved, before.peak_reserved if before else None),
-    )
-    rows += [_row(escape(name), old, value, "", "sum") for name, value, old in totals]
-    parts = [f"<h2>{escape(_('What it takes'))}</h2>", _table(heads, rows), _where(estimate)]
-    modules = [(name, size) for name, size in estimate.by_module.items() if size][:MOST_MODULES]
+    for category, (name, *cells) in content.peak_rows():
+        swatch = f'<span class="swatch" style="background:var(--{category})"></span>' if category else ""
+        rows.append(_row(swatch + escape(name), cells, kind="" if category else "sum"))
+    parts = [f"<h2>{escape(_('What it takes'))}</h2>", _table(content.peak_heads(), rows)]
+    parts += [f"<h3>{escape(_('Peak'))}</h3>", _facts(content.peak_facts())]
+    modules = [_row(f"<code>{escape(name)}</code>", cells) for name, *cells in content.modules(MOST_MODULES)]
     if modules:
-        lines = [
-            f"<tr><td><code>{escape(name or _('(outside any module)'))}</code></td>"
-            f'<td class="n">{format_bytes(size)}</td><td class="n">{size / estimate.peak_allocated:.1%}</td></tr>'
-            for name, size in modules
-        ]
         parts.append(f"<h3>{escape(_('Modules that hold most at the peak'))}</h3>")
-        parts.append(_table([_("module"), _("bytes"), _("share")], lines))
+        parts.append(_table([_("module"), _("bytes"), _("share")], modules))
     return _tag("section", parts)
 
 
-def _where(estimate: Estimate) -> str:
-    phase = estimate.peak_phase
-    step = _("step {count}", count=phase.step) if phase.step else ""
-    places = (_(PHASES[phase.name]), step, estimate.peak_module, estimate.peak_source, estimate.peak_operator)
-    place = ", ".join(f"<code>{escape(part)}</code>" for part in places if part)
-    tier = _(_TIERS[estimate.tier])
-    return f"<p>{escape(_('The peak is in'))} {place}.</p><p class='soft'>{escape(tier)}</p>"
-
-
-_TIERS = {
-    "symbolic": marked("The answer is symbolic: every operator's memory is known."),
-    "partly symbolic": marked("The answer is partly symbolic: some sizes are bounds, see the notes."),
-    "formula": marked("The answer is a lower bound: the step could not be followed to its end."),
-}
-
-
-def _charts(
-    estimate: Estimate,
-    plan: Plan | None,
-    timeline: Timeline | None,
-    budget: Budget | None,
-    settings: AllocatorSettings | None,
-) -> str:
+def _charts(content: Content, timeline: Timeline | None, settings: AllocatorSettings | None) -> str:
     if timeline is None:
         return ""
-    usable = None if budget is None else budget.usable
-    shown: list[tuple[str, Timeline, int]] = []
-    peaks = [estimate.peak_reserved]
-    if plan is not None and plan.changed and plan.timeline_before is not None:
-        size = _("batch {count}", count=plan.batch_size_before)
-        shown.append(
-            (f"{_('as written')}: {plan.precision_before}, {size}", plan.timeline_before, plan.batch_size_before)
-        )
-        peaks.append(plan.before.peak_reserved)
-    shown.append((_after(estimate, plan, timeline), timeline, estimate.batch_size))
-    top = scale_top(peaks, usable)
-    parts = [f"<h2>{escape(_('Over the step'))}</h2>"]
-    parts += [_figure(caption, one, size, usable, top, settings) for caption, one, size in shown]
-    return _tag("section", parts)
+    charts = timeline_charts(content.answer, timeline, content.budget, settings, COLUMNS)
+    return _tag("section", [f"<h2>{escape(_('Over the step'))}</h2>", *map(_figure, charts)])
 
 
-def _after(estimate: Estimate, plan: Plan | None, timeline: Timeline) -> str:
-    size = _("batch {count}", count=estimate.batch_size)
-    if plan is None or not plan.changed:
-        return f"{timeline.precision}, {size}"
-    if plan.splits > 1:
-        size = _("{count} micro-batches of {size}", count=plan.splits, size=plan.micro_batch_size)
-        if plan.splits > DRAWN_MICRO_BATCHES:
-            size = _("{words} (two are drawn)", words=size)
-    return f"{_('planned')}: {plan.precision}, {size}"
-
-
-def _figure(
-    caption: str, timeline: Timeline, size: int, usable: int | None, top: int, settings: AllocatorSettings | None
-) -> str:
-    chart = timeline_chart(timeline, size, usable=usable, top=top, settings=settings)
-    used = [
-        category for category in LAYERS if any(category_name(category) == one["name"] for one in chart.data["layers"])
-    ]
+def _figure(chart: Chart) -> str:
     legend = "".join(
         f'<span><span class="swatch" style="background:var(--{name})"></span>{escape(category_name(name))}</span>'
-        for name in used
+        for name in chart.layers
     )
-    lines = [_("line: reserved"), *([] if usable is None or usable > top else [_("dashed: budget")])]
+    lines = [_("line: reserved"), *([_("dashed: budget")] if chart.limits else [])]
     legend += "".join(f"<span>{escape(line)}</span>" for line in lines)
     # A "</script>" in a name would end the block; "<" has an escape in JSON.
-    data = json.dumps(chart.data, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(script_data(chart), separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<figure data-chart><figcaption><h3>{escape(caption)}</h3></figcaption><div class="scroll">{chart.svg}</div>'
-        f'<div class="legend">{legend}</div><p class="readout" aria-live="polite"></p>'
-        f'<script type="application/json">{data}</script></figure>'
+        f"<figure data-chart><figcaption><h3>{escape(chart.caption)}</h3>{escape(chart.remark)}</figcaption>"
+        f'<div class="scroll">{svg(chart)}</div><div class="legend">{legend}</div>'
+        f'<p class="readout" aria-live="polite"></p><script type="application/json">{data}</script></figure>'
     )
 
 
 def _batch_sizes(
-    estimate: Estimate,
-    plan: Plan | None,
+    content: Content,
     timeline: Timeline | None,
-    budget: Budget | None,
     gpus: Iterable[Budget | GPU | str | int] | None,
     settings: AllocatorSettings | None,
 ) -> str:
+    estimate, plan, budget = content.estimate, content.plan, content.budget
     if plan is not None and plan.timeline_before is not None:
         timeline, estimate = plan.timeline_before, plan.before
     if timeline is None or (gpus is None and timeline.retrace is not None):
@@ -284,7 +195,8 @@ def _batch_sizes(
         "As written, {precision}: the largest batch of each GPU, its margin kept free.", precision=timeline.precision
     )
     parts = [f"<h2>{escape(_('Batch size'))}</h2>", f"<p>{escape(how)}</p>"]
-    parts.append(f'<figure><div class="scroll">{batch_chart(curve, at=estimate.batch_size)}</div></figure>')
+    chart = svg(batch_chart(curve, timeline.precision, at=estimate.batch_size))
+    parts.append(f'<figure><div class="scroll">{chart}</div></figure>')
     parts.append(_limits(curve))
     return _tag("section", parts)
 
@@ -295,40 +207,24 @@ def _limits(curve: BatchCurve) -> str:
     for limit in curve.limits:
         largest = f"{limit.largest:,}{'+' if limit.open_ended else ''}" if limit.largest else _("none")
         peak = "" if limit.peak is None else format_bytes(limit.peak)
-        cells = (format_bytes(limit.usable), largest, peak)
-        numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
-        rows.append(f"<tr><td>{escape(limit.name)}</td>{numbers}</tr>")
+        rows.append(_row(escape(limit.name), [format_bytes(limit.usable), largest, peak]))
     return _table(heads, rows)
 
 
 def _plan(plan: Plan) -> str:
-    parts = [f"<h2>{escape(_('Plan'))}</h2>"]
-    rows = [
-        f"<tr><td>{escape(name)}</td><td>{escape(before)}</td><td>{escape(after)}</td></tr>"
-        for name, before, after in plan.changes()
+    rows = [_row(escape(name), cells, numbers=False) for name, *cells in plan.changes()]
+    parts = [
+        f"<h2>{escape(_('Plan'))}</h2>",
+        _table(["", _("as written"), _("planned")], rows, numbers=False) if rows else "",
+        _facts(plan_facts(plan)),
+        _list(_("Why"), plan.reasons),
+        _list(_("Alternatives considered, closest first"), alternatives(plan, MOST_REJECTED)),
     ]
-    if rows:
-        parts.append(_table(["", _("as written"), _("planned")], rows, numbers=False))
-    else:
-        parts.append(f"<p>{escape(_('Nothing changes.'))}</p>")
-    if plan.slowdown is not None and plan.changed:
-        parts.append(f"<p>{escape(_('Modelled step time: x {factor}', factor=f'{plan.slowdown:.2f}'))}</p>")
-    if plan.estimate.host_peak:
-        said = _("Host memory: {amount}", amount=format_bytes(plan.estimate.host_peak))
-        parts.append(f"<p>{escape(said)}</p>")
-    parts.append(_list(_("Why"), plan.reasons))
-    closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))
-    lines = list(map(str, closest[:MOST_REJECTED]))
-    if len(closest) > MOST_REJECTED:
-        lines.append(_("and {count} more", count=len(closest) - MOST_REJECTED))
-    parts.append(_list(_("Alternatives considered, closest first"), lines))
     return _tag("section", parts)
 
 
-def _notes(estimate: Estimate) -> str:
-    lines = list(map(str, estimate.notes))
-    if len(lines) > MOST_NOTES:
-        lines = [*lines[:MOST_NOTES], _("and {count} more", count=len(lines) - MOST_NOTES)]
+def _notes(content: Content) -> str:
+    lines = content.notes(MOST_NOTES)
     return _tag("section", [f"<h2>{escape(_('Notes'))}</h2>", _list("", lines)]) if lines else ""
 
 
@@ -348,10 +244,17 @@ def _tag(name: str, parts: Iterable[str]) -> str:
     return f"<{name}>\n" + "\n".join(filter(None, parts)) + f"\n</{name}>"
 
 
-def _row(name: str, old: int | None, value: int, share: str, kind: str = "") -> str:
-    cells = [*([] if old is None else [format_bytes(old)]), format_bytes(value), share]
-    numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-    return f'<tr class="{kind}"><td>{name}</td>{numbers}</tr>'
+def _row(name: str, cells: Sequence[str], *, kind: str = "", numbers: bool = True) -> str:
+    """A row; ``name`` is HTML already."""
+    cell_kind = ' class="n"' if numbers else ""
+    rest = "".join(f"<td{cell_kind}>{escape(cell)}</td>" for cell in cells)
+    return f'<tr class="{kind}"><td>{name}</td>{rest}</tr>'
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    """Names and their values."""
+    rows = "".join(_row(escape(name), [value], numbers=False) for name, value in facts)
+    return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>' if rows else ""
 
 
 def _table(heads: Sequence[str], rows: Iterable[str], *, numbers: bool = True) -> str:

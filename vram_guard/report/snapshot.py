@@ -16,7 +16,7 @@ from vram_guard.report.walk import Walk, walk
 if TYPE_CHECKING:
     import os
 
-    from vram_guard.allocator import AllocatorSettings, Segment, SegmentEvent
+    from vram_guard.allocator import AllocatorSettings, Segment
     from vram_guard.timeline import Block, Timeline
 
 #: The page's unpickler stops at opcodes of protocol 5.
@@ -65,60 +65,28 @@ def save_snapshot(
 
 
 def _trace(walked: Walk, capacity: int | None) -> list[dict[str, Any]]:
-    """Every event, each preceded by the calls to the device that it led to; "time" counts events."""
+    """Every event, each preceded by the calls to the device that it led to; "time_us" counts events."""
     entries: list[dict[str, Any]] = []
     calls = iter([*walked.calls, (len(walked.timeline.events), None)])
     at, call = next(calls)
     for index, event in enumerate(walked.timeline.events):
         block = event if event >= 0 else ~event
-        frames = _frames(walked.timeline.blocks[block])
+        size = walked.sizes[block]
+        common = {"stream": 0, "time_us": index, "frames": _frames(walked.timeline.blocks[block])}
         while at == index and call is not None:
-            entries.append(_device_call(call, frames, index))
+            place = {"addr": call.address, "size": call.size}
+            entries.append({**common, "action": call.action, **place, "stream": call.stream})
             at, call = next(calls)
         if index >= len(walked.allocated):
-            entries.append(_out_of_memory(walked, block, frames, capacity, index))
+            free = (capacity or 0) - (walked.reserved[-1] if walked.reserved else 0)
+            entries.append({**common, "action": "oom", "size": size, "device_free": free})
             break
-        if walked.sizes[block]:
+        if size:
+            # As torch: an allocation is traced with its requested bytes, and freed with the same.
             actions = ("alloc",) if event >= 0 else ("free_requested", "free_completed")
-            entries += [_entry(action, walked, block, frames, index) for action in actions]
+            place = {"addr": walked.addresses[block], "size": size}
+            entries += [{**common, "action": action, **place} for action in actions]
     return entries
-
-
-def _entry(action: str, walked: Walk, block: int, frames: list[dict[str, Any]], time: int) -> dict[str, Any]:
-    # As torch: an allocation is traced with its requested bytes, and freed with the same.
-    return {
-        "action": action,
-        "addr": walked.addresses[block],
-        "size": walked.sizes[block],
-        "stream": 0,
-        "time_us": time,
-        "frames": frames,
-    }
-
-
-def _device_call(call: SegmentEvent, frames: list[dict[str, Any]], time: int) -> dict[str, Any]:
-    return {
-        "action": call.action,
-        "addr": call.address,
-        "size": call.size,
-        "stream": call.stream,
-        "time_us": time,
-        "frames": frames,
-    }
-
-
-def _out_of_memory(
-    walked: Walk, block: int, frames: list[dict[str, Any]], capacity: int | None, time: int
-) -> dict[str, Any]:
-    reserved = walked.reserved[-1] if walked.reserved else 0
-    return {
-        "action": "oom",
-        "size": walked.sizes[block],
-        "device_free": (capacity or 0) - reserved,
-        "stream": 0,
-        "time_us": time,
-        "frames": frames,
-    }
 
 
 def _segment(segment: Segment, walked: Walk, owners: dict[int, int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.report.files import write_atomically
-from vram_guard.report.plot import stack
+from vram_guard.report.walk import stack
 
 if TYPE_CHECKING:
     import os

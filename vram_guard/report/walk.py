@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.allocator import AllocatorSettings, CachingAllocator, SimulatedOutOfMemory
 
 if TYPE_CHECKING:
     from vram_guard.allocator import Segment, SegmentEvent
     from vram_guard.allocator.blocks import PoolBlock
-    from vram_guard.timeline import Timeline
+    from vram_guard.timeline import Category, Timeline
+
+#: The categories of a stack from the bottom up, what stays longest first.
+LAYERS: tuple[Category, ...] = (
+    *("parameters", "buffers", "optimizer_states", "gradients"),
+    *("batch", "activations", "temporaries", "workspace"),
+)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What the allocator did at each event of a timeline; sizes in bytes.
+    """The allocator's actions at each event of a timeline; sizes in bytes.
 
     Where a capacity is too small, it ends before the event that failed.
     """
@@ -69,3 +76,37 @@ def walk(
         notes.reserved.append(allocator.reserved)
     object.__setattr__(notes, "segments", tuple(allocator.segments()))
     return notes
+
+
+class Stack(NamedTuple):
+    """Bytes by category over the events of a timeline."""
+
+    events: list[int]
+    """The event that each column shows, ascending."""
+    layers: dict[Category, list[int]]
+    reserved: list[int]
+
+
+def stack(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None = None, *, most: int) -> Stack:
+    """Bytes by category after every event, thinned to ``most`` columns that keep the maxima."""
+    walked = walk(timeline, batch_size, settings=settings)
+    columns = _highest(walked.allocated, most)
+    wanted = set(columns)
+    now: dict[Category, int] = dict.fromkeys(LAYERS, 0)
+    layers: dict[Category, list[int]] = {category: [] for category in LAYERS}
+    for index, event in enumerate(walked.timeline.events):
+        block = event if event >= 0 else ~event
+        category = walked.timeline.blocks[block].category
+        now[category] += walked.granted[block] if event >= 0 else -walked.granted[block]
+        if index in wanted:
+            for name, held in now.items():
+                layers[name].append(held)
+    return Stack(columns, layers, [walked.reserved[index] for index in columns])
+
+
+def _highest(curve: list[int], most: int) -> list[int]:
+    """The indices to draw: all, or the highest of each of ``most`` stretches."""
+    if len(curve) <= most:
+        return list(range(len(curve)))
+    edges = [len(curve) * i // most for i in range(most + 1)]
+    return [max(range(*edge), key=curve.__getitem__) for edge in pairwise(edges)]

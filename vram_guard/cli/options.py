@@ -1,0 +1,72 @@
+"""The options that several commands offer: each has its flags, its values and its help here, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from vram_guard.language import _, marked
+
+
+class _Option(NamedTuple):
+    """Without a metavar: a switch. Of choices the first is the default."""
+
+    metavar: str
+    help: str
+    choices: tuple[str, ...] = ()
+
+
+_OPTIONS: Final[dict[str, _Option]] = {
+    "allow": _Option("A,B", marked("what a plan may change where it does not fit")),
+    "batch": _Option("N", marked("batch size")),
+    "budget": _Option("AMOUNT", marked('memory that PyTorch may reserve, such as "24GiB"')),
+    "bytes-per-element": _Option("N", marked("4 in float32, 2 in half precision")),
+    "config": _Option("FILE", marked("training config in YAML: the numbers are read from it")),
+    "dtype": _Option("TYPE", marked("type of the weights: float32, float16, bfloat16 (default: as stored)")),
+    "frozen": _Option("NAMES", marked("frozen components; one that is trained too is held twice")),
+    "gpu": _Option("NAME", marked('GPU by name, such as "RTX 4090" (default: the GPU of this machine)')),
+    "height": _Option("N", marked("height of the input")),
+    "hidden-dim": _Option("N", marked("channels between the layers")),
+    "json": _Option("", marked("answer as JSON")),
+    "lr-rule": _Option("", marked("rule that scales learning rates with the batch"), ("linear", "sqrt", "none")),
+    "margin": _Option("SHARE", marked("share of the budget to leave free")),
+    "model": _Option("MODEL", marked("module:callable, a config.json, or an example: fno, unet, transformer")),
+    "model-path": _Option("DIR", marked("local model folder of diffusers or transformers")),
+    "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
+    "num-layers": _Option("N", marked("number of layers")),
+    "quick": _Option("", marked("the closed form alone: no model is built")),
+    "seq-length": _Option("N", marked("time steps or tokens (default: 1)")),
+    "step": _Option("NAME", marked("module:function that makes the TrainingStep")),
+    "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
+    "train": _Option("NAMES", marked('components to train ("none": inference)')),
+    "width": _Option("N", marked("width of the input")),
+}
+
+#: Other spellings of an option; it is known to the program by its first.
+_ALIASES: Final = {"batch": ("--batch-size",)}
+
+#: What the rule of thumb asks for, and the model of which it is asked.
+NETWORK: Final = (
+    *("config", "height", "width", "hidden-dim", "num-layers", "seq-length", "bytes-per-element"),
+    *("threshold", "model", "quick"),
+)
+#: What is asked about a folder with a model.
+FOLDER: Final = ("model-path", "train", "frozen", "num-frames", "dtype")
+#: How much memory there is: PyTorch's part, or a card's.
+DEVICE: Final = ("gpu", "budget")
+
+
+def add_options(parser: Any, *names: str, **settings: Any) -> None:
+    """Add options of this table to a parser or a group of one.
+
+    Args:
+        parser: of a command.
+        names: of the options, without dashes.
+        settings: of argparse's ``add_argument`` for all of them, such as ``type`` or ``required``.
+    """
+    for name in names:
+        option = _OPTIONS[name]
+        kind: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {"action": "store_true"}
+        if option.choices:
+            kind = {"choices": option.choices, "default": option.choices[0]}
+        flags = (f"--{name}", *_ALIASES.get(name, ()))
+        parser.add_argument(*flags, help=_(option.help), **{**kind, **settings})

@@ -1,0 +1,159 @@
+"""The content of a report, in words and rows: the same in a terminal (``text``) and on the page (``html``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vram_guard.language import _, marked
+from vram_guard.plan.model import Plan
+from vram_guard.report.categories import PHASES, category_name
+from vram_guard.timeline import CATEGORIES
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard.timeline import Estimate
+
+_TIERS = {
+    "symbolic": marked("symbolic (every operator's memory is known)"),
+    "partly symbolic": marked("partly symbolic (some sizes are bounds, see the notes)"),
+    "formula": marked("formula (a lower bound, no promise that the step fits)"),
+}
+
+
+@dataclass(frozen=True)
+class Content:
+    """An answer and the budget for its tier; a plan brings its own budget."""
+
+    answer: Plan | Estimate
+    budget: Budget | None
+
+    @classmethod
+    def of(cls, answer: Plan | Estimate, budget: Budget | None) -> Content:
+        """The content of a report."""
+        if isinstance(answer, Plan):
+            return cls(answer, answer.budget)
+        return cls(answer, None if budget is None else budget.for_tier(answer.tier))
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, where the answer is one."""
+        return self.answer if isinstance(self.answer, Plan) else None
+
+    @property
+    def estimate(self) -> Estimate:
+        """The step as it will run."""
+        return self.answer.estimate if isinstance(self.answer, Plan) else self.answer
+
+    @property
+    def before(self) -> Estimate | None:
+        """The step as written, where a plan changes it."""
+        return self.plan.before if self.plan is not None and self.plan.changed else None
+
+    @property
+    def peak(self) -> int:
+        """Bytes that are compared with the budget."""
+        return self.answer.peak if isinstance(self.answer, Plan) else self.answer.peak_reserved
+
+    def verdict(self, budget: Budget) -> tuple[Literal["fits", "over", "unknown"], str, str]:
+        """(kind, words, figures): whether the step fits, and by how much."""
+        fitting = self.answer.fits if isinstance(self.answer, Plan) else self.answer.fits(budget)
+        peak, usable = format_bytes(self.peak), format_bytes(budget.usable)
+        between = format_bytes(abs(budget.usable - self.peak))
+        if fitting:
+            words = _("{peak} of {usable} usable, {spare} to spare", peak=peak, usable=usable, spare=between)
+            return "fits", _("Fits"), words
+        if self.peak > budget.usable:
+            words = _("{peak} of {usable} usable, {over} too much", peak=peak, usable=usable, over=between)
+            return "over", _("Does not fit"), words
+        return "unknown", _("Not known to fit"), _("at least {peak} of {usable} usable", peak=peak, usable=usable)
+
+    def bars(self) -> list[tuple[str, int]]:
+        """(name, peak) of what is drawn against the budget."""
+        if self.before is not None:
+            return [(_("as written"), self.before.peak_reserved), (_("planned"), self.peak)]
+        return [(_("needed") if self.plan is None else _("as written"), self.peak)]
+
+    def peak_heads(self) -> list[str]:
+        """Titles of the columns of :meth:`peak_rows`."""
+        return [_("at the peak"), *([_("as written"), _("planned")] if self.before else [_("bytes")]), _("share")]
+
+    def peak_rows(self) -> list[tuple[str, list[str]]]:
+        """(category, cells) of what is alive at the peak, then the totals; their category is ""."""
+
+        def row(category: str, name: str, sizes: list[int]) -> tuple[str, list[str]]:
+            return category, [name, *map(format_bytes, sizes), self._share(sizes[-1])]
+
+        both = [self.estimate] if self.before is None else [self.before, self.estimate]
+        held = {name: [one.breakdown.get(name, 0) for one in both] for name in CATEGORIES}
+        return [
+            *(row(name, category_name(name), sizes) for name, sizes in held.items() if any(sizes)),
+            row("", _("peak allocated"), [one.peak_allocated for one in both]),
+            row("", _("peak reserved"), [one.peak_reserved for one in both]),
+        ]
+
+    def peak_facts(self) -> list[tuple[str, str]]:
+        """(name, value): where the peak is, and how far the answer can be trusted."""
+        estimate, phase = self.estimate, _(PHASES[self.estimate.peak_phase.name])
+        if estimate.peak_phase.step:
+            phase = _("{phase}, step {count}", phase=phase, count=estimate.peak_phase.step)
+        facts = [
+            (_("batch size"), str(estimate.batch_size)),
+            (_("phase"), phase),
+            (_("module"), estimate.peak_module),
+            (_("source"), estimate.peak_source),
+            (_("operator"), estimate.peak_operator),
+            (_("answer"), _(_TIERS[estimate.tier])),
+        ]
+        point = estimate.out_of_memory
+        if point is not None:
+            words = _(
+                "{amount} asked for at {place}, {fragmented} fragmented",
+                amount=format_bytes(point.requested),
+                place=point.source or point.operator,
+                fragmented=format_bytes(point.fragmented),
+            )
+            facts.append((_("would fail"), words))
+        return [(name, value) for name, value in facts if value]
+
+    def modules(self, most: int) -> list[tuple[str, str, str]]:
+        """(name, bytes, share) of the modules that hold most at the peak."""
+        held = [(name, size) for name, size in self.estimate.by_module.items() if size][:most]
+        return [(name or _("(outside any module)"), format_bytes(size), self._share(size)) for name, size in held]
+
+    def notes(self, most: int | None = None) -> list[str]:
+        """The notes of the estimate; None: all of them."""
+        lines = list(map(str, self.estimate.notes))
+        return lines if most is None else _at_most(most, lines)
+
+    def _share(self, size: int) -> str:
+        whole = self.estimate.peak_allocated
+        return f"{size / whole:.1%}" if size <= whole != 0 else ""
+
+
+def plan_facts(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value): what the plan costs, and what corrects its prediction."""
+    facts = []
+    if not plan.changed:
+        facts.append((_("nothing changes"), ""))
+    elif plan.slowdown is not None:
+        facts.append((_("modelled step time"), f"x {plan.slowdown:.2f}"))
+    if plan.estimate.host_peak:
+        facts.append((_("host memory"), format_bytes(plan.estimate.host_peak)))
+    if plan.correction != 1:
+        factor = f"{plan.correction:.3f}"
+        words = _("x {factor} of the prediction: {peak}", factor=factor, peak=format_bytes(plan.peak))
+        facts.append((_("earlier runs took"), words))
+    return facts
+
+
+def alternatives(plan: Plan, most: int) -> list[str]:
+    """The options that were not taken, those that came closest to the budget first."""
+    closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))
+    return _at_most(most, list(map(str, closest)))
+
+
+def _at_most(most: int, lines: list[str]) -> list[str]:
+    more = len(lines) - most
+    return [*lines[:most], _("and {count} more", count=more)] if more > 0 else lines
