@@ -89,6 +89,12 @@ class Plan:
         return int(self.estimate.peak_reserved * self.correction)
 
     @property
+    def fits_as_written(self) -> bool:
+        """Whether the step as the user wrote it fits the budget, whatever was pinned."""
+        peak = int(self.before.peak_reserved * self.correction)
+        return self.before.tier != "formula" and peak <= self.budget.for_tier(self.before.tier).usable
+
+    @property
     def changed(self) -> bool:
         """Whether the plan differs from the step as written."""
         return bool(self.changes())
