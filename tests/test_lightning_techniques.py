@@ -126,6 +126,17 @@ def test_checkpointing_goes_together_with_micro_batches_and_mixed_precision(tmp_
     assert (cases.weights(guarded) - cases.weights(written)).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("namespace", INSTALLED)
+def test_true_half_precision_is_lightnings_own(tmp_path: Any, namespace: str) -> None:
+    guard = VramGuard(budget="4GiB", pin={"precision": "bf16-true"})
+    guarded = fit(tmp_path, guard, namespace)
+    written = fit(tmp_path, None, namespace, precision="bf16-true")
+    assert guard.plan is not None
+    assert guard.plan.precision == "bf16-true"
+    assert guarded.head.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(cases.weights(guarded), cases.weights(written), rtol=0, atol=0)
+
+
 def test_what_cannot_be_pinned_here_is_refused_with_the_reason(tmp_path: Any) -> None:
     guard = VramGuard(budget="4GiB", pin={"parameters_on_host": True}, mode="strict")
     with pytest.raises(UnsupportedStepError, match="ModelParallelStrategy"):

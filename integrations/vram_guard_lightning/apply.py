@@ -44,12 +44,16 @@ def after_setup(trainer: Trainer, recipe: Recipe, applied: Applied) -> None:
 
 
 def _set_precision(trainer: Trainer, precision: str, applied: Applied) -> None:
-    """Lightning's own mixed precision plugin, for the device that really trains."""
-    strategy = trainer.strategy
+    """Lightning's own plugin, for the device that really trains."""
+    strategy, namespace = trainer.strategy, namespaces.of(trainer)
+    if precision.endswith("-true"):
+        half = namespaces.part(namespace, "plugins.precision.HalfPrecision")
+        applied.replace(strategy, "precision_plugin", half(precision))
+        return
     device = strategy.root_device.type
     if device == "cpu" and precision == "16-mixed":
         # As Trainer(accelerator="cpu", precision="16-mixed") does: its float16 is not for CPUs.
         precision = "bf16-mixed"
         applied.notes.append(_("this training runs on the CPU, where Lightning lets bf16-mixed stand in for 16-mixed"))
-    make = namespaces.part(namespaces.of(trainer), "plugins.precision.MixedPrecision")
+    make = namespaces.part(namespace, "plugins.precision.MixedPrecision")
     applied.replace(strategy, "precision_plugin", make(precision, device))

@@ -50,30 +50,9 @@ class VramGuard(CallbackBase):
     logged.
 
     Args:
-        budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
-        gpu: a whole card by name ("RTX 4090"). With neither, what is free on the Trainer's device.
-        margin: the share of the budget to leave free, in [0, 1); None: the default.
-        allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`: "precision", "accumulate",
-            "checkpoint", "offload" and so on.
-        mode: see above.
-        grow: where the step fits, enlarge the loader's batch up to ``target_utilization`` and scale the
-            learning rates by ``lr_rule``.
-        target_utilization: the share of the memory that growth may fill, in (0, 1].
-        lr_rule: "linear", "sqrt" or "none".
-        pin: parts of the plan that are fixed, see :class:`vram_guard.plan.Pins`.
-        blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
-        host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
-        loss_weight: what the loss is over the samples of a batch. "mean": their mean, as torch's losses are;
-            "sum": their sum; or a function ``batch -> count`` where it is the mean over something else,
-            such as labels that are not ignored.
-        recover: in mode "fit", go on after a real out-of-memory error: the broken batch is taken back and runs again
-            in smaller micro-batches (see ``vram_guard_lightning.recovery``). Under DDP gradients are then
-            averaged after backward, not during it, so that no rank waits for one that failed.
-        max_recoveries: how many such errors a training is taken through before it stops.
-        remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise
-            later predictions by it.
-        monitor: seconds between two looks at the utilisation and memory of rank 0's GPU while training (through NVML);
-            mean and peak are printed and logged at the end. None: it is not watched.
+        budget, gpu, margin and the other settings: see :class:`vram_guard.guard.settings.GuardSettings`.
+        monitor: seconds between two samples of the utilisation and memory of rank 0's GPU while training (through
+            NVML); mean and peak are printed and logged at the end. None: it is not monitored.
 
     What is not given comes from the environment (``VRAM_GUARD_MARGIN=0.1``) or from ``[tool.vram_guard]`` in the
     project's ``pyproject.toml``, see :mod:`vram_guard.settings`. ``VRAM_GUARD_DISABLE=1`` turns the callback off.
