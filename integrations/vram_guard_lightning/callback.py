@@ -130,7 +130,7 @@ class VramGuard(CallbackBase):
             lightnings_own(trainer)
             if guard.changes and self.plan is not None and self.plan.recipe:
                 apply.after_setup(trainer, self.plan.recipe, guard.applied)
-            if not guard.why_not_recovered():
+            if not guard.no_recovery:
                 self._recovery = _armed(trainer, pl_module, guard)
 
         guard.applied.replace(trainer.strategy, "setup", guarded_setup)

@@ -148,7 +148,7 @@ def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
     if guard.first_steps is not None:
         guard.first_steps.start()
     splitter = decision.splitter if decision is not None and guard.changes else None
-    if decision is None or decision.spare is None or guard.why_not_recovered():
+    if decision is None or decision.spare is None or guard.no_recovery:
         if splitter is not None:
             guard.applied.callback(split_step.install(runner.model, splitter, settings.loss_weight))
         return

@@ -30,6 +30,7 @@ class Guard:
         applied: what was changed; :meth:`Applied.close` takes it back.
         decision: None before :meth:`begin`, and where there is no prediction.
         first_steps: the measurement; None where nothing can be measured.
+        no_recovery: why the training is not taken through out-of-memory errors; "" where it is.
         rates_contain: the factor for a larger batch that the learning rates already contain: a checkpoint's, or the
             framework's own.
     """
@@ -40,6 +41,7 @@ class Guard:
         self.applied = Applied()
         self.decision: Decision | None = None
         self.first_steps: FirstSteps | None = None
+        self.no_recovery = _("it has not begun")
         self.rates_contain = 1.0
         self._left_alone = training.why_left_alone() if settings.mode == "fit" else ""
 
@@ -69,10 +71,12 @@ class Guard:
         reader = reader_for(training.device)
         outcome = decide(training, settings, reader)
         if outcome.value is None:
+            self.no_recovery = self._why_not_recovered()
             training.warn(judge_failure(outcome, settings.mode))
             return
         captured, decision = outcome.value
         plan, self.decision = decision.plan, decision
+        self.no_recovery = self._why_not_recovered()
         if not self._left_alone:  # whoever changes the training trains another step than the predicted one
             estimate = plan.estimate if self.changes else plan.before
             self.first_steps = FirstSteps.begin(
@@ -88,9 +92,8 @@ class Guard:
     def _report_lines(self, decision: Decision) -> list[str]:
         """What is said after the prediction."""
         notes = [*decision.notes, *([self._left_alone] if self._left_alone else ()), *self.applied.notes]
-        why = self.why_not_recovered()
-        if self.may_change and self.settings.recover and why:
-            notes.append(_("a real out-of-memory error would not be recovered from: {why}", why=why))
+        if self.may_change and self.settings.recover and self.no_recovery:
+            notes.append(_("a real out-of-memory error would not be recovered from: {why}", why=self.no_recovery))
         lines = [f"  - {note}" for note in notes]
         if decision.plan.changed:
             applied = (
@@ -99,8 +102,7 @@ class Guard:
             return [applied, *lines]
         return [_("vram_guard: notes"), *lines] if lines else []
 
-    def why_not_recovered(self) -> str:
-        """Why the training is not taken through out-of-memory errors; "" where it is."""
+    def _why_not_recovered(self) -> str:
         if not self.may_change or not self.settings.recover:
             return _("it is switched off")
         if "accumulate" not in self.settings.techniques:
