@@ -15,7 +15,8 @@ import lightning_cases as cases
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from vram_guard_lightning import VramGuard, decide
+from vram_guard.guard import decide
+from vram_guard_lightning import VramGuard
 
 warnings.simplefilter("ignore")
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.errors import UnsupportedStepError
-from vram_guard_lightning import VramGuard, closure, decide
+from vram_guard_lightning import VramGuard, closure, training
 
 warnings.simplefilter("ignore")
 AT = 2
@@ -100,7 +100,7 @@ def refuse(*_: Any) -> Any:
 
 def main(case: str, out: Path) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    decide.capture = refuse
+    training.capture = refuse
     kind, _, more = case.partition("+")
     callbacks: list[Any] = [] if kind == "plain" else [VramGuard(budget="64GiB", allow=("accumulate",), remember=False)]
     if kind == "split":

@@ -34,7 +34,7 @@ def captured(root: Any, module: Any, data: Any = None, **how: Any) -> Any:
 
             def setup(trainer: Any) -> None:
                 found.capture = capture.capture(trainer, pl_module)
-                with found.capture.lent():
+                with found.capture.symbolic_run():
                     found.timeline = trace(found.capture.step)
                 lightnings_own(trainer)
 
@@ -186,7 +186,7 @@ def test_the_precision_context_is_lightnings_own(tmp_path: Any, monkeypatch: Any
     monkeypatch.setattr(mixed, "autocast_context_manager", spied)
     found = captured(tmp_path, cases.make_module())
     assert entered == []
-    with found.capture.lent():
+    with found.capture.symbolic_run():
         trace(found.capture.step.with_(precision="16-mixed"))
         trace(found.capture.step.with_(precision="bf16-mixed"))
     assert set(entered) == {"16-mixed", "bf16-mixed"}

@@ -15,7 +15,7 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 
 from vram_guard.apply.microbatch import Splitter
-from vram_guard_lightning import closure, namespaces
+from vram_guard_lightning import VramGuard, closure, namespaces
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -360,3 +360,40 @@ def test_undo_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
     assert vars(loop) != before
     undo()
     assert vars(loop) == before
+
+
+class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(index))
+
+
+def test_a_list_of_three_pictures_of_three_channels_is_cut_between_the_pictures(tmp_path: Any) -> None:
+    pl = importlib.import_module("lightning.pytorch")
+
+    class OfLists(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Conv2d(3, 2, 3)
+            self.shapes: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.shapes += [tuple(picture.shape) for picture in batch]
+            return self.net(torch.stack(batch)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def run(*guards: Any) -> Any:
+        module, trainer = OfLists(), cases.make_trainer("lightning.pytorch", tmp_path, [*guards], max_epochs=1)
+        trainer.fit(module, torch.utils.data.DataLoader(Pictures(), batch_size=3, collate_fn=list))
+        return module
+
+    guard = VramGuard(budget="4GiB", pin={"micro_batch_size": 1})
+    guarded = run(guard)
+    assert guard.plan.splits == 3
+    assert set(guarded.shapes[-9:]) == {(3, 4, 4)}
+    torch.testing.assert_close(cases.weights(guarded), cases.weights(run()), rtol=2e-5, atol=2e-6)

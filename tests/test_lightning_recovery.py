@@ -19,7 +19,8 @@ import oom_cases
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.errors import InvalidInputError, RecoveryFailedError, UnsupportedStepError
-from vram_guard_lightning import VramGuard, closure, decide, namespaces
+from vram_guard.guard import decide
+from vram_guard_lightning import VramGuard, closure, namespaces, training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PL = namespaces.installed()[0].__name__
@@ -165,7 +166,7 @@ def unpredicted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         raise UnsupportedStepError("an operator that cannot be run symbolically")
 
     if "predicted" not in request.fixturenames:
-        monkeypatch.setattr(decide, "capture", refuse)
+        monkeypatch.setattr(training, "capture", refuse)
 
 
 def assert_same_run(one: Any, other: Any, *, exact: bool = True) -> None:

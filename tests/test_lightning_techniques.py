@@ -13,7 +13,7 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 
-from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard_lightning import VramGuard, namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -126,6 +126,17 @@ def test_checkpointing_goes_together_with_micro_batches_and_mixed_precision(tmp_
     assert (cases.weights(guarded) - cases.weights(written)).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("namespace", INSTALLED)
+def test_true_half_precision_is_lightnings_own(tmp_path: Any, namespace: str) -> None:
+    guard = VramGuard(budget="4GiB", pin={"precision": "bf16-true"})
+    guarded = fit(tmp_path, guard, namespace)
+    written = fit(tmp_path, None, namespace, precision="bf16-true")
+    assert guard.plan is not None
+    assert guard.plan.precision == "bf16-true"
+    assert guarded.head.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(cases.weights(guarded), cases.weights(written), rtol=0, atol=0)
+
+
 def test_what_cannot_be_pinned_here_is_refused_with_the_reason(tmp_path: Any) -> None:
     guard = VramGuard(budget="4GiB", pin={"parameters_on_host": True}, mode="strict")
     with pytest.raises(UnsupportedStepError, match="ModelParallelStrategy"):
@@ -152,3 +163,16 @@ def test_what_cannot_be_pinned_here_is_refused_with_the_reason(tmp_path: Any) ->
 def test_nonsense_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         VramGuard(budget="4GiB", **settings)
+
+
+@pytest.mark.parametrize("pin", [{"micro_batch_size": 4}, {"checkpoint": "all"}])
+def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_path: Any, pin: dict[str, Any]) -> None:
+    guard = VramGuard(budget="4GiB", pin=pin, mode="strict")
+    module = fit(tmp_path, guard)
+    assert guard.plan is not None
+    assert guard.plan.fits
+    assert guard.plan.changed
+    assert module.checkpointed == [False] * len(module.checkpointed), "nothing is applied"
+    tight = VramGuard(budget=guard.plan.before.peak_reserved - 1, margin=0, pin=pin, mode="strict")
+    with pytest.raises(DoesNotFitError, match="does not fit as written"):
+        fit(tmp_path, tight)

@@ -15,8 +15,9 @@ import lightning_cases as cases
 import oom_cases
 from test_watch_measured import Numbers
 
+from vram_guard.guard import guard as core
 from vram_guard.watch.corrections import Corrections, subject
-from vram_guard_lightning import VramGuard, metrics, namespaces
+from vram_guard_lightning import VramGuard, namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PL = namespaces.installed()[0].__name__
@@ -26,7 +27,7 @@ PL = namespaces.installed()[0].__name__
 def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Numbers:
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
     numbers = Numbers()
-    monkeypatch.setattr(metrics, "reader_of", lambda trainer: numbers)
+    monkeypatch.setattr(core, "reader_for", lambda device: numbers)
     return numbers
 
 

@@ -18,7 +18,7 @@ import mmengine_cases as cases
 import torch
 from mmengine.config import Config
 
-from vram_guard.errors import DoesNotFitError, InvalidInputError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard_mmengine.commands import write_base
 
 pytestmark = [
@@ -433,3 +433,32 @@ def test_report_changes_nothing(style: Style) -> None:
     runner = cases.train(style.guarded("report", budget=style.peak - 1, mode="report", allow=["accumulate"]))
     assert cases.guard(runner).plan.changed
     same(style.plain, runner, tolerance=0)
+
+
+# --- pins -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pin", [{"micro_batch_size": 4}, {"checkpoint": "all"}])
+def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(pretrain: Style, pin: dict[str, Any]) -> None:
+    runner = cases.train(pretrain.guarded("strict", budget="1GiB", pin=pin, mode="strict"))
+    plan = cases.guard(runner).plan
+    assert plan.fits
+    assert plan.changed
+    same(pretrain.plain, runner, tolerance=0)
+    with pytest.raises(DoesNotFitError, match="does not fit as written"):
+        cases.train(pretrain.guarded("strict-tight", budget=pretrain.peak - 1, pin=pin, mode="strict"))
+
+
+@pytest.mark.parametrize(
+    ("pin", "says"),
+    [
+        ({"optimizer_on_host": True}, "optimizer_on_host is pinned.*loads weights after the optimizer"),
+        ({"parameters_on_host": True}, "parameters_on_host is pinned.*loads weights after the optimizer"),
+        ({"precision": "bf16-true"}, "precision is pinned.*true half precision"),
+        ({"checkpoint": "all"}, "checkpoint is pinned.*activation_checkpointing is set in the config"),
+    ],
+)
+def test_what_cannot_be_pinned_here_is_refused_with_the_reason(pretrain: Style, pin: dict[str, Any], says: str) -> None:
+    own = {"activation_checkpointing": ["layers.0"]} if "checkpoint" in pin else None
+    with pytest.raises(UnsupportedStepError, match=says):
+        cases.train(pretrain.guarded("refused", changes=own, budget="1GiB", pin=pin, mode="strict"))

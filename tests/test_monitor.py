@@ -410,7 +410,7 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
 
     import lightning_cases as cases
 
-    from vram_guard_lightning import VramGuard, metrics, namespaces
+    from vram_guard_lightning import VramGuard, namespaces, utilization
 
     namespace = namespaces.installed()[0].__name__
     logged: list[dict[str, float]] = []
@@ -440,7 +440,7 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
 
         yield look
 
-    monkeypatch.setattr(metrics, "sampler_of", lambda trainer: source)
+    monkeypatch.setattr(utilization, "sampler_of", lambda trainer: source)
     guard = VramGuard(budget="64GiB", monitor=0.05)
     trainer = cases.make_trainer(
         namespace, tmp_path, [guard, Slow()], max_epochs=1, logger=Writes(), log_every_n_steps=2

@@ -11,41 +11,55 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from vram_guard.capture.loader import Sample, random_state_kept
+from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.guard.training import CapturedTraining, Progress
+from vram_guard.language import _
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import namespaces, sample, trainer_proxy
+from vram_guard_lightning import namespaces, refusals, trainer_proxy
+from vram_guard_lightning.sample import read
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from vram_guard_lightning.sample import Sample
+    from vram_guard.guard.refusals import Refusal
+    from vram_guard.guard.settings import GuardSettings
+    from vram_guard.plan import Plan
 
-# ruff: noqa: SLF001 - every private name of Lightning used here stands in private_api.py
+# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here stands in private_api.py
 
 #: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
 STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A training, in a form that can be traced. Trace it inside :meth:`lent`."""
+class Captured(CapturedTraining):
+    """A training of a Trainer, see :class:`vram_guard.guard.training.CapturedTraining`."""
 
-    step: TrainingStep
-    sample: Sample
-    epoch_samples: int | None
-    """Samples that one epoch reads over all processes; None for streams."""
-    notes: tuple[str, ...]
+    trainer: Trainer
+    model: LightningModule
     optimizer_traits: set[str]
     """Class of the optimizer that the trace made, and "fused" where it is; empty before the trace."""
-    trainer: Trainer
-    module: LightningModule
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """The user's module may be run symbolically inside the block."""
+    def symbolic_run(self) -> Iterator[Progress]:
+        """With a spinner on a terminal, nothing elsewhere: large models take some seconds."""
+        from rich.console import Console
+
+        quiet = not self.trainer.is_global_zero
+        status = Console(stderr=True, quiet=quiet).status(_("vram_guard: reading the training"))
         view = _view(self.trainer, self.sample)
-        with sample.random_state_kept(), trainer_proxy.lent_to_a_trace(self.trainer, self.module, view):
-            yield
+        with status, random_state_kept(), trainer_proxy.symbolic_run(self.trainer, self.model, view):
+            yield lambda line: status.update(f"vram_guard: {line}")
+
+    def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
+        """See :mod:`vram_guard_lightning.refusals`."""
+        return refusals.refusals(self.trainer, self.model, growable=self.sample.growable)
+
+    def objection(self, plan: Plan) -> Refusal | None:
+        """See :func:`vram_guard_lightning.refusals.without_scaler`."""
+        return refusals.without_scaler(self.trainer, self.optimizer_traits, plan)
 
 
 def capture(trainer: Trainer, module: LightningModule) -> Captured:
@@ -55,9 +69,9 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
     """
     check_supported(trainer)
-    with sample.random_state_kept():
+    with random_state_kept():
         source: Any = trainer.fit_loop._data_source
-        found = sample.read(source.dataloader())
+        found = read(source.dataloader())
     traits: set[str] = set()
     step = TrainingStep(
         model=module,
@@ -73,7 +87,7 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         prepare=_preparation_of(trainer, module),
     )
     notes = (*found.notes, *_notes(module))
-    return Captured(step, found, _epoch_samples(trainer, found), notes, traits, trainer, module)
+    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
 
 
 def check_supported(trainer: Trainer) -> None:
@@ -239,7 +253,7 @@ def _preparation_of(trainer: Trainer, module: LightningModule) -> Callable[[Any]
     """What happens on the pretend device before the first step."""
 
     def prepare(model: Any) -> None:
-        trainer_proxy.move_to_simulated_device(model)
+        move_to_simulated_device(model)
         if not module.automatic_optimization:  # training_step will ask for them itself
             trainer.strategy.optimizers = optimizers_in(module.configure_optimizers())
 

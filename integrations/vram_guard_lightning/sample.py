@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vram_guard.capture.loader import Sample, random_state_kept, read_loader
+from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard_lightning import namespaces
-
-__all__ = ["Sample", "random_state_kept", "read"]
 
 
 def read(loaders: Any) -> Sample:
     """Samples from whatever ``train_dataloader`` may return: a loader, or a collection of loaders.
 
-    Call it inside :func:`random_state_kept`.
+    Call it inside :func:`vram_guard.capture.loader.random_state_kept`.
 
     Raises:
         UnsupportedStepError: batches of a known size cannot be had without disturbing the training.

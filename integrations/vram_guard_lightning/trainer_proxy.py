@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vram_guard.capture.simulated_device import move_to_simulated_device
-
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-
-__all__ = ["TrainerView", "lent_to_a_trace", "move_to_simulated_device"]
 
 
 class TrainerView:
@@ -39,7 +34,7 @@ class TrainerView:
 
 
 @contextlib.contextmanager
-def lent_to_a_trace(trainer: Trainer, module: LightningModule, view: TrainerView) -> Iterator[None]:
+def symbolic_run(trainer: Trainer, module: LightningModule, view: TrainerView) -> Iterator[None]:
     """Inside the block, ``module.trainer`` is ``view`` and logging is silent; then everything is as before.
 
     The trace itself gives back the module's own attributes; here it is what the Trainer holds.

@@ -19,12 +19,16 @@ from torch.utils.data import DataLoader
 from vram_guard.capture.loader import Sample, random_state_kept, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.guard.training import CapturedTraining
 from vram_guard.step import TrainingStep
-from vram_guard_mmengine import optim, pretence
+from vram_guard_mmengine import optim, pretence, refusals
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from vram_guard.guard.refusals import Refusal
+    from vram_guard.guard.settings import GuardSettings
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
 
@@ -36,27 +40,25 @@ WRAPPERS = ("MMDistributedDataParallel",)
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A training, in a form that can be traced. Trace it inside :meth:`lent`."""
+class Captured(CapturedTraining):
+    """A training of a runner, see :class:`vram_guard.guard.training.CapturedTraining`."""
 
-    step: TrainingStep
-    sample: Sample
+    runner: Any
     optim: optim.OptimFacts
-    epoch_samples: int | None
-    """Samples that one epoch reads over all processes; None where there are no epochs."""
-    notes: tuple[str, ...]
-    max_epochs: int
-    max_iters: int
-    watched: RecordingOptimWrapper
+    recorder: RecordingOptimWrapper
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """The user's model may be run symbolically inside the block."""
-        with random_state_kept(), pretence.lent_to_a_trace(self.max_epochs, self.max_iters):
+    def symbolic_run(self) -> Iterator[None]:
+        """In MMEngine's own log nothing is seen of it."""
+        with random_state_kept(), pretence.symbolic_run(*_length(self.runner, self.sample.loader)):
             try:
                 yield
             finally:
-                self.watched.begin()
+                self.recorder.begin()
+
+    def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
+        """See :mod:`vram_guard_mmengine.refusals`."""
+        return refusals.refusals(self.runner, self.optim, settings, growable=self.sample.growable)
 
 
 class HostBatch:
@@ -161,12 +163,14 @@ def capture(runner: Any) -> Captured:
         data_parallel_ranks=runner.world_size,
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
     )
-    max_epochs, max_iters = _length(runner, loader)
     notes = (*sample.notes, *_notes(runner, model))
-    by_epoch = _loop_class(runner) is not IterBasedTrainLoop
-    return Captured(
-        step, sample, facts, sample.dataset_size if by_epoch else None, notes, max_epochs, max_iters, recorder
-    )
+    epoch_samples = sample.dataset_size if by_epoch(runner) else None
+    return Captured(step, model, sample, epoch_samples, notes, runner, facts, recorder)
+
+
+def by_epoch(runner: Any) -> bool:
+    """Whether the training is counted in epochs, not in iterations."""
+    return _loop_class(runner) is not IterBasedTrainLoop
 
 
 def _check_strategy(runner: Any) -> None:

@@ -17,8 +17,8 @@ from vram_guard.plan.comparison import Comparison, Configuration
 from vram_guard.plan.comparison import compare as compare_configurations
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.step import Precision, checked_count
-from vram_guard_mmengine import rates
 from vram_guard_mmengine.capture import Captured, capture
+from vram_guard_mmengine.training import auto_scaled
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -68,7 +68,7 @@ def compare(
             for size in dict.fromkeys(sizes or [written, 2 * written])
             for precision in dict.fromkeys(precisions) or [found.step.precision]
         ]
-        with found.lent():
+        with found.symbolic_run():
             return compare_configurations(rows, budget, gpu=gpu, margin=margin, allow=allow, lr_rule=lr_rule)
 
 
@@ -79,7 +79,7 @@ def _learning_rate(runner: Any, rule: str, written: int, size: int) -> float | N
     rate = (wrapper.get("optimizer") or {}).get("lr") if described else wrapper.param_groups[0]["lr"]
     if rate is None:
         return None
-    if rates.auto_scaled(runner):
+    if auto_scaled(runner):
         settings = runner.auto_scale_lr or runner.cfg.get("auto_scale_lr")
         return float(rate * size * runner.world_size / settings["base_batch_size"])
     return float(rate * learning_rate_factor(rule, written, size))

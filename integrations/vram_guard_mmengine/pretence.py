@@ -13,7 +13,7 @@ _NAME = "vram_guard: a trace"
 
 
 @contextlib.contextmanager
-def lent_to_a_trace(max_epochs: int, max_iters: int) -> Iterator[None]:
+def symbolic_run(max_epochs: int, max_iters: int) -> Iterator[None]:
     """Inside the block, models find a message hub of a training that has just begun, and log nothing."""
     hub = MessageHub.get_instance(_NAME)
     hub.update_info_dict({"loop_stage": "train", "epoch": 0, "iter": 0})

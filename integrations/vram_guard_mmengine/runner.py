@@ -28,8 +28,31 @@ def check_config(cfg: Any) -> None:
             Settings.of({**shared, **{key: value for key, value in hook.items() if key != "type"}})
 
 
+class _Guarded:
+    """The guard is among the hooks, and its settings are checked before anything is built."""
+
+    cfg: Any
+    register_hook: Any
+
+    @classmethod
+    def from_cfg(cls, cfg: Any) -> Any:
+        """Build a runner from a config.
+
+        Raises:
+            InvalidInputError: a setting of the guard makes no sense.
+        """
+        check_config(cfg)
+        return super().from_cfg(cfg)  # type: ignore[misc]
+
+    def register_hooks(self, default_hooks: Any = None, custom_hooks: Any = None) -> None:
+        """The config's hooks, and the guard where it is not among them."""
+        super().register_hooks(default_hooks, custom_hooks)  # type: ignore[misc]
+        if first_hook(self) is None:
+            self.register_hook(VramGuardHook(**dict(self.cfg.get("vram_guard") or {})))
+
+
 @RUNNERS.register_module()
-class GuardRunner(Runner):  # type: ignore[misc]
+class GuardRunner(_Guarded, Runner):  # type: ignore[misc]
     """``runner_type = "vram_guard_mmengine.GuardRunner"``, and ``vram_guard = dict(...)`` with the guard's settings.
 
     See :class:`VramGuardHook`. Beyond what the hook does by itself, settings are checked before anything is built, and
@@ -44,27 +67,10 @@ class GuardRunner(Runner):  # type: ignore[misc]
     model: Any
     _waiting: tuple[Any] | None = None
 
-    @classmethod
-    def from_cfg(cls, cfg: Any) -> GuardRunner:
-        """Build a runner from a config.
-
-        Raises:
-            InvalidInputError: a setting of the guard makes no sense.
-        """
-        check_config(cfg)
-        return super().from_cfg(cfg)  # type: ignore[no-any-return]
-
     def wrap_model(self, model_wrapper_cfg: Any, model: nn.Module) -> nn.Module:
         """Place the model later: by ``train`` after the prediction, by ``val`` and ``test`` at once."""
         self._waiting = (model_wrapper_cfg,)
         return model
-
-    def register_hooks(self, default_hooks: Any = None, custom_hooks: Any = None) -> None:
-        """The config's hooks, and the guard where it is not among them."""
-        super().register_hooks(default_hooks, custom_hooks)
-        if first_hook(self) is None:
-            settings = dict(self.cfg.get("vram_guard") or {})
-            self.register_hook(VramGuardHook(**settings))
 
     def build_train_loop(self, loop: Any) -> Any:
         """The first thing that ``train`` builds: the prediction is made, so the model may take its place."""
@@ -88,7 +94,7 @@ class GuardRunner(Runner):  # type: ignore[misc]
 
 
 @RUNNERS.register_module()
-class GuardFlexibleRunner(FlexibleRunner):  # type: ignore[misc]
+class GuardFlexibleRunner(_Guarded, FlexibleRunner):  # type: ignore[misc]
     """FlexibleRunner's counterpart of :class:`GuardRunner`, for its single-device and DDP strategies.
 
     Under strategies that shard the model (FSDP, DeepSpeed, ColossalAI) nothing can be predicted: the guard says so and
@@ -99,19 +105,3 @@ class GuardFlexibleRunner(FlexibleRunner):  # type: ignore[misc]
         Traceback (most recent call last):
         vram_guard.errors.InvalidInputError: budget='24 parsecs' has a unit other than ...
     """
-
-    @classmethod
-    def from_cfg(cls, cfg: Any) -> GuardFlexibleRunner:
-        """Build a runner from a config.
-
-        Raises:
-            InvalidInputError: a setting of the guard makes no sense.
-        """
-        check_config(cfg)
-        return super().from_cfg(cfg)  # type: ignore[no-any-return]
-
-    def register_hooks(self, default_hooks: Any = None, custom_hooks: Any = None) -> None:
-        """The config's hooks, and the guard where it is not among them."""
-        super().register_hooks(default_hooks, custom_hooks)
-        if first_hook(self) is None:
-            self.register_hook(VramGuardHook(**dict(self.cfg.get("vram_guard") or {})))

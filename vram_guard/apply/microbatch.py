@@ -160,6 +160,21 @@ def telling_example(make: Callable[[int], Any]) -> tuple[Any, int]:
     raise CannotSplitError("batch", "which of its parts hold the samples differs from batch size to batch size")
 
 
+def splitter_of(make: Callable[[int], Any], batch_size: int, micro_batch_size: int) -> Splitter:
+    """A splitter that has learnt the loader's structure, see :func:`telling_example`.
+
+    Args:
+        make: batch size -> a batch of the loader.
+        batch_size: samples of a full batch.
+        micro_batch_size: samples of a micro-batch.
+
+    Raises:
+        CannotSplitError: the batches cannot be cut.
+    """
+    example, size = telling_example(make)
+    return Splitter(batch_size, micro_batch_size, example, size)
+
+
 #: Sizes at which batches are looked at; seldom those of anything but a batch.
 _TELLING_SIZES = (5, 7, 11, 13, 17)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from vram_guard import errors
+from vram_guard.language import _
 
 T = TypeVar("T")
 
@@ -48,7 +49,9 @@ class Failure:
         known = getattr(errors, self.kind, None)
         kind = known if isinstance(known, type) and issubclass(known, errors.VramGuardError) else None
         name = "" if kind is not None else f"{self.kind}: "
-        return (kind or errors.VramGuardError)(f"rank {self.rank} could not plan: {name}{self.message}")
+        return (kind or errors.VramGuardError)(
+            _("rank {rank} could not plan: {problem}", rank=self.rank, problem=f"{name}{self.message}")
+        )
 
 
 @dataclass(frozen=True)

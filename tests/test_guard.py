@@ -1,0 +1,175 @@
+"""The guard's core: settings from any source, refused pins, verdicts by mode, changes that are undone."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
+from vram_guard.guard.applied import Applied
+from vram_guard.guard.ranks import Failure, Outcome
+from vram_guard.guard.refusals import Refusal, check_pins
+from vram_guard.guard.settings import GuardSettings, PlanSettings
+from vram_guard.guard.verdict import judge, judge_failure
+from vram_guard.plan.pins import Pins
+from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
+
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def test_settings_from_arguments_a_config_and_parsed_options_are_equal() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--budget")
+    parser.add_argument("--allow")
+    parser.add_argument("--margin", type=float)
+    parser.add_argument("--grow", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(["--budget", "24GiB", "--allow", "precision, accumulate"])
+    given = {"budget": "24GiB", "allow": ["accumulate", "precision"]}
+    assert PlanSettings(**given) == PlanSettings.of(given) == PlanSettings.of_options(vars(options))
+    assert PlanSettings(**given).allow == {"accumulate", "precision"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"buget": 1}, "unknown key 'buget', known are budget, .*; did you mean 'budget'"),
+        ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
+        ({"margin": 2}, "margin"),
+        ({"grow": 1}, "grow must be True or False"),
+        ({"recover": "no"}, "recover must be True or False"),
+        ({"mode": "fits"}, "mode must be one of"),
+        ({"loss_weight": "median"}, "loss_weight"),
+        ({"pin": {"micro_batch": 1}}, "did you mean 'micro_batch_size'"),
+        ({"max_recoveries": 0}, "max_recoveries"),
+        ([], r"must be a dict\(...\) in the config"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        GuardSettings.of(given)
+
+
+def test_a_refusal_is_told_of_what_was_asked_for() -> None:
+    assert PlanSettings().techniques == {"precision", "accumulate", "checkpoint", "foreach", *OFFLOADS}
+    assert PlanSettings().asked_for == PlanSettings(allow=DEFAULT_ALLOW).asked_for
+    assert PlanSettings().asked_for == {"precision", "accumulate", "checkpoint", "foreach"}
+    assert PlanSettings(allow="offload").asked_for == set(OFFLOADS)
+
+
+# --- pins ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pin", "technique"),
+    [
+        ({"micro_batch_size": 4}, "accumulate"),
+        ({"precision": "bf16-mixed"}, "precision"),
+        ({"precision": "bf16-true"}, "half"),
+        ({"checkpoint": 2}, "checkpoint"),
+        ({"offload_activations": "all"}, "offload_activations"),
+        ({"frozen_on_host": ("teacher",)}, "offload_frozen"),
+        ({"optimizer": "fused"}, "fused"),
+        ({"optimizer": "for-loop"}, "foreach"),
+        ({"optimizer": "8bit"}, "8bit"),
+        ({"optimizer_on_host": True}, "offload_optimizer"),
+        ({"parameters_on_host": True}, "offload_parameters"),
+    ],
+)
+def test_a_pin_that_asks_for_a_refused_technique_is_refused(pin: dict[str, Any], technique: str) -> None:
+    with pytest.raises(UnsupportedStepError, match=f"{next(iter(pin))} is pinned, but .* not possible here: because"):
+        check_pins(Pins.of(pin), {technique: "because"}, precision="32-true", batch_size=8)
+    check_pins(Pins.of(pin), {"grow": "because"}, precision="32-true", batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"micro_batch_size": 8},
+        {"precision": "32-true"},
+        {"checkpoint": "none", "offload_activations": 0, "frozen_on_host": ()},
+        {"optimizer": "as-written", "optimizer_on_host": False},
+    ],
+)
+def test_pins_to_what_is_written_ask_for_nothing(pin: dict[str, Any]) -> None:
+    names = ("accumulate", "precision", "half", "checkpoint", "foreach", "fused", "8bit", *OFFLOADS)
+    check_pins(Pins.of(pin), dict.fromkeys(names, "because"), precision="32-true", batch_size=8)
+
+
+def test_a_refusal_in_words() -> None:
+    assert Refusal("grow", "of this").words() == "a larger batch is not possible here: of this"
+    assert Refusal("8bit", "of that").words() == "8bit is not possible here: of that"
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------
+
+
+def plan(*, fits: bool, as_written: bool) -> Any:
+    return SimpleNamespace(fits=fits, fits_as_written=as_written, reasons=("Why.",), explain=lambda: "The plan.")
+
+
+@pytest.mark.parametrize("mode", ["fit", "report", "strict"])
+def test_what_fits_as_written_passes_whatever_is_pinned(mode: Any) -> None:
+    assert judge(plan(fits=True, as_written=True), mode) == ""
+
+
+def test_strict_raises_where_the_step_does_not_fit_as_written() -> None:
+    with pytest.raises(DoesNotFitError, match=r"^the training does not fit as written\.\nThe plan\.$"):
+        judge(plan(fits=False, as_written=False), "strict")
+    with pytest.raises(DoesNotFitError, match=r"as written\. The plan that would make it fit:\nThe plan\.$"):
+        judge(plan(fits=True, as_written=False), "strict")
+
+
+def test_other_modes_warn_or_say_nothing() -> None:
+    assert judge(plan(fits=False, as_written=False), "fit") == "this training is not known to fit. Why."
+    assert judge(plan(fits=False, as_written=False), "report") == ""
+
+
+def test_without_a_prediction() -> None:
+    unsupported = Outcome[Any](None, Failure("UnsupportedStepError", "odd", 1))
+    assert judge_failure(unsupported, "fit").endswith("left unchanged: odd")
+    with pytest.raises(UnsupportedStepError, match="rank 1 could not plan: odd"):
+        judge_failure(unsupported, "strict")
+    wrong = Outcome[Any](None, Failure("ValueError", "odd", 0), ValueError("odd"))
+    with pytest.raises(ValueError, match="odd"):
+        judge_failure(wrong, "fit")
+    assert judge_failure(wrong, "report").endswith("ValueError: odd\n")
+
+
+# --- changes ------------------------------------------------------------------------------------------------
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.own = 1
+        self._held = 2
+
+    def method(self) -> int:
+        return 3
+
+    @property
+    def held(self) -> int:
+        return self._held
+
+    @held.setter
+    def held(self, value: int) -> None:
+        self._held = value
+
+
+def test_changes_are_undone_the_latest_first_and_once() -> None:
+    thing, applied, order = Thing(), Applied(), list[int]()
+    before = dict(vars(thing))
+    applied.callback(order.append, 1)
+    applied.callback(order.append, 2)
+    for name, value in (("own", 10), ("own", 11), ("held", 20), ("method", lambda: 30)):
+        applied.replace(thing, name, value)
+    assert (thing.own, thing.held, thing.method()) == (11, 20, 30)
+    applied.close()
+    assert order == [2, 1]
+    assert vars(thing) == before
+    thing.own = 5
+    applied.close()
+    assert thing.own == 5

@@ -1,0 +1,142 @@
+"""The guard of one training: it decides, applies, judges, and follows what was applied while it trains."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from vram_guard.guard.applied import Applied
+from vram_guard.guard.decide import decide
+from vram_guard.guard.ranks import gather
+from vram_guard.guard.verdict import judge, judge_failure
+from vram_guard.language import _
+from vram_guard.watch.first_steps import FirstSteps
+from vram_guard.watch.measured import STEPS, Measured
+from vram_guard.watch.memory import reader_for
+
+if TYPE_CHECKING:
+    from vram_guard.guard.decision import Decision
+    from vram_guard.guard.settings import GuardSettings
+    from vram_guard.guard.training import Training
+    from vram_guard.plan import Plan
+
+
+class Guard:
+    """One training under guard, whatever its framework.
+
+    Attributes:
+        training: as its adapter gives it.
+        settings: of this guard.
+        applied: what was changed; :meth:`Applied.close` takes it back.
+        decision: None before :meth:`begin`, and where there is no prediction.
+        first_steps: the measurement; None where nothing can be measured.
+        no_recovery: why the training is not taken through out-of-memory errors; "" where it is.
+        rates_contain: the factor for a larger batch that the learning rates already contain: a checkpoint's, or the
+            framework's own.
+    """
+
+    def __init__(self, training: Training, settings: GuardSettings) -> None:
+        self.training = training
+        self.settings = settings
+        self.applied = Applied()
+        self.decision: Decision | None = None
+        self.first_steps: FirstSteps | None = None
+        self.no_recovery = _("it has not begun")
+        self.rates_contain = 1.0
+        self._left_alone = training.why_left_alone() if settings.mode == "fit" else ""
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a plan may be applied."""
+        return self.settings.mode == "fit" and not self._left_alone
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None where there is no prediction."""
+        return None if self.decision is None else self.decision.plan
+
+    @property
+    def changes(self) -> bool:
+        """Whether the training runs under a plan that is not as written."""
+        return self.may_change and self.plan is not None and self.plan.fits and self.plan.changed
+
+    def begin(self) -> None:
+        """Decide, apply, report and judge; on every rank, once the model is complete and before it is placed.
+
+        Raises:
+            DoesNotFitError: in mode "strict".
+            Exception: there is no prediction, and the mode does not let that pass.
+        """
+        training, settings = self.training, self.settings
+        reader = reader_for(training.device)
+        outcome = decide(training, settings, reader)
+        if outcome.value is None:
+            self.no_recovery = self._why_not_recovered()
+            training.warn(judge_failure(outcome, settings.mode))
+            return
+        captured, decision = outcome.value
+        plan, self.decision = decision.plan, decision
+        self.no_recovery = self._why_not_recovered()
+        if not self._left_alone:  # whoever changes the training trains another step than the predicted one
+            estimate = plan.estimate if self.changes else plan.before
+            self.first_steps = FirstSteps.begin(
+                reader, captured.model, decision.precision, estimate, remember=settings.remember
+            )
+        if self.changes:
+            training.apply(decision, self.applied)
+        training.report(plan, self._report_lines(decision), applied=self.changes)
+        warning = judge(plan, settings.mode)
+        if warning:
+            training.warn(warning)
+
+    def _report_lines(self, decision: Decision) -> list[str]:
+        """What is said after the prediction."""
+        notes = [*decision.notes, *([self._left_alone] if self._left_alone else ()), *self.applied.notes]
+        if self.may_change and self.settings.recover and self.no_recovery:
+            notes.append(_("a real out-of-memory error would not be recovered from: {why}", why=self.no_recovery))
+        lines = [f"  - {note}" for note in notes]
+        if decision.plan.changed:
+            applied = (
+                _("vram_guard: this plan is applied.") if self.changes else _("vram_guard: this plan is not applied.")
+            )
+            return [applied, *lines]
+        return [_("vram_guard: notes"), *lines] if lines else []
+
+    def _why_not_recovered(self) -> str:
+        if not self.may_change or not self.settings.recover:
+            return _("it is switched off")
+        if "accumulate" not in self.settings.techniques:
+            return _("smaller micro-batches are not allowed")
+        plan = self.plan
+        if plan is not None and plan.fits and (plan.recipe.parameters_on_host or plan.recipe.optimizer_on_host):
+            return _("weights or optimizer state on the host are changed while backward and the step still run")
+        return self.training.why_not_recovered({} if self.decision is None else self.decision.refused)
+
+    def prediction(self) -> str:
+        """What an error for want of memory ends with."""
+        return "" if self.plan is None else _("What was predicted:") + f"\n{self.plan.explain()}"
+
+    def out_of_memory(self, _failure: object = None) -> None:
+        """Memory ran out on this rank."""
+        if self.first_steps is not None:
+            self.first_steps.out_of_memory()
+
+    def measured(self, optimizer_steps: int) -> Measured | None:
+        """Once, after the first optimizer steps, on all ranks alike: the worst rank's measurement."""
+        steps, ranks = self.first_steps, self.training.ranks
+        if steps is None or steps.done or optimizer_steps < STEPS:
+            return None
+        return steps.finish(partial(gather, ranks), first_rank=ranks.rank == 0)
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What the learning rates of this run are to be multiplied by."""
+        return self.training.learning_rate_factor(self.plan) if self.changes and self.plan is not None else 1.0
+
+    def scale_learning_rates(self) -> None:
+        """From what the rates contain to what this run's are to be; a second call does nothing."""
+        wanted = self.learning_rate_factor
+        if self.settings.mode == "fit" and wanted != self.rates_contain:
+            for left_out in self.training.scale_learning_rates(wanted / self.rates_contain):
+                self.training.warn(_("learning rate not scaled: {why}", why=left_out))
+            self.rates_contain = wanted

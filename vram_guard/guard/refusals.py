@@ -1,0 +1,113 @@
+"""Techniques that cannot be applied to a training, pins that contradict them, and what else a split changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from vram_guard.apply.loss_weight import IGNORED, LossWeight
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _, marked
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.plan.pins import Pins
+
+_WHY: dict[str, str] = {
+    "accumulate": marked("smaller micro-batches are not possible here: {why}"),
+    "precision": marked("mixed precision is not possible here: {why}"),
+    "grow": marked("a larger batch is not possible here: {why}"),
+    "fused": marked("a fused optimizer is not possible here: {why}"),
+    "offload_parameters": marked("parameters on the host are not possible here: {why}"),
+    "offload_optimizer": marked("an optimizer on the host is not possible here: {why}"),
+}
+
+
+class Refusal(NamedTuple):
+    """A technique that this training does not admit."""
+
+    technique: str
+    """One of :data:`vram_guard.plan.techniques.TECHNIQUES`, or "grow"."""
+    reason: str
+
+    def words(self) -> str:
+        """One line for people."""
+        if self.technique in _WHY:
+            return _(_WHY[self.technique], why=self.reason)
+        return _("{technique} is not possible here: {why}", technique=self.technique, why=self.reason)
+
+
+def check_pins(pins: Pins, refused: Mapping[str, str], *, precision: str, batch_size: int) -> None:
+    """Refuse pins that ask for what cannot be done in this training.
+
+    Args:
+        pins: the parts of the plan that are fixed.
+        refused: technique -> why it is not possible.
+        precision: as written: pinning that asks for nothing.
+        batch_size: as written.
+
+    Raises:
+        UnsupportedStepError: with the pin and the reason.
+    """
+    for pin, technique in _pinned(pins, precision, batch_size):
+        if technique in refused:
+            refusal = Refusal(technique, refused[technique]).words()
+            raise UnsupportedStepError(_("{pin} is pinned, but {refusal}", pin=pin, refusal=refusal))
+
+
+def _pinned(pins: Pins, precision: str, batch_size: int) -> Iterator[tuple[str, str]]:
+    """The pins that ask for a technique, with that technique."""
+    if pins.micro_batch_size not in (None, batch_size):
+        yield "micro_batch_size", "accumulate"
+    if pins.precision not in (None, precision):
+        yield "precision", "half" if str(pins.precision).endswith("-true") else "precision"
+    if pins.optimizer in _FORMS:
+        yield "optimizer", _FORMS[pins.optimizer]
+    for name, technique in _PARTS.items():
+        if getattr(pins, name) not in (None, False, 0, (), "none"):
+            yield name, technique
+
+
+_FORMS = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
+_PARTS = {
+    "checkpoint": "checkpoint",
+    "offload_activations": "offload_activations",
+    "frozen_on_host": "offload_frozen",
+    "optimizer_on_host": "offload_optimizer",
+    "parameters_on_host": "offload_parameters",
+}
+
+
+def splitting_notes(model: nn.Module, loss_weight: LossWeight, make: Callable[[int], Any], size: int) -> Iterator[str]:
+    """What splitting a batch changes beside memory; the plan's own reasons tell of batch normalisation.
+
+    Args:
+        model: that is trained.
+        loss_weight: how the losses of micro-batches are weighted.
+        make: batch size -> a batch of the loader.
+        size: of a whole batch.
+    """
+    if loss_weight == "mean":
+        yield _(
+            "the losses of micro-batches are weighted by sample count, which is exact for a loss that is a mean over "
+            "the samples of the batch; losses normalised by counts (positives in detection, pixels that are not "
+            "ignored) come out slightly different: pass loss_weight='sum' or a function of the batch for other losses"
+        )
+        if _has_ignored_labels(make(size)):
+            yield _(
+                "the batch holds labels of {ignored}: a loss that ignores them is a mean over the others; for the "
+                "exact result pass loss_weight=lambda batch: (batch['labels'] != -100).sum() or alike",
+                ignored=IGNORED,
+            )
+    if any("Dropout" in type(part).__name__ and part.training and getattr(part, "p", 0) for part in model.modules()):
+        yield _("dropout draws other random numbers for micro-batches; the result is as random as before")
+
+
+def _has_ignored_labels(batch: Any) -> bool:
+    leaves = pytree.tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
+    labels = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64]
+    return any(bool((leaf == IGNORED).any()) for leaf in labels)

@@ -1,0 +1,161 @@
+"""The settings of every guard, checked before any work; an adapter's class adds the fields of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.plan.checks import Mode, check_amounts, check_growth, check_loss_weight, check_mode, check_switches
+from vram_guard.plan.pins import Pins
+from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS, checked_techniques
+from vram_guard.step import checked_count
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from vram_guard.budget import Budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What a plan may use and change.
+
+    Args:
+        budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
+        gpu: a whole card by name ("RTX 4090"). With neither, what is free on the device that trains.
+        margin: the share of the budget to leave free, in [0, 1); None: the default.
+        allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; None: the default.
+        grow: where the step fits, enlarge the batch up to ``target_utilization`` and scale learning rates by
+            ``lr_rule``.
+        target_utilization: the share of the memory that growth may fill, in (0, 1].
+        lr_rule: "linear", "sqrt" or "none".
+        host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
+
+    Raises:
+        InvalidInputError: a setting makes no sense.
+    """
+
+    budget: Budget | str | int | None = None
+    gpu: str | None = None
+    margin: float | None = None
+    allow: Iterable[str] | None = None
+    """Names as they were given, a frozenset after the check; see :attr:`techniques`."""
+    grow: bool = False
+    target_utilization: float = 0.8
+    lr_rule: str = "linear"
+    host_budget: str | int | None = None
+
+    def __post_init__(self) -> None:
+        allow = DEFAULT_ALLOW if self.allow is None else self.allow
+        names = [name.strip() for name in allow.split(",")] if isinstance(allow, str) else list(allow)
+        checked_techniques(names)
+        self._keep("allow", frozenset(names) - {""})
+        check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
+        check_growth(self.target_utilization, self.lr_rule)
+        check_switches(grow=self.grow)
+
+    def _keep(self, name: str, value: object) -> None:
+        """Replace a value by its checked form."""
+        object.__setattr__(self, name, value)
+
+    @property
+    def techniques(self) -> frozenset[str]:
+        """The allowed techniques, "offload" spelt out."""
+        return checked_techniques(self.allow or ())
+
+    @property
+    def asked_for(self) -> frozenset[str]:
+        """Techniques whose refusal is told: all but the kinds of offload that only the default stands for."""
+        return self.techniques - frozenset(OFFLOADS if self.allow == frozenset(DEFAULT_ALLOW) else ())
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """What may be set."""
+        return tuple(one.name for one in fields(cls))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Settings from the keys of a config.
+
+        Raises:
+            InvalidInputError: an unknown key (the message suggests the right one), or a value that makes no sense.
+        """
+        if not isinstance(given, Mapping):
+            raise InvalidInputError(_("vram_guard must be a dict(...) in the config, not {value}", value=repr(given)))
+        known = cls.names()
+        for key in given:
+            if key not in known:
+                raise InvalidInputError(
+                    _("vram_guard: unknown key {key}, known are {known}", key=repr(key), known=", ".join(known))
+                    + suggestion(key, known)
+                )
+        return cls(**given)
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> Self:
+        """Settings from parsed command-line options: those of other names, and those that nobody gave, are left out.
+
+        Raises:
+            InvalidInputError: a value makes no sense.
+        """
+        known = cls.names()
+        # A switch that was not given is False.
+        return cls(**{name: value for name, value in options.items() if name in known and value not in (None, False)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings(PlanSettings):
+    """The settings of a guard that works inside the training's own process.
+
+    Args:
+        mode: "fit": where the step does not fit, the smallest change that makes it fit is applied. "report": nothing is
+            changed and nothing raised. "strict": nothing is changed; a step that does not fit as written, or cannot be
+            predicted, raises.
+        loss_weight: what the loss is over the samples of a batch. "mean": their mean, as torch's losses are; "sum":
+            their sum; or a function ``batch -> count`` where it is the mean over something else, such as labels that
+            are not ignored.
+        pin: parts of the plan that are fixed, see :class:`vram_guard.plan.Pins`.
+        blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
+        recover: in mode "fit", go on after a real out-of-memory error: the batch that failed is rolled back and runs
+            again in smaller micro-batches. Under DDP gradients are then averaged after backward, not during it.
+        max_recoveries: how many such errors a training is taken through before it stops.
+        remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
+            predictions by it.
+
+    Raises:
+        InvalidInputError: a setting makes no sense.
+    """
+
+    mode: Mode = "fit"
+    loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean"
+    pin: Mapping[str, Any] | Pins | None = None
+    blocks: Iterable[str] | None = None
+    """A tuple after the check."""
+    recover: bool = True
+    max_recoveries: int = 8
+    remember: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_mode(self.mode)
+        check_loss_weight(self.loss_weight)
+        check_switches(recover=self.recover, remember=self.remember)
+        checked_count("max_recoveries", self.max_recoveries)
+        self._keep("pin", self.pins)
+        if self.blocks is not None:
+            self._keep("blocks", (self.blocks,) if isinstance(self.blocks, str) else tuple(self.blocks))
+
+    @property
+    def pins(self) -> Pins:
+        """The parts of the plan that are fixed."""
+        return Pins.of(self.pin)
+
+
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one; "" where none is near."""
+    near = get_close_matches(str(name), tuple(known), n=1)
+    return _("; did you mean {near}?", near=repr(near[0])) if near else ""

@@ -1,0 +1,98 @@
+"""What an adapter tells the guard of a training, and does with it on the guard's behalf."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from vram_guard.guard.refusals import Refusal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from vram_guard.capture.loader import Sample
+    from vram_guard.guard.applied import Applied
+    from vram_guard.guard.decision import Decision
+    from vram_guard.guard.ranks import Ranks
+    from vram_guard.guard.settings import GuardSettings
+    from vram_guard.plan import Plan
+    from vram_guard.step import TrainingStep
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CapturedTraining(ABC):
+    """A training in a form that can be traced; trace it inside :meth:`symbolic_run`."""
+
+    step: TrainingStep
+    model: nn.Module
+    """As the user made it, without a framework's wrapper."""
+    sample: Sample
+    epoch_samples: int | None
+    """Samples that one epoch reads over all processes; None for streams, and where there are no epochs."""
+    notes: tuple[str, ...]
+    """What a reader of the prediction should know."""
+
+    @abstractmethod
+    def symbolic_run(self) -> AbstractContextManager[Progress | None]:
+        """Inside the block the user's model may be run symbolically, and the framework notices nothing of it.
+
+        Its value is called with a line of text before each slow part, where somebody looks on.
+        """
+
+    @abstractmethod
+    def refusals(self, settings: GuardSettings) -> Iterable[Refusal]:
+        """Techniques that this training does not admit; those with an empty reason are possible."""
+
+    def objection(self, plan: Plan) -> Refusal | None:  # noqa: ARG002 - for those who know one
+        """A technique of the plan that only the trace has shown to be impossible."""
+        return None
+
+
+class Training(Protocol):
+    """A training whose model is complete and not yet placed, through its framework's own objects."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Its processes."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this process trains."""
+
+    def capture(self) -> CapturedTraining:
+        """Read the training; changes nothing.
+
+        Raises:
+            UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
+        """
+
+    def why_left_alone(self) -> str:
+        """Why nothing may be changed in this training ("" where that is not so)."""
+
+    def why_not_recovered(self, refused: Mapping[str, str]) -> str:
+        """Why it cannot be taken through an out-of-memory error ("" where it can).
+
+        Args:
+            refused: technique -> why it is not possible.
+        """
+
+    def apply(self, decision: Decision, applied: Applied) -> None:
+        """Put the decision's plan into the framework's objects, as far as that is possible before they are set up."""
+
+    def learning_rate_factor(self, plan: Plan) -> float:
+        """What the learning rates as written are to be multiplied by under an applied plan."""
+
+    def scale_learning_rates(self, factor: float) -> Iterable[str]:
+        """Multiply every learning rate; what could not be scaled, in words."""
+
+    def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:
+        """Show the prediction, and these lines after it; once, on the first rank."""
+
+    def warn(self, message: str) -> None:
+        """Show a warning; once, on the first rank."""
