@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,6 +180,33 @@ def test_a_forward_that_runs_again_has_the_same_random_numbers(x: torch.Tensor) 
     assert torch.equal(torch.get_rng_state(), after)
     # With weights of one, an output is the sum of what dropout left: so is the gradient of its weights.
     torch.testing.assert_close(sliced.last.weight.grad[0].sum(), out[:, 0].sum())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
+def test_layers_dropped_by_any_generator_are_dropped_again(x: torch.Tensor, draw: Any) -> None:
+    """LayerDrop: the second forward of a slice must skip the layers that the first one skipped."""
+
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+            self.ran: list[list[int]] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.ran.append([at for at in range(len(self.layers)) if draw() < 0.5])
+            for at in self.ran[-1]:
+                x = self.layers[at](x)
+            return x
+
+    model = LayerDrop().double()
+    slice_forward(model, 10, 4)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    model(x).sum().backward()
+    assert model.ran[:3] == model.ran[3:]
+    assert len({tuple(run) for run in model.ran}) > 1
+    used = set().union(*model.ran[:3])
+    assert [layer.weight.grad is not None for layer in model.layers] == [at in used for at in range(8)]
 
 
 def test_labels_that_are_ignored_do_not_count(x: torch.Tensor) -> None:

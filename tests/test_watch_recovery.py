@@ -17,8 +17,8 @@ from vram_guard.errors import RecoveryFailedError
 from vram_guard.watch import rollback
 from vram_guard.watch.gradients import SetAside
 from vram_guard.watch.optimizer_step import guard_step
-from vram_guard.watch.recovery import Attempt, Ladder, Recovery, samples_counter
-from vram_guard.watch.rollback import CannotRollBackError, StateKeeper
+from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery, samples_counter
+from vram_guard.watch.rollback import CannotRollBackError, StateSnapshot
 
 
 class Stateful(nn.Module):
@@ -74,7 +74,7 @@ def streams() -> Any:
 
 def test_everything_is_taken_back() -> None:
     model = Stateful()
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     for _ in range(3):  # a second attempt uses what was kept for the first
         keeper.take()
         before, rng = state(model), streams()
@@ -89,7 +89,7 @@ def test_everything_is_taken_back() -> None:
 
 def test_a_large_buffer_is_copied_while_it_changes() -> None:
     model = Stateful()
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     for at in range(3):
         keeper.take()
         model.table += 1
@@ -111,7 +111,7 @@ def test_a_large_buffer_is_copied_while_it_changes() -> None:
 
 def test_changed_weights_are_noticed() -> None:
     model = Stateful()
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     keeper.take()
     with torch.no_grad():
         model.layer.weight.add_(1)
@@ -122,7 +122,7 @@ def test_changed_weights_are_noticed() -> None:
 def test_what_changes_in_a_block_stays() -> None:
     model, plain = Stateful(), Stateful()
     plain.load_state_dict(model.state_dict())
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     torch.manual_seed(1)
     keeper.take()
     change(model)
@@ -146,7 +146,7 @@ def test_what_changes_in_a_block_stays() -> None:
 def test_nothing_is_held_after_an_attempt() -> None:
     model = Stateful()
     recovery = Recovery(model)
-    recovery.run(lambda attempt: None, Ladder(), lambda: 8)
+    recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8)
     assert recovery.keeper._modules == []
     assert recovery.keeper._copies == []
 
@@ -198,7 +198,7 @@ class Loop:
         self.optimizer = oom_cases.BreakingAdamW(self.model.parameters(), lr=0.05, foreach=True)
         self.said: list[str] = []
         self.recovery = Recovery(self.model, tell=self.said.append, **recovery)
-        self.ladder = Ladder()
+        self.ladder = MicroBatchSchedule()
         self.undo = guard_step(self.optimizer, self.recovery, lambda: "/checkpoints/last.ckpt")
         self.capacity: dict[int, int] = {}
         self.where = "forward"
@@ -238,7 +238,7 @@ def test_a_plain_loop_recovers(where: str, number: int) -> None:
 
     plain = reference.recovery.run
 
-    def run(attempt: Any, ladder: Ladder, samples: Any) -> Any:
+    def run(attempt: Any, ladder: MicroBatchSchedule, samples: Any) -> Any:
         ladder.size = 2 if batches.pop(0) >= number else None
         return plain(attempt, ladder, samples)
 
@@ -252,9 +252,9 @@ def test_a_plain_loop_recovers(where: str, number: int) -> None:
 
 
 def test_the_ladder_goes_down_by_equal_parts() -> None:
-    assert [Ladder(size, 12).below(5) for size in (None, 12, 6, 4, 3, 2, 1)] == [6, 6, 4, 3, 2, 1, 0]
-    assert Ladder().below(7) == 1
-    assert Ladder().below(1) == 0
+    assert [MicroBatchSchedule(size, 12).below(5) for size in (None, 12, 6, 4, 3, 2, 1)] == [6, 6, 4, 3, 2, 1, 0]
+    assert MicroBatchSchedule().below(7) == 1
+    assert MicroBatchSchedule().below(1) == 0
 
 
 def test_an_optimizer_step_is_done_again_or_not() -> None:
@@ -321,7 +321,7 @@ def test_the_price_of_being_armed_is_small() -> None:
     import time
 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(100)])
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     keeper.take()
     start = time.process_time()
     for _ in range(10):

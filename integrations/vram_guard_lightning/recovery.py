@@ -20,8 +20,8 @@ from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, 
 from vram_guard.watch.memory import reader_for
 from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.optimizer_step import guard_step
-from vram_guard.watch.rank_coordinator import Agreement, Alone, DataParallel
-from vram_guard.watch.recovery import Attempt, Ladder, Recovery
+from vram_guard.watch.rank_coordinator import DataParallel, RankCoordinator, SingleProcess
+from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 from vram_guard_lightning import namespaces, private_api
 from vram_guard_lightning.closure import MicroBatchClosure, merged
 from vram_guard_lightning.step_log import StepLog
@@ -83,16 +83,16 @@ def arm(
         outlook=outlook,
         on_failure=on_failure,
     )
-    ladder = Ladder(None if splitter is None else splitter.micro_batch_size, full_batch)
+    ladder = MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, full_batch)
     session = Session(trainer, recovery, splitter, ladder, loss_weight)
     session.install()
     return session
 
 
-def _agreement(trainer: Trainer, module: LightningModule) -> Agreement:
+def _agreement(trainer: Trainer, module: LightningModule) -> RankCoordinator:
     model: Any = trainer.strategy.model
     if trainer.world_size == 1 or model is module:
-        return Alone()
+        return SingleProcess()
     return DataParallel(module, broadcast_buffers=bool(model.broadcast_buffers))
 
 
@@ -104,7 +104,7 @@ class Session:
         trainer: Trainer,
         recovery: Recovery,
         splitter: Splitter | None,
-        ladder: Ladder,
+        ladder: MicroBatchSchedule,
         loss_weight: LossWeight,
     ) -> None:
         self.trainer = trainer
@@ -312,13 +312,15 @@ class Validation:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._ladder = Ladder()
+        self._ladder = MicroBatchSchedule()
         self._splitter: Splitter | None = None
         self.running = False
         self.gathers = False
         """Whether the user's validation_step waits for the other ranks."""
         own = session.recovery
-        self._recovery = Recovery(own.model, Alone(), own.memory, own.most, own.tell, own.outlook, own.on_failure)
+        self._recovery = Recovery(
+            own.model, SingleProcess(), own.memory, own.most, own.tell, own.outlook, own.on_failure
+        )
 
     def step(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of the strategy's ``validation_step``."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from vram_guard.capture.loader import Sample, random_state_kept, read_loader
+from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.state.random_generators import random_state_kept
 from vram_guard_lightning import namespaces
 
 __all__ = ["Sample", "random_state_kept", "read"]

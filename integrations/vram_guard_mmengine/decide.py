@@ -9,7 +9,7 @@ import torch
 from mmengine.device import get_device
 from mmengine.optim import OptimWrapper
 
-from vram_guard.apply.microbatch import CannotSplitError, Splitter, telling_example
+from vram_guard.apply.microbatch import CannotSplitError, Splitter, probe_layout
 from vram_guard.capture import ranks
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan.descriptions import not_possible
@@ -110,7 +110,7 @@ def _decide_here(runner: Any, captured: Captured, settings: Settings, budget: Bu
 
 
 def _splitter(captured: Captured, plan: Plan) -> Splitter:
-    example, size = telling_example(captured.sample.make)
+    example, size = probe_layout(captured.sample.make)
     return Splitter(plan.batch_size, plan.micro_batch_size, example, size)
 
 
@@ -172,7 +172,7 @@ def _why_not_recover(runner: Any, settings: Settings, refused: dict[str, str]) -
 
 def _why_not_split(captured: Captured) -> str:
     try:
-        telling_example(captured.sample.make)
+        probe_layout(captured.sample.make)
     except (CannotSplitError, UnsupportedStepError) as error:
         return str(error)
     return ""

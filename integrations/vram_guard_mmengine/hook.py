@@ -18,7 +18,7 @@ from vram_guard.language import _
 from vram_guard.settings import disabled, filled
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS
-from vram_guard.watch.recovery import Ladder
+from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import apply, rates, recovery, split_step
 from vram_guard_mmengine.checkpoints import resumable
 from vram_guard_mmengine.decide import Decision, decide, reader_here
@@ -231,7 +231,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             on_failure=lambda _failure: None if self._watch is None else self._watch.out_of_memory(),
         )
         batch = plan.batch_size if self._acts else plan.batch_size_before
-        ladder = Ladder(None if splitter is None else splitter.micro_batch_size, batch)
+        ladder = MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch)
         undo = recovery.install(runner, armed, decision.spare, ladder, self.settings.loss_weight)
         self._applied.on_undo(undo)
 

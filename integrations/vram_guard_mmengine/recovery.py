@@ -18,8 +18,8 @@ from mmengine.model import BaseModel, is_model_wrapper
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import MicroBatch, Splitter, batch_size
 from vram_guard.watch.optimizer_step import guard_step
-from vram_guard.watch.rank_coordinator import Agreement, Alone, DataParallel
-from vram_guard.watch.recovery import Attempt, Ladder, Recovery
+from vram_guard.watch.rank_coordinator import DataParallel, RankCoordinator, SingleProcess
+from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 from vram_guard_mmengine.split_step import Part, detached, merged
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ def _module(model: nn.Module) -> nn.Module:
     return module
 
 
-def _agreement(model: Any) -> Agreement:
+def _agreement(model: Any) -> RankCoordinator:
     if not is_model_wrapper(model):
-        return Alone()
+        return SingleProcess()
     return DataParallel(model.module, broadcast_buffers=bool(model.broadcast_buffers))
 
 
 def install(
-    runner: Any, recovery: Recovery, splitter: Splitter, ladder: Ladder, loss_weight: LossWeight
+    runner: Any, recovery: Recovery, splitter: Splitter, ladder: MicroBatchSchedule, loss_weight: LossWeight
 ) -> Callable[[], None]:
     """Arm a runner; returns the function that undoes it."""
     model = runner.model
@@ -94,7 +94,7 @@ class TrainStep:
     """In place of a model's ``train_step``."""
 
     def __init__(
-        self, runner: Any, recovery: Recovery, splitter: Splitter, ladder: Ladder, loss_weight: LossWeight
+        self, runner: Any, recovery: Recovery, splitter: Splitter, ladder: MicroBatchSchedule, loss_weight: LossWeight
     ) -> None:
         model = runner.model
         self._runner = runner
@@ -140,10 +140,12 @@ class ValStep:
     def __init__(self, as_written: Callable[[Any], Any], training: Recovery) -> None:
         self._as_written = as_written
         self._training = training
-        self._ladder = Ladder()
+        self._ladder = MicroBatchSchedule()
         self._splitter: Splitter | None = None
         own = training
-        self._recovery = Recovery(own.model, Alone(), own.memory, own.most, own.tell, own.outlook, own.on_failure)
+        self._recovery = Recovery(
+            own.model, SingleProcess(), own.memory, own.most, own.tell, own.outlook, own.on_failure
+        )
 
     def __call__(self, data: Any) -> Any:
         """The predictions for the batch."""

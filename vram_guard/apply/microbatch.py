@@ -138,7 +138,7 @@ class Splitter:
         return _read(batch, size), size
 
 
-def telling_example(make: Callable[[int], Any]) -> tuple[Any, int]:
+def probe_layout(make: Callable[[int], Any]) -> tuple[Any, int]:
     """A batch from which a :class:`Splitter` learns the loader's structure, and its size.
 
     A list of three images of three channels reads as three samples or as three columns of three samples each. At

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from vram_guard.apply.autocast import autocast_now, no_autocast
 from vram_guard.apply.loss_weight import loss_weights, mean_shares
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
-from vram_guard.apply.rng_state import RandomState, autocast_now, no_autocast, statistics_kept
 from vram_guard.apply.slice_gradients import SummedGradients, memory_of
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.state.modules import statistics_kept
+from vram_guard.state.random_generators import RandomState
 
 if TYPE_CHECKING:
     from vram_guard.apply.sliced_forward import SlicedForward
@@ -60,7 +62,7 @@ class SlicedRun:
         """The outputs of the whole batch, flat."""
         first = 0
         for number, part in enumerate(self._slices):
-            self._random.append(RandomState())
+            self._random.append(RandomState.with_current_device())
             if number == 0 or self._scalar is not None:
                 self._forward_and_backward(part, first)
             else:

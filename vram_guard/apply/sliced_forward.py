@@ -28,9 +28,10 @@ from torch.utils import _pytree as pytree
 from vram_guard.apply.loss_weight import split_or_warn
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.apply.outputs import rows_of, tensors_of
-from vram_guard.apply.rng_state import RandomState, statistics_kept
 from vram_guard.apply.slice_run import ITEMS_IN_BATCH, SlicedRun, needs_gradient
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.state.modules import statistics_kept
+from vram_guard.state.random_generators import RandomState
 
 __all__ = ["ITEMS_IN_BATCH", "SlicedForward", "slice_forward"]
 
@@ -146,7 +147,7 @@ class SlicedForward:
         kwargs = dict(pairs.split(called)[0].data)
         args = [kwargs.pop(str(at)) for at in range(positional)]
         self.on_slice()
-        with torch.no_grad(), RandomState().again(), statistics_kept(self.model):
+        with torch.no_grad(), RandomState.with_current_device().again(), statistics_kept(self.model):
             return rows_of(tensors_of(self.as_written(*args, **kwargs)))
 
 

@@ -6,9 +6,7 @@ every random number generator is put back.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from vram_guard.apply import microbatch
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.state.random_generators import random_state_kept
 
 #: Samples read where all look alike, and where they differ in size and the largest is looked for.
 FEW, MORE = 2, 64
@@ -41,20 +40,6 @@ class Sample:
     growable: str = ""
     """Why the loader's batch size cannot be changed; "" where it can."""
     notes: tuple[str, ...] = ()
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """The random number generators of torch, NumPy and Python are afterwards what they were before."""
-    numpy = sys.modules.get("numpy")
-    kept = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        if numpy is not None:
-            numpy.random.set_state(kept[2])
 
 
 def read_loader(loader: Any, *, endless: bool = False) -> Sample:

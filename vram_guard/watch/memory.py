@@ -95,7 +95,7 @@ class Failure:
         return f"{self.kind}: {self.message.strip().splitlines()[0] if self.message.strip() else ''}"
 
 
-def let_go(error: BaseException) -> Failure:
+def drop_traceback(error: BaseException) -> Failure:
     """Write an error down and clear the frames of its traceback, which hold the broken step's activations.
 
     Frames that still run are left alone. The caller must not keep the error itself.

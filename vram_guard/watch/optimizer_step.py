@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch.memory import free, let_go
+from vram_guard.state.modules import version
+from vram_guard.watch.memory import drop_traceback, free
 from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.rank_coordinator import Verdict
 from vram_guard.watch.recovery import Recovery
-from vram_guard.watch.rollback import version
 
 
 def guard_step(
@@ -100,7 +100,7 @@ class _Step:
                         if is_out_of_memory(error):
                             raise self._broken() from error
                         raise
-                    failure = let_go(error)
+                    failure = drop_traceback(error)
                     self._recovery.on_failure(failure)
             verdict = self._recovery.agreement.agree(own)
             if verdict is Verdict.STOPPED:

@@ -33,7 +33,7 @@ class Verdict(IntEnum):
     """The rank raises an error and takes part in nothing more."""
 
 
-class Agreement(Protocol):
+class RankCoordinator(Protocol):
     """What the processes of one training settle among themselves. Every rank calls every method alike."""
 
     def agree(self, own: Verdict) -> Verdict:
@@ -49,15 +49,15 @@ class Agreement(Protocol):
         """Every rank gets the buffers of rank 0."""
 
 
-class Alone:
+class SingleProcess:
     """A training of one process."""
 
     def agree(self, own: Verdict) -> Verdict:
-        """See :class:`Agreement`."""
+        """See :class:`RankCoordinator`."""
         return own
 
     def least(self, own: int) -> int:
-        """See :class:`Agreement`."""
+        """See :class:`RankCoordinator`."""
         return own
 
     def average_gradients(self) -> None:
@@ -93,16 +93,16 @@ class DataParallel:
         }
 
     def agree(self, own: Verdict) -> Verdict:
-        """See :class:`Agreement`."""
+        """See :class:`RankCoordinator`."""
         return Verdict(int(self._exchange([own], self._dist.ReduceOp.MAX)[0]))
 
     def least(self, own: int) -> int:
-        """See :class:`Agreement`."""
+        """See :class:`RankCoordinator`."""
         return int(self._exchange([own], self._dist.ReduceOp.MIN)[0])
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """See :class:`Agreement`. A gradient that no rank has stays None, as with ``find_unused_parameters``."""
+        """See :class:`RankCoordinator`. A gradient that no rank has stays None, as with ``find_unused_parameters``."""
         anywhere = self._exchange([p.grad is not None for p in self._parameters], self._dist.ReduceOp.MAX).tolist()
         used = [parameter for parameter, has in zip(self._parameters, anywhere, strict=True) if has]
         gradients = []
@@ -119,7 +119,7 @@ class DataParallel:
 
     @torch.no_grad()
     def share_buffers(self) -> None:
-        """See :class:`Agreement`. Does nothing where no optimizer step has gone by since the last time."""
+        """See :class:`RankCoordinator`. Does nothing where no optimizer step has gone by since the last time."""
         if not self._stale:
             return
         self._stale = False

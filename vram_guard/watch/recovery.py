@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.watch.gradients import SetAside
-from vram_guard.watch.memory import Failure, MemoryReader, free, let_go
+from vram_guard.watch.memory import Failure, MemoryReader, drop_traceback, free
 from vram_guard.watch.oom import is_out_of_memory
-from vram_guard.watch.rank_coordinator import Agreement, Alone, Verdict
-from vram_guard.watch.rollback import CannotRollBackError, StateKeeper
+from vram_guard.watch.rank_coordinator import RankCoordinator, SingleProcess, Verdict
+from vram_guard.watch.rollback import CannotRollBackError, StateSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,7 @@ class ElsewhereError(Exception):
 
 
 @dataclass
-class Ladder:
+class MicroBatchSchedule:
     """The micro-batch sizes of one kind of batch, from the one in use downwards."""
 
     size: int | None = None
@@ -115,23 +115,23 @@ class Recovery:
     """
 
     model: nn.Module
-    agreement: Agreement = field(default_factory=Alone)
+    agreement: RankCoordinator = field(default_factory=SingleProcess)
     memory: MemoryReader | None = None
     most: int = MAX_RECOVERIES
     tell: Callable[[str], None] = print
     outlook: Callable[[], str] = str
     on_failure: Callable[[Failure], None] = lambda _failure: None
     count: int = 0
-    keeper: StateKeeper = field(init=False)
+    keeper: StateSnapshot = field(init=False)
     _left: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.keeper = StateKeeper(self.model)
+        self.keeper = StateSnapshot(self.model)
 
     def run(
         self,
         attempt: Callable[[Attempt], T],
-        ladder: Ladder,
+        ladder: MicroBatchSchedule,
         samples_of: Callable[[], int],
         *,
         synchronise: bool = False,
@@ -170,14 +170,14 @@ class Recovery:
             value = attempt(running)
             running.commit()
         except ElsewhereError as error:
-            failure = let_go(error)
+            failure = drop_traceback(error)
         except Exception as error:
             if running.committed or not is_out_of_memory(error):
                 self.leave(error)
                 if running.committed and is_out_of_memory(error):
                     raise self._after_commit() from error
                 raise
-            failure = let_go(error)
+            failure = drop_traceback(error)
             self.on_failure(failure)
             if self.agreement.agree(Verdict.OUT_OF_MEMORY) is Verdict.STOPPED:
                 raise self.stopped_elsewhere() from None
@@ -186,7 +186,7 @@ class Recovery:
         return failure
 
     def _take_back(
-        self, failure: Failure, running: Attempt, ladder: Ladder, samples_of: Callable[[], int], what: str
+        self, failure: Failure, running: Attempt, ladder: MicroBatchSchedule, samples_of: Callable[[], int], what: str
     ) -> None:
         """As before the attempt, with more free memory and a smaller micro-batch size; or an error on all ranks."""
         running.aside.put_back()

@@ -16,7 +16,7 @@ from torch import nn
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.loop import scalar_loss
-from vram_guard.watch.memory import free, let_go, reader_for
+from vram_guard.watch.memory import drop_traceback, free, reader_for
 from vram_guard.watch.oom import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        failure = let_go(error)
+        failure = drop_traceback(error)
     if failure is not None:
         loop.forget_gradients()
         free(reader_for(device))
