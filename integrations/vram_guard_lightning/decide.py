@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vram_guard.apply.loss_weight import IGNORED
-from vram_guard.apply.microbatch import CannotSplitError, Splitter
+from vram_guard.apply.microbatch import CannotSplitError, Splitter, probe_layout, splitter_of
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan.descriptions import not_possible
 from vram_guard_lightning import growth, metrics, namespaces, private_api, ranks
@@ -32,6 +32,8 @@ class Decision:
     """What a reader of the prediction should know, and what was refused for which reason."""
     splitter: Splitter | None
     """How loaded batches are cut; None where they stay whole."""
+    spare: Splitter | None = None
+    """How they would be cut after an out-of-memory error; None where that is not known."""
 
     def with_notes(self, *notes: str) -> Decision:
         """The same with more to say."""
@@ -86,10 +88,12 @@ def _decide_here(trainer: Trainer, module: LightningModule, settings: Settings, 
     notes += [not_possible(name, refused[name]) for name in sorted(asked)]
     splitter = None
     if plan.splits > 1:
-        example = captured.sample.make(captured.sample.batch_size)
-        splitter = Splitter(plan.batch_size, plan.micro_batch_size, example)
-        notes += _about_splitting(module, example, settings)
-    return Decision(plan, tuple(notes), splitter)
+        splitter = splitter_of(captured.sample.make, plan.batch_size, plan.micro_batch_size)
+        notes += _about_splitting(module, captured.sample.make(captured.sample.batch_size), settings)
+    spare = splitter
+    if splitter is None and settings.recover and "accumulate" in settings.allow and "accumulate" not in refused:
+        spare = splitter_of(captured.sample.make, plan.batch_size, plan.batch_size)
+    return Decision(plan, tuple(notes), splitter, spare)
 
 
 def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:
@@ -152,10 +156,9 @@ def _why_not_split(trainer: Trainer, module: LightningModule, captured: Captured
         return "manual optimization does its own backward and steps; accumulate inside training_step instead"
     if missing := private_api.missing(namespaces.of(trainer), private_api.MICRO_BATCHES):
         return f"this release of Lightning is not known: {missing[0]}"
-    size = captured.sample.batch_size
     try:
-        Splitter(size, max(1, size // 2), captured.sample.make(size))
-    except CannotSplitError as error:
+        probe_layout(captured.sample.make)
+    except (CannotSplitError, UnsupportedStepError) as error:
         return str(error)
     return ""
 

@@ -9,7 +9,7 @@ import torch
 from mmengine.device import get_device
 from mmengine.optim import OptimWrapper
 
-from vram_guard.apply.microbatch import CannotSplitError, Splitter, probe_layout
+from vram_guard.apply.microbatch import CannotSplitError, Splitter, probe_layout, splitter_of
 from vram_guard.capture import ranks
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan.descriptions import not_possible
@@ -97,21 +97,17 @@ def _decide_here(runner: Any, captured: Captured, settings: Settings, budget: Bu
     ]
     splitter = spare = None
     if plan.splits > 1:
-        splitter = _splitter(captured, plan)
+        splitter = splitter_of(captured.sample.make, plan.batch_size, plan.micro_batch_size)
         notes += _about_splitting(captured.step.model, settings)
     if settings.recover and settings.mode == "fit":
         no_recovery = _why_not_recover(runner, settings, refused)
-        spare = None if no_recovery else splitter or _splitter(captured, plan)
+        make, size, micro = captured.sample.make, plan.batch_size, plan.micro_batch_size
+        spare = None if no_recovery else splitter or splitter_of(make, size, micro)
         if no_recovery:
             notes.append(f"a real out-of-memory error would not be recovered from: {no_recovery}")
     if plan.batch_size != plan.batch_size_before:
         notes += _about_growth(runner, captured, plan)
     return Decision(plan, tuple(notes), splitter, spare, captured.step.precision)
-
-
-def _splitter(captured: Captured, plan: Plan) -> Splitter:
-    example, size = probe_layout(captured.sample.make)
-    return Splitter(plan.batch_size, plan.micro_batch_size, example, size)
 
 
 def _plan(captured: Captured, settings: Settings, budget: Budget, allow: frozenset[str], *, grow: bool) -> Plan:
