@@ -14,6 +14,7 @@ from vram_guard.language import _
 from vram_guard.plan.checks import Mode
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
+from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import growth, metrics, namespaces, recovery
 from vram_guard_lightning.apply import Applied, apply
 from vram_guard_lightning.decide import Decision, decide
@@ -141,6 +142,7 @@ class VramGuard(CallbackBase):
         self._session: Session | None = None
         """Recovery, while it is armed."""
         self._splitter: Splitter | None = None
+        self._spare: Splitter | None = None
         self._watch: FirstSteps | None = None
         self._utilization: Utilization | None = None
         self._armed = False
@@ -204,7 +206,7 @@ class VramGuard(CallbackBase):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Every rank validates with rank 0's buffers, as under DDP's wrapper."""
         if self._session is not None:
-            self._session.recovery.agreement.share_buffers()
+            self._session.recovery.ranks.share_buffers()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the factor that the saved learning rates contain."""
@@ -240,7 +242,7 @@ class VramGuard(CallbackBase):
             self._no_decision(trainer, outcome)
             return not no_recovery
         decision = outcome.value
-        self.plan = decision.plan
+        self.plan, self._spare = decision.plan, decision.spare
         no_recovery = no_recovery or _offloaded(decision.plan)
         if not hands_off:  # BatchSizeFinder trains at other sizes than the predicted one
             self._watch = metrics.begin(
@@ -278,12 +280,15 @@ class VramGuard(CallbackBase):
         self._session = recovery.arm(
             trainer,
             module,
-            splitter=self._splitter,
-            full_batch=None if plan is None else plan.batch_size,
+            splitter=self._spare,
+            schedule=MicroBatchSchedule(
+                None if self._splitter is None else self._splitter.micro_batch_size,
+                None if plan is None else plan.batch_size,
+            ),
             loss_weight=self.settings.loss_weight,
             most=self.settings.max_recoveries,
-            tell=lambda line: _warn(trainer, line),
-            outlook=lambda: "" if self.plan is None else f"What was predicted:\n{self.plan.explain()}",
+            log=lambda line: _warn(trainer, line),
+            prediction_text=lambda: "" if self.plan is None else f"What was predicted:\n{self.plan.explain()}",
             on_failure=lambda _failure: self._watch.out_of_memory() if self._watch is not None else None,
         )
         self._applied.on_undo(self._session.undo)
@@ -323,7 +328,7 @@ class VramGuard(CallbackBase):
 
     def _disarm(self) -> None:
         self._armed = self._logged = False
-        self._session = self._splitter = self._watch = None
+        self._session = self._splitter = self._spare = self._watch = None
 
     def _log(self, trainer: Trainer) -> None:
         """The prediction, once, through the Trainer's own loggers."""

@@ -224,15 +224,16 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             if splitter is not None:
                 self._applied.on_undo(split_step.install(runner.model, splitter, self.settings.loss_weight))
             return
-        armed = recovery.recovery_of(
+        batch = plan.batch_size if self._acts else plan.batch_size_before
+        undo = recovery.arm(
             runner,
+            decision.spare,
+            MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch),
+            self.settings.loss_weight,
             most=self.settings.max_recoveries,
-            outlook=lambda: f"What was predicted:\n{plan.explain()}",
+            prediction_text=lambda: f"What was predicted:\n{plan.explain()}",
             on_failure=lambda _failure: None if self._watch is None else self._watch.out_of_memory(),
         )
-        batch = plan.batch_size if self._acts else plan.batch_size_before
-        ladder = MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch)
-        undo = recovery.install(runner, armed, decision.spare, ladder, self.settings.loss_weight)
         self._applied.on_undo(undo)
 
     def _scale_learning_rates(self, runner: Any) -> None:

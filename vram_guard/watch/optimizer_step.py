@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from vram_guard.errors import RecoveryFailedError
+from vram_guard.language import _
+from vram_guard.state.attributes import replaced
 from vram_guard.state.modules import version
 from vram_guard.watch.memory import drop_traceback, free
 from vram_guard.watch.oom import is_out_of_memory
@@ -41,22 +43,13 @@ def guard_step(
         The function that undoes it.
     """
     own_step = optimizer.step
-    overridden = vars(optimizer).get("step")
 
     @functools.wraps(own_step)  # schedulers and GradScaler look at attributes and signature of ``step``
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         return _Step(self, recovery, checkpoint, own_step).run(closure, *args, **kwargs)
 
     # A method, for schedulers that are made later bind its function anew.
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if overridden is None:
-            vars(optimizer).pop("step", None)
-        else:
-            optimizer.step = overridden  # type: ignore[method-assign]
-
-    return undo
+    return replaced(optimizer, "step", types.MethodType(step, optimizer))
 
 
 class _Step:
@@ -102,7 +95,7 @@ class _Step:
                         raise
                     failure = drop_traceback(error)
                     self._recovery.on_failure(failure)
-            verdict = self._recovery.agreement.agree(own)
+            verdict = self._recovery.ranks.agree(own)
             if verdict is Verdict.STOPPED:
                 raise self._recovery.stopped_elsewhere()
             if verdict is Verdict.FINE:
@@ -129,36 +122,52 @@ class _Step:
     def _again(self, *, done: bool) -> None:
         """Make ready to do the step again; all ranks do, so that none computes differently from the others."""
         recovery = self._recovery
-        recovery.count += 1
+        count, too_many = recovery.counted()
         lean = _step_by_parameter(self._optimizer)
         if not done:
             self._state.restore()
             self._redoing = self._closure is not None
         free(recovery.memory)
-        goes_on = lean and recovery.count <= recovery.most
-        if not recovery.agreement.least(int(goes_on)):
-            why = f"max_recoveries is {recovery.most}" if lean else "it already goes parameter by parameter"
+        if not recovery.ranks.least(int(lean and not too_many)):
+            why = _("it already goes parameter by parameter")
+            if lean:
+                why = _("max_recoveries is {most}", most=recovery.most)
             raise recovery.final(
-                f"out of memory in the optimizer step{'' if not done else ' of another rank'}, and {why}. "
-                "The weights are those of the last optimizer step."
+                _(
+                    "out of memory in {where}, and {why}. The weights are those of the last optimizer step.",
+                    where=_("the optimizer step of another rank") if done else _("the optimizer step"),
+                    why=why,
+                )
             )
-        recovery.tell(
-            "out of memory in the optimizer step before it had changed anything: the step is done again, parameter "
-            f"by parameter (foreach=False), as are the next ones. Recovery {recovery.count} of {recovery.most}."
+        recovery.log(
+            _(
+                "out of memory in the optimizer step before it had changed anything: the step is done again, parameter "
+                "by parameter (foreach=False), as are the next ones. Recovery {count} of {most}.",
+                count=count,
+                most=recovery.most,
+            )
         )
 
     def _broken(self) -> RecoveryFailedError:
         changed = self._state.changed()
         if not changed:
             return self._recovery.final(
-                "out of memory between backward and the optimizer step (gradient clipping, or a hook). The weights "
-                "are those of the last optimizer step, the gradients may be changed: the step cannot be repeated."
+                _(
+                    "out of memory between backward and the optimizer step (gradient clipping, or a hook). The weights "
+                    "are those of the last optimizer step, the gradients may be changed: the step cannot be repeated."
+                )
             )
         path = self._checkpoint()
-        advice = f"Go on from the last checkpoint: {path}" if path else "There is no checkpoint to go on from."
+        advice = _("There is no checkpoint to go on from.")
+        if path:
+            advice = _("Go on from the last checkpoint: {path}", path=path)
         return self._recovery.final(
-            f"out of memory inside the optimizer step, which had already changed {changed}. It can neither be "
-            "finished nor repeated: the weights may be half-updated. Do not save or use them. " + advice
+            _(
+                "out of memory inside the optimizer step, which had already changed {changed}. It can neither be "
+                "finished nor repeated: the weights may be half-updated. Do not save or use them. {advice}",
+                changed=changed,
+                advice=advice,
+            )
         )
 
 
@@ -202,11 +211,11 @@ class _OptimizerState:
         gradients = sum(version(gradient) != before for gradient, before in self._gradients)
         values = sum(self._moved(*remembered) for remembered in self._values)
         found = [
-            f"{count} of {of} {name}"
+            _("{count} of {of} {name}", count=count, of=of, name=name)
             for count, of, name in (
-                (weights, len(self._weights), "weights"),
-                (values, len(self._values), "optimizer state entries"),
-                (gradients, len(self._gradients), "gradients"),
+                (weights, len(self._weights), _("weights")),
+                (values, len(self._values), _("optimizer state entries")),
+                (gradients, len(self._gradients), _("gradients")),
             )
             if count
         ]

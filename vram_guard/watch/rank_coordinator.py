@@ -12,9 +12,11 @@ for: an out-of-memory error is raised on the host when the allocation is asked f
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -48,6 +50,9 @@ class RankCoordinator(Protocol):
     def share_buffers(self) -> None:
         """Every rank gets the buffers of rank 0."""
 
+    def close(self) -> None:
+        """Let go of what the ranks talk over; nothing more is settled."""
+
 
 class SingleProcess:
     """A training of one process."""
@@ -66,11 +71,25 @@ class SingleProcess:
     def share_buffers(self) -> None:
         """Nothing to share."""
 
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def coordinator_of(module: nn.Module, wrapper: Any) -> RankCoordinator:
+    """The coordinator of a module that may run inside DistributedDataParallel; on every rank at the same point."""
+    if wrapper is module:
+        return SingleProcess()
+    return DataParallel(module, broadcast_buffers=bool(wrapper.broadcast_buffers))
+
 
 class DataParallel:
     """A training whose processes hold copies of one module, in torch.distributed's default group.
 
     Made on every rank at the same point. What takes memory is allocated here, not when memory is short.
+
+    The group over which the hosts talk ends with :meth:`close`, or else with this object, or before the interpreter
+    goes: worker threads of a living group that free Python's objects while it goes may end a finished rank with
+    SIGABRT (pytorch/pytorch issue 190489).
 
     Args:
         model: the module whose parameters and buffers are kept alike.
@@ -82,7 +101,9 @@ class DataParallel:
         import torch.distributed as dist
 
         self._dist = dist
-        self._hosts = dist.new_group(backend="gloo")
+        self._groups = [dist.new_group(backend="gloo")]
+        """The one over which the hosts talk, until it is closed."""
+        self._end = weakref.finalize(self, _destroy, self._groups)  # at exit at the latest
         self._ranks = dist.get_world_size()
         self._parameters = list(model.parameters())
         self._buffers = list(model.buffers()) if broadcast_buffers else []
@@ -128,10 +149,23 @@ class DataParallel:
                 # gloo knows no bool, and a byte is what one takes
                 self._dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, src=0)
 
+    def close(self) -> None:
+        """See :class:`RankCoordinator`. A second call does nothing."""
+        self._end()
+
     def _exchange(self, numbers: Sequence[int], operation: object) -> torch.Tensor:
         message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
-        self._dist.all_reduce(message, op=operation, group=self._hosts)
+        self._dist.all_reduce(message, op=operation, group=self._groups[0])
         return message
+
+
+def _destroy(groups: list[Any]) -> None:
+    """End process groups, unless the script has ended all of them before; their threads end with the last reference."""
+    import torch.distributed as dist
+
+    while groups:
+        with contextlib.suppress(ValueError):  # no longer known
+            dist.destroy_process_group(groups.pop())
 
 
 class _as_one:  # noqa: N801 - reads as a verb where it is used
