@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vram_guard.language import _
+
 #: Nodes of a graph that leave a number as it is.
 _SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Identity", "Expand")
 
@@ -71,9 +73,9 @@ def loss_terms(loss: torch.Tensor, *, behind: bool = False) -> tuple[Term, ...]:
         node, factor = waiting.pop()
         seen += 1
         if node is None:
-            terms.append(Term("a number without a graph", factor, ()))
+            terms.append(Term(_("a number without a graph"), factor, ()))
         elif seen > MOST_NODES:
-            return (Term("a graph too long to be read", 1.0, ()),)
+            return (Term(_("a graph too long to be read"), 1.0, ()),)
         else:
             further = list(_further(node, factor))
             waiting += reversed(further)
@@ -96,7 +98,7 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
         numbers: of :func:`number_of`.
     """
     waiting: list[Any] = [loss.grad_fn]
-    for _ in range(MOST_NODES):
+    for _step in range(MOST_NODES):
         if not waiting:
             return True
         node = waiting.pop()
@@ -104,7 +106,7 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
             return False
         if node._sequence_nr() in numbers:  # noqa: SLF001 - see simulate/private_api.py
             continue
-        further = [other for other, _ in _further(node, 1.0)]
+        further = [other for other, _factor in _further(node, 1.0)]
         if not further:
             return False
         waiting += further
@@ -120,7 +122,7 @@ def reduction_of(
         "mean", "sum", or None where it is neither; and why it is neither.
     """
     if len(one) != len(other):
-        return None, "it has other parts for other sizes of batches"
+        return None, _("it has other parts for other sizes of batches")
     found: set[Literal["mean", "sum"]] = set()
     independent = 0
     for term, twin in zip(one, other, strict=True):
@@ -132,10 +134,10 @@ def reduction_of(
             return None, why
         found.add(kind)
     if len(found) > 1:
-        return None, "it is a mean and a sum over the batch, added"
+        return None, _("it is a mean and a sum over the batch, added")
     kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
     if kind == "sum" and independent:
-        return None, "it is a sum over the batch, and something beside it that does not depend on the batch"
+        return None, _("it is a sum over the batch, and something beside it that does not depend on the batch")
     return kind, ""
 
 
@@ -144,14 +146,14 @@ def _over_samples(
 ) -> tuple[Literal["mean", "sum"] | None, str]:
     for one in (term, twin):
         if not one.known:
-            return None, f"it comes out of {one.reduction}"
+            return None, _("it comes out of {operation}", operation=one.reduction)
     if term.elements * other_samples != twin.elements * samples:
-        return None, f"a {term.reduction} in it is not taken over the samples"
+        return None, _("a {reduction} in it is not taken over the samples", reduction=term.reduction)
     if math.isclose(term.of_each_element, twin.of_each_element, rel_tol=1e-6):
         return "sum", ""
     if math.isclose(term.of_each_element * samples, twin.of_each_element * other_samples, rel_tol=1e-6):
         return "mean", ""
-    return None, "what a sample counts in it follows no rule that a mean or a sum has"
+    return None, _("what a sample counts in it follows no rule that a mean or a sum has")
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def _over_samples(
 def _further(node: Any, factor: float) -> Iterator[tuple[Any, float]]:
     """Where a node only scales or adds: the nodes behind it, with their factors; nothing for any other."""
     kind = _kind(node)
-    behind = [other for other, _ in node.next_functions]
+    behind = [other for other, _input in node.next_functions]
     if kind == "Neg":
         yield behind[0], -factor
     elif kind in _SAME and len(behind) == 1:
@@ -226,7 +228,7 @@ def _sizes_behind(node: Any) -> tuple[object, ...]:
     while waiting and len(seen) < _NODES_BEHIND:
         current = waiting.pop(0)
         found.append((current.name(), *_sizes(current)))
-        for other, _ in current.next_functions:
+        for other, _input in current.next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
                 waiting.append(other)

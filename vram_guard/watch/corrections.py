@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.language import _
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -156,17 +158,18 @@ class Corrections:
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            _ignored(path, "it is no file of vram_guard's")
+            _ignored(path, _("it is no file of vram_guard's"))
             return None
         if content.get("version") != VERSION:
-            _ignored(path, f"it has version {content.get('version')!r}, this release reads {VERSION}")
+            found = repr(content.get("version"))
+            _ignored(path, _("it has version {found}, this release reads {known}", found=found, known=VERSION))
             return None
         if [content.get(name) for name in ("gpu", "torch", "structure")] != [about.gpu, about.torch, about.structure]:
-            _ignored(path, "it is about another training")
+            _ignored(path, _("it is about another training"))
             return None
         ratios = content.get("ratios")
         if not isinstance(ratios, list) or not all(_is_ratio(ratio) for ratio in ratios):
-            _ignored(path, "its ratios are no numbers in (0, 10]")
+            _ignored(path, _("its ratios are no numbers in (0, 10]"))
             return None
         return [float(ratio) for ratio in ratios[-KEPT:]]
 
@@ -187,7 +190,6 @@ def _is_ratio(value: Any) -> bool:
 
 def _ignored(path: Path, why: str) -> list[float] | None:
     """Say why a file is not used; None, which is what is known from it."""
-    warnings.warn(
-        f"vram_guard: {path} is not used: {why}; delete it to measure anew", IgnoredCorrectionWarning, stacklevel=4
-    )
+    said = _("{path} is not used: {why}; delete it to measure anew", path=path, why=why)
+    warnings.warn(f"vram_guard: {said}", IgnoredCorrectionWarning, stacklevel=4)
     return None

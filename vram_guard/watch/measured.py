@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ class Measured:
 
     def words(self) -> str:
         """One line for people."""
-        parts = (
-            _words("allocated", self.allocated, self.predicted_allocated),
-            _words("reserved", self.reserved, self.predicted_reserved),
+        return _(
+            "after {steps} optimizer steps, peak {allocated}; {reserved}",
+            steps=STEPS,
+            allocated=_words(_("allocated"), self.allocated, self.predicted_allocated),
+            reserved=_words(_("reserved"), self.reserved, self.predicted_reserved),
         )
-        return f"after {STEPS} optimizer steps, peak {parts[0]}; {parts[1]}"
 
     def metrics(self) -> dict[str, float]:
         """What was measured, by name."""
@@ -81,7 +83,13 @@ class Watcher:
 
 
 def _words(name: str, measured: int | None, predicted: int) -> str:
+    expected = format_bytes(predicted)
     if measured is None:
-        return f"{name} not measured (an earlier peak of this process is higher), {format_bytes(predicted)} predicted"
+        return _(
+            "{name} not measured (an earlier peak of this process is higher), {predicted} predicted",
+            name=name,
+            predicted=expected,
+        )
     share = f" ({measured / predicted - 1:+.1%})" if predicted else ""
-    return f"{name} {format_bytes(measured)} measured, {format_bytes(predicted)} predicted{share}"
+    found = format_bytes(measured)
+    return _("{name} {found} measured, {predicted} predicted", name=name, found=found, predicted=expected) + share

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -38,43 +39,14 @@ class CudaMemory:
     """``torch.cuda``'s own counters for one device. They are read, never reset: user code may read them too."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        from torch import cuda
 
-    def name(self) -> str:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.get_device_name(self._device)
-
-    def allocated(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.memory_allocated(self._device)
-
-    def reserved(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.memory_reserved(self._device)
-
-    def peak_allocated(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def peak_reserved(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.max_memory_reserved(self._device)
-
-    def release(self) -> None:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        torch.cuda.empty_cache()
+        self.name = partial(cuda.get_device_name, device)
+        self.allocated = partial(cuda.memory_allocated, device)
+        self.reserved = partial(cuda.memory_reserved, device)
+        self.peak_allocated = partial(cuda.max_memory_allocated, device)
+        self.peak_reserved = partial(cuda.max_memory_reserved, device)
+        self.release = cuda.empty_cache
 
 
 def reader_for(device: torch.device) -> MemoryReader | None:

@@ -16,7 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,14 +35,19 @@ class Verdict(IntEnum):
     """The rank raises an error and takes part in nothing more."""
 
 
-class RankCoordinator(Protocol):
-    """What the processes of one training settle among themselves. Every rank calls every method alike."""
+class RankCoordinator:
+    """What the processes of one training settle among themselves. Every rank calls every method alike.
+
+    As it stands here, there is one process.
+    """
 
     def agree(self, own: Verdict) -> Verdict:
         """The worst verdict of all ranks."""
+        return own
 
     def least(self, own: int) -> int:
         """The smallest number of all ranks."""
+        return own
 
     def average_gradients(self) -> None:
         """Every rank's gradients become the mean over all ranks."""
@@ -54,25 +59,8 @@ class RankCoordinator(Protocol):
         """Let go of what the ranks talk over; nothing more is settled."""
 
 
-class SingleProcess:
+class SingleProcess(RankCoordinator):
     """A training of one process."""
-
-    def agree(self, own: Verdict) -> Verdict:
-        """See :class:`RankCoordinator`."""
-        return own
-
-    def least(self, own: int) -> int:
-        """See :class:`RankCoordinator`."""
-        return own
-
-    def average_gradients(self) -> None:
-        """Nothing to average."""
-
-    def share_buffers(self) -> None:
-        """Nothing to share."""
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
 
 def coordinator_of(module: nn.Module, wrapper: Any) -> RankCoordinator:
@@ -82,7 +70,7 @@ def coordinator_of(module: nn.Module, wrapper: Any) -> RankCoordinator:
     return DataParallel(module, broadcast_buffers=bool(wrapper.broadcast_buffers))
 
 
-class DataParallel:
+class DataParallel(RankCoordinator):
     """A training whose processes hold copies of one module, in torch.distributed's default group.
 
     Made on every rank at the same point. What takes memory is allocated here, not when memory is short.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.watch.memory import drop_traceback, free, reader_for
@@ -76,7 +77,7 @@ def measure(
         UnsupportedStepError: the step has no optimizer.
     """
     if step.optimizer is None:
-        raise UnsupportedStepError("only a training step has a throughput to measure: give it an optimizer")
+        raise UnsupportedStepError(_("only a training step has a throughput to measure: give it an optimizer"))
     device = torch.device(device)
     reader = reader_for(device)
     results: list[Measured] = []
@@ -106,7 +107,7 @@ def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        for _ in range(WARM_UP):
+        for _time in range(WARM_UP):
             loop.run(size)
         _synchronize(device)
         end = time.perf_counter() + seconds
@@ -153,7 +154,7 @@ class RealStep:
 
     def run(self, batch_size: int) -> None:
         """One optimizer step of ``step.accumulate`` micro-batches."""
-        for _ in range(self.step.accumulate):
+        for _time in range(self.step.accumulate):
             self._micro_batch(batch_size)
         self._update()
         self.forget_gradients()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.simulate.device.fake_cuda import is_dense
 from vram_guard.state.containers import contents_of, look
 from vram_guard.state.modules import ModuleState
@@ -77,19 +78,30 @@ def check_module(model: nn.Module) -> None:
         kind = type(module).__name__
         if kind in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):
             raise UnsupportedStepError(
-                f"{path or 'the model'} is wrapped in {kind}, which cannot be run symbolically; give vram_guard the "
-                "model before it is wrapped"
+                _(
+                    "{path} is wrapped in {kind}, which cannot be run symbolically; give vram_guard the model before "
+                    "it is wrapped",
+                    path=path or _("the model"),
+                    kind=kind,
+                )
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise UnsupportedStepError(
-                f"{name} belongs to a lazy module whose shape is not known yet; run one real batch through the "
-                "model (on the CPU) or replace Lazy* layers by their sized kin"
+                _(
+                    "{name} belongs to a lazy module whose shape is not known yet; run one real batch through the "
+                    "model (on the CPU) or replace Lazy* layers by their sized kin",
+                    name=name,
+                )
             )
         if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around other tensors: DTensor, quantised weights
             raise UnsupportedStepError(
-                f"{name} is a {type(tensor).__name__}, which cannot be run symbolically; give vram_guard the model "
-                "before it is sharded or quantised"
+                _(
+                    "{name} is a {kind}, which cannot be run symbolically; give vram_guard the model before it is "
+                    "sharded or quantised",
+                    name=name,
+                    kind=type(tensor).__name__,
+                )
             )
 
 
@@ -217,5 +229,5 @@ def build_symbolically(constructor: Any) -> nn.Module:
     with torch.device("meta"):
         model = constructor()
     if not isinstance(model, nn.Module):
-        raise UnsupportedStepError(f"model() returned a {type(model).__name__}, not an nn.Module")
+        raise UnsupportedStepError(_("model() returned a {kind}, not an nn.Module", kind=type(model).__name__))
     return model
