@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
 import subprocess
@@ -16,6 +17,7 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+import oom_cases
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard_lightning import VramGuard, namespaces
@@ -485,6 +487,31 @@ def test_a_batch_of_three_pictures_of_three_channels_is_cut_by_pictures(tmp_path
         trained.append(fit(tmp_path, guard, module=make_pooling(sizes), data=data)[0])
     assert seen[0] == [3] * 12
     assert seen[1][-36:] == [1] * 36, "the prediction's own steps come before"
+    assert_equal_training(*trained)
+
+
+def test_pictures_that_run_out_of_memory_are_cut_by_pictures(tmp_path: Any) -> None:
+    """Nothing was to be split: how batches would be is known all the same."""
+
+    def breaking(seen: list[int], *, armed: bool) -> Any:
+        base = type(make_pooling(seen))
+
+        class Breaking(base):  # type: ignore[misc, valid-type]
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = super().training_step(batch, batch_idx)
+                if armed and self.trainer.global_step == 2 and len(batch["inputs"]) > 1 and loss.device.type == "cpu":
+                    raise oom_cases.no_memory()
+                return loss
+
+        return Breaking()
+
+    trained, seen = [], [list[int](), list[int]()]
+    for guard, sizes in zip((None, VramGuard(budget="64GiB", allow=("accumulate",))), seen, strict=True):
+        data = cases.loader(dataset=Channels(12, 3), batch_size=3, collate_fn=of_lists)
+        with pytest.warns(UserWarning, match="again in micro-batches of 1") if guard else contextlib.nullcontext():
+            trained.append(fit(tmp_path, guard, module=breaking(sizes, armed=guard is not None), data=data)[0])
+    assert seen[0] == [3] * 12
+    assert seen[1][-33:] == [3, 3, 3] + [1] * 30
     assert_equal_training(*trained)
 
 

@@ -45,7 +45,7 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
 
 
 class MicroBatchClosure:
-    """What the optimizer calls for one loaded batch; may be called several times (LBFGS)."""
+    """Closure that the optimizer calls for one loaded batch; may be called several times (LBFGS)."""
 
     def __init__(
         self, trainer: Trainer, batches: MicroBatches, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def why_not(trainer: Trainer, module: LightningModule) -> str:
-    """Why this training cannot be taken through an out-of-memory error; "" where it can."""
+    """The reason for which this training cannot be taken through an out-of-memory error; "" where it can."""
     strategy: Any = trainer.strategy
     if not module.automatic_optimization:
         return _("manual optimization does its own backward and steps")
@@ -50,7 +50,7 @@ def why_not(trainer: Trainer, module: LightningModule) -> str:
 
 
 def _why_not_ddp(strategy: Any, module: LightningModule) -> str:
-    """What would leave ranks waiting for each other, or average gradients otherwise than the user asked for."""
+    """The first thing that would leave ranks waiting, or average gradients otherwise than the user asked for."""
     if strategy._layer_sync is not None or any(isinstance(p, torch.nn.SyncBatchNorm) for p in module.modules()):
         return _("synchronised batch normalisation makes the ranks wait for each other inside forward and backward")
     if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
@@ -177,13 +177,13 @@ class Session:
 
 
 class RecoveringClosure(MicroBatchClosure):
-    """What the optimizer calls for one loaded batch; an attempt that breaks is taken back and made again."""
+    """Closure that the optimizer calls for one loaded batch; an attempt that breaks is taken back and made again."""
 
     def __init__(self, session: Session, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> None:
         super().__init__(session.trainer, session.batches, kwargs, optimizer, batch_idx)
         self._session = session
         self._freed = False
-        """Whether the gradients of the last optimizer step are freed already: that is counted, and seen by hooks."""
+        """True once the gradients of the last optimizer step are freed: that is counted, and seen by hooks."""
         if self._zero_grad is not None:
             self._zero_grad = functools.partial(self._once, self._zero_grad)
 

@@ -31,7 +31,7 @@ from vram_guard_mmengine.split_step import SplitTrainStep
 
 
 def why_not(runner: Any) -> str:
-    """Why this training cannot be taken through an out-of-memory error; "" where it can. Before it is built."""
+    """The reason for which no out-of-memory error is recovered from; "" where it is. Before it is built."""
     if runner.world_size == 1:
         return ""
     if runner.cfg.get("sync_bn") or any("SyncBatchNorm" in type(part).__name__ for part in runner.model.modules()):

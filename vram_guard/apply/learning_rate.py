@@ -107,7 +107,7 @@ def _is_number(value: object) -> bool:
 
 
 def _attributes(scheduler: Any) -> dict[str, Any]:
-    """What the object itself holds: a wrapper answers for what it wraps, which would count twice."""
+    """Attributes that the object itself holds: a wrapper answers for what it wraps, which would count twice."""
     held: dict[str, Any] = getattr(scheduler, "__dict__", {})
     return held
 

@@ -1,4 +1,4 @@
-"""What a loss is made of, read from its graph: which sums and means over which elements, each times which number.
+"""Terms of a loss, read from its graph: which sums and means over which elements, each times which number.
 
 ``cross_entropy(...) / 4 + 0.1 * penalty.mean()`` is two terms: a mean times 0.25, and a mean times 0.1. Nothing is
 computed, so symbolic losses are read as well as real ones. Of one batch, a sum that is divided by its number of samples
@@ -32,30 +32,30 @@ class Term(NamedTuple):
     reduction: str
     """"mean" or "sum"; else what stands there instead, which is neither."""
     factor: float
-    """What it is multiplied by."""
+    """The number by which it is multiplied."""
     shape: tuple[int, ...]
     """Of what is reduced; of labels, where a reduction counts those. () where nothing is known."""
     labels: bool = False
-    """Whether labels are counted, of which it leaves out those that are to be ignored."""
+    """True where labels are counted, of which it leaves out those that are to be ignored."""
     weighed: bool = False
-    """Whether classes have weights, so that one label counts more than another."""
+    """True where classes have weights, so that one label counts more than another."""
     behind: tuple[object, ...] = ()
     """The sizes of what it was computed from, where they were asked for: equal for batches of two sizes, where it does
     not depend on the batch (the square of the weights)."""
 
     @property
     def known(self) -> bool:
-        """Whether it is a mean or a sum."""
+        """True for a mean or a sum."""
         return self.reduction in ("mean", "sum")
 
     @property
     def elements(self) -> int:
-        """How many are reduced."""
+        """Number of elements that are reduced."""
         return math.prod(self.shape)
 
     @property
     def of_each_element(self) -> float:
-        """What one element counts in the loss."""
+        """Weight of one element in the loss."""
         return self.factor / max(1, self.elements) if self.reduction == "mean" else self.factor
 
 
@@ -91,7 +91,7 @@ def number_of(value: torch.Tensor) -> int | None:
 
 
 def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
-    """Whether a loss is these values, scaled and added, and nothing else.
+    """Check that a loss is these values, scaled and added, and nothing else.
 
     Args:
         loss: one number with a graph.
@@ -116,7 +116,7 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
 def reduction_of(
     one: Sequence[Term], samples: int, other: Sequence[Term], other_samples: int
 ) -> tuple[Literal["mean", "sum"] | None, str]:
-    """What a loss is over the samples of its batch, from its terms at two sizes of batches.
+    """Reduction of a loss over the samples of its batch, from its terms at two sizes of batches.
 
     Returns:
         "mean", "sum", or None where it is neither; and why it is neither.
@@ -197,7 +197,7 @@ def _constant(node: Any, behind: list[Any]) -> tuple[Any, float] | None:
 
 
 def _number(tensor: torch.Tensor) -> Any:
-    """What a real tensor on the CPU holds; None for others."""
+    """Number in a real tensor on the CPU; None for others."""
     from vram_guard.simulate.device.fake_cuda import is_symbolic
 
     with _disable_current_modes():  # in a trace, nothing is to be written down for this
@@ -257,7 +257,7 @@ def _sizes(node: Any) -> Iterator[tuple[object, ...]]:
 
 
 def _counted(node: Any) -> torch.Tensor | None:
-    """What a loss's own reduction counts: the labels of a cross-entropy, else what is compared with its target."""
+    """Tensor whose elements a loss's own reduction counts: labels of a cross-entropy, else what meets its target."""
     for name in ("_saved_target", "_saved_self") if hasattr(node, "_saved_ignore_index") else ("_saved_self",):
         found = getattr(node, name, None)
         if isinstance(found, torch.Tensor):

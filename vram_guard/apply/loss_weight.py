@@ -1,4 +1,4 @@
-"""What the losses of micro-batches weigh, so that they add up to the loss of their batch."""
+"""Weights of the losses of micro-batches, so that they add up to the loss of their batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> list[Any]:
-    """What each micro-batch's loss is multiplied with, so that they add up to the loss of the batch."""
+    """Factors of the micro-batches' losses, so that they add up to the loss of the batch."""
     if loss_weight == "sum":
         return [1.0] * len(micro_batches)
     if loss_weight == "mean":
@@ -32,7 +32,7 @@ def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> li
 
 
 def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any]) -> list[Any]:
-    """What a slice's mean counts in the batch's: its share of samples, or of the labels that are not ignored.
+    """Weights of the slices' means in the batch's: their shares of samples, or of the labels that are not ignored.
 
     Args:
         model: the one that was called; its name tells whether it predicts the next token.

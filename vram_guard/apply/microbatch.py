@@ -58,7 +58,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one part of a batch is cut: by rows, part by part, or not at all.
+    """Way to cut one part of a batch: by rows, part by part, or not at all.
 
     Attributes:
         rows: cut along its first dimension (tensor, array), or by its items (a list of samples).
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def has_rows(self) -> bool:
-        """Whether anything is cut."""
+        """True where anything is cut."""
         return self.rows or any(child.has_rows for child in (self.parts or {}).values())
 
     def to_json(self) -> Any:
@@ -183,7 +183,7 @@ def splitter_of(make: Callable[[int], Any], batch_size: int, micro_batch_size: i
 
 
 def probe_layout(make: Callable[[int], Any]) -> Layout:
-    """How a loader's batches are cut, from two of them.
+    """Layout of a loader's batches, read from two of them.
 
     A list of three images of three channels reads as three samples or as three columns of three samples each. At
     sizes that nothing else in the batch happens to have, there is one reading, and two sizes agree on it.
@@ -215,7 +215,7 @@ def probe_layout(make: Callable[[int], Any]) -> Layout:
 
 
 def read_layout(batch: Any, size: int) -> Layout:
-    """How a batch of ``size`` samples is cut.
+    """Layout of a batch of ``size`` samples.
 
     Raises:
         CannotSplitError: a part of it does not hold so many samples, or none does.
@@ -267,7 +267,7 @@ def _can_read(batch: Any, size: int) -> bool:
 
 
 def _read_part(part: Any, size: int, path: str) -> Layout:
-    """How one part is to be cut, if the batch has ``size`` samples."""
+    """Layout of one part, if the batch has ``size`` samples."""
     if _is_tensor(part) or _is_array(part):
         return _read_rows(part, size, path)
     if _is_plain(part):

@@ -38,7 +38,9 @@ class Merging:
             if samples == 1 and self._of_two is not None:
                 self._rows = [rows == 2 for rows in self._of_two]
             self._whole = [
-                torch.empty((self._samples, *t.shape[1:]), dtype=t.dtype, device=t.device) if rows else _empty_sum(t)
+                torch.empty((self._samples, *t.shape[1:]), dtype=t.dtype, device=t.device)
+                if rows
+                else torch.zeros_like(t)
                 for t, rows in zip(tensors, self._rows, strict=True)
             ]
         self._like = _without_tensors(out)
@@ -51,7 +53,7 @@ class Merging:
                 whole.copy_(tensor)
 
     def share(self, at: int, gradient: torch.Tensor, first: int, samples: int, weight: Any) -> torch.Tensor:
-        """What of the whole output's gradient belongs to one slice."""
+        """One slice's part of the whole output's gradient."""
         if self._rows[at]:
             return gradient[first : first + samples]
         part: torch.Tensor = gradient * weight  # it is the same in every slice, and gradients are summed over them
@@ -68,7 +70,7 @@ class Merging:
 
 
 def rows_of(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """How many rows each tensor has; 0 for numbers."""
+    """Number of rows of each tensor; 0 for numbers."""
     return tuple(len(tensor) if tensor.dim() else 0 for tensor in tensors)
 
 
@@ -158,10 +160,6 @@ def _share_of(value: torch.Tensor, weight: Any) -> torch.Tensor:
     """A slice's part of a weighted mean; a slice of no weight has none, even where its own mean is undefined."""
     part: torch.Tensor = value * weight
     return torch.where(weight == 0, torch.zeros_like(part), part) if isinstance(weight, torch.Tensor) else part
-
-
-def _empty_sum(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor)
 
 
 # --- structures of outputs ----------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class SlicedRun:
         return self._sliced.as_written(*args, **kwargs)
 
     def _inputs_of(self, part: MicroBatch) -> tuple[dict[str, Any], list[torch.Tensor | None]]:
-        """What the slice is called with, and the leaves of its own graph, in the order of ``given``."""
+        """Arguments of the slice, and the leaves of its own graph, in the order of ``given``."""
         own: list[torch.Tensor | None] = [None] * len(self.given)
         if not own:
             return part.data, own
@@ -236,5 +236,5 @@ class SlicedRun:
 
 
 def needs_gradient(leaf: Any) -> bool:
-    """Whether somebody will ask for the gradient of this part of a batch."""
+    """Check whether somebody will ask for the gradient of this part of a batch."""
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad

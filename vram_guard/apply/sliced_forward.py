@@ -101,7 +101,7 @@ class SlicedForward:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for the whole batch."""
+        """The model's output for the whole batch."""
         sliced = self._sliced
         if not sliced.model.training or not torch.is_grad_enabled():
             return sliced.as_written(*args, **kwargs)

@@ -28,7 +28,7 @@ FEW, MORE = 2, 64
 
 @dataclass(frozen=True)
 class Sample:
-    """What the user's loader delivers, at any batch size."""
+    """Batches as the user's loader delivers them, of any size."""
 
     make: Callable[[int], Any]
     """batch size -> a batch of so many samples, on the CPU, as the loader's ``collate_fn`` makes it."""
@@ -39,7 +39,7 @@ class Sample:
     loader: Any
     """The loader that was read."""
     growable: str = ""
-    """Why the loader's batch size cannot be changed; "" where it can."""
+    """The reason for which the loader's batch size cannot be changed; "" where it can."""
     notes: tuple[str, ...] = ()
 
 

@@ -81,7 +81,7 @@ def refill(container: Any, content: Any) -> None:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two looks found the same objects in the same order; nothing is compared by value but lengths."""
+    """Check whether two looks found the same objects in the same order; nothing is compared by value but lengths."""
     if isinstance(one, int) or isinstance(other, int):
         return bool(type(one) is type(other) and one == other)
     return _identities(one) == _identities(other)

@@ -38,7 +38,7 @@ class ModuleState:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place (autograd's own counter); -1 where nothing counts (inference mode)."""
+    """Autograd's own count of a tensor's changes in place; -1 where nothing counts (inference mode)."""
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - named in autograd's documentation
 
 

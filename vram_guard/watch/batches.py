@@ -27,7 +27,7 @@ class Share:
     data: Any
     samples: int
     weight: Any
-    """What its loss is multiplied with."""
+    """Factor of its loss."""
     first: bool
     last: bool
 
@@ -43,7 +43,7 @@ class BatchPass:
 
     @property
     def whole(self) -> bool:
-        """Whether the batch is in one part."""
+        """True where the batch is in one part."""
         return len(self.parts) == 1
 
     def run(
@@ -53,7 +53,7 @@ class BatchPass:
         rows: bool = True,
         otherwise: Callable[[Sequence[Any]], Any] = last_of,
     ) -> Any:
-        """What ``one`` returns for each micro-batch, merged; see :func:`vram_guard.apply.outputs.merged`."""
+        """Call ``one`` for each micro-batch and merge what it returns; see :func:`vram_guard.apply.outputs.merged`."""
         if self.whole:
             return one(Share(self.parts[0].data, self.parts[0].samples, 1.0, first=True, last=True))
         weights = loss_weights(self.parts, self.loss_weight)
@@ -87,7 +87,7 @@ class MicroBatches:
         self.recovery = recovery
         self.schedule = schedule or MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size)
         self.never_cut = ""
-        """Why batches must stay whole."""
+        """The reason for which batches must stay whole; "" for none."""
         self._splitter = splitter
         self._loss_weight = loss_weight
 
@@ -99,7 +99,7 @@ class MicroBatches:
     def run(
         self, batch: Any, work: Callable[[BatchPass], T], *, synchronise: bool = False, what: str | None = None
     ) -> T:
-        """What ``work`` returns for a pass over the batch that gets through; see :meth:`Recovery.run`."""
+        """Call ``work`` until a pass over the batch gets through; see :meth:`Recovery.run`."""
         if self.recovery is None:
             return work(BatchPass(self._parts(batch, self.schedule.size), self._loss_weight, None))
 

@@ -1,4 +1,4 @@
-"""What was measured in earlier runs, as a factor on the next prediction. It only ever raises.
+"""Measurements of earlier runs, as a factor on the next prediction. It only ever raises.
 
 One small JSON file per training (GPU, torch version, model structure, precision) in the user's cache folder. A file
 each, so that processes that train different things never write the same one; of two that train the same thing and
@@ -41,7 +41,7 @@ class IgnoredCorrectionWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Subject:
-    """What a correction is about."""
+    """Training that a correction is about."""
 
     gpu: str
     torch: str
@@ -55,7 +55,7 @@ class Subject:
 
 
 def subject(model: nn.Module, precision: str, gpu: str) -> Subject:
-    """What a training is remembered under.
+    """Key under which a training is remembered.
 
     Args:
         model: the model, on any device, before or after it is moved.
@@ -112,7 +112,7 @@ class Corrections:
         self._folder = None if base is None else base / "corrections"
 
     def factor(self, about: Subject) -> float:
-        """What predicted peaks are to be multiplied with; at least 1."""
+        """Factor for predicted peaks; at least 1."""
         return max([1.0, *self._ratios(about)])
 
     def remember(self, about: Subject, ratio: float) -> bool:
@@ -135,7 +135,7 @@ class Corrections:
             warnings.simplefilter("ignore", NotWrittenWarning)
             written = write_atomically(path, json.dumps(content))
         if written:
-            self._prune()
+            _prune(self._folder)
         return written
 
     def _ratios(self, about: Subject) -> list[float]:
@@ -173,15 +173,15 @@ class Corrections:
             return None
         return [float(ratio) for ratio in ratios[-KEPT:]]
 
-    def _prune(self) -> None:
-        """Forget what was not written for the longest time."""
-        assert self._folder is not None
-        try:
-            files = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-            for path in files[:-MOST_FILES]:
-                path.unlink(missing_ok=True)
-        except OSError:  # another process prunes as well
-            return
+
+def _prune(folder: Path) -> None:
+    """Forget what was not written for the longest time."""
+    try:
+        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in files[:-MOST_FILES]:
+            path.unlink(missing_ok=True)
+    except OSError:  # another process prunes as well
+        return
 
 
 def _is_ratio(value: Any) -> bool:

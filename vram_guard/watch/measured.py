@@ -19,7 +19,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first steps took, and what was predicted; bytes."""
+    """Measured and predicted peaks of the first steps; bytes."""
 
     predicted_allocated: int
     predicted_reserved: int
@@ -44,7 +44,7 @@ class Measured:
         )
 
     def metrics(self) -> dict[str, float]:
-        """What was measured, by name."""
+        """Measured peaks by name."""
         found = {"allocated": self.allocated, "reserved": self.reserved}
         return {f"measured_peak_{name}_bytes": float(value) for name, value in found.items() if value is not None}
 
@@ -71,7 +71,7 @@ class Watcher:
         self._earlier = (self._reader.peak_allocated(), self._reader.peak_reserved())
 
     def measure(self) -> Measured | None:
-        """What has been measured since :meth:`start`; None before."""
+        """Peaks since :meth:`start`; None before."""
         if self._earlier is None:
             return None
         peaks = (self._reader.peak_allocated(), self._reader.peak_reserved())

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MemoryReader(Protocol):
-    """What can be asked about a device's memory; all amounts in bytes, of this process."""
+    """Counters of a device's memory; all amounts in bytes, of this process."""
 
     def name(self) -> str:
         """The device's name, as its vendor gives it."""
@@ -56,7 +56,7 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """What is left of an error once the tensors that its traceback held are let go."""
+    """Record of an error once the tensors that its traceback held are let go."""
 
     kind: str
     message: str

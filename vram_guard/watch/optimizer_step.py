@@ -76,7 +76,7 @@ class _Step:
     def run(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """The result of the step, once it is through on all ranks."""
         self._closure = closure
-        handed_on = closure if closure is None else self._once
+        handed_on = closure if closure is None else functools.partial(self._once, closure)
         if closure is None:
             self._state.remember()
         result: Any = None
@@ -102,19 +102,18 @@ class _Step:
                 return result
             self._again(done=done)
 
-    def _once(self) -> Any:
+    def _once(self, closure: Callable[[], Any]) -> Any:
         """The user's closure; not run a second time when the step is done again."""
         if self._redoing:
             self._redoing = False
             return self._loss
-        assert self._closure is not None
-        self._loss = self._closure()
+        self._loss = closure()
         self._calls += 1
         self._state.remember()
         return self._loss
 
     def _verdict(self, error: Exception) -> Verdict:
-        """Whether a step that raised can be done again."""
+        """Judge whether a step that raised can be done again."""
         through = self._closure is None or self._calls == 1
         safe = through and not self._state.changed()
         return Verdict.OUT_OF_MEMORY if safe and is_out_of_memory(error) else Verdict.STOPPED
@@ -182,7 +181,7 @@ def _step_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _OptimizerState:
-    """What an optimizer step changes in place, by version counters."""
+    """State that an optimizer step changes in place, by version counters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -206,7 +205,7 @@ class _OptimizerState:
         ]
 
     def changed(self) -> str:
-        """What was changed since, in words; "" for nothing."""
+        """Changes since then, in words; "" for none."""
         weights = sum(version(weight) != before for weight, before in self._weights)
         gradients = sum(version(gradient) != before for gradient, before in self._gradients)
         values = sum(self._moved(*remembered) for remembered in self._values)

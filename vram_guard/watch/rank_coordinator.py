@@ -26,7 +26,7 @@ BUCKET = 25 * 2**20
 
 
 class Verdict(IntEnum):
-    """How something went; the worst of all ranks counts."""
+    """Outcome on one rank; the worst of all ranks counts."""
 
     FINE = 0
     OUT_OF_MEMORY = 1
@@ -36,7 +36,7 @@ class Verdict(IntEnum):
 
 
 class RankCoordinator:
-    """What the processes of one training settle among themselves. Every rank calls every method alike.
+    """Agreement of the processes of one training. Every rank calls every method alike.
 
     As it stands here, there is one process.
     """

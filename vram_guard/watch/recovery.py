@@ -63,11 +63,11 @@ class Attempt:
     """Samples of a micro-batch; None: the batch stays whole."""
     aside: SetAside
     synchronise: bool
-    """Whether the gradients of this batch complete those of an optimizer step."""
+    """True where the gradients of this batch complete those of an optimizer step."""
     stage: str = "forward"
     committed: bool = False
     last: bool = True
-    """Whether the next backward completes the gradients of the batch."""
+    """True where the next backward completes the gradients of the batch."""
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run the backward of one micro-batch; after the last one's, :meth:`commit`."""
@@ -162,7 +162,7 @@ class Recovery:
         synchronise: bool = False,
         what: str,
     ) -> T:
-        """What ``attempt`` returns, once it gets through on all ranks.
+        """Call ``attempt`` until it gets through on all ranks; returns its value.
 
         Args:
             attempt: runs the batch's forward and backward at the attempt's micro-batch size; calls the attempt's
@@ -259,7 +259,7 @@ class Recovery:
             self.ranks.agree(Verdict.STOPPED)
 
     def stopped_elsewhere(self) -> RecoveryFailedError:
-        """What ranks raise when another one has stopped."""
+        """The error that ranks raise when another one has stopped."""
         return RecoveryFailedError(_("another rank stopped with an error; its own output says which"))
 
     def final(self, message: str) -> RecoveryFailedError:

@@ -1,4 +1,4 @@
-"""What a broken attempt at a batch leaves behind outside of gradients, and taking it back.
+"""Take back what a broken attempt at a batch leaves behind outside of gradients.
 
 Taken back are the random number generators of Python, NumPy and torch, and the state of the modules: buffers
 (BatchNorm's running statistics), metrics' states, plain attributes, lists that grew. Parameters are not copied: an
@@ -76,7 +76,7 @@ class StateSnapshot:
         self._copies, self._on_host, self._quiet = [], [], []
 
     def check(self) -> None:
-        """Whether the attempt can be taken back.
+        """Check that the attempt can be taken back.
 
         Raises:
             CannotRollBackError: it changed parameters, or a large tensor that never changed before.
@@ -102,7 +102,7 @@ class StateSnapshot:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """What changes inside the block stays so when the attempt is taken back (hooks that run once a batch)."""
+        """Keep what changes inside the block when the attempt is taken back (hooks that run once a batch)."""
         attributes = [dict(vars(kept.module)) for kept in self._modules]
         contents = [[look(container, LOOKED_INTO) for container, _before in kept.contents] for kept in self._modules]
         parameters = [version(parameter) for parameter in self.parameters]

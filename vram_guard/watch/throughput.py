@@ -76,8 +76,6 @@ def measure(
     Raises:
         UnsupportedStepError: the step has no optimizer.
     """
-    if step.optimizer is None:
-        raise UnsupportedStepError(_("only a training step has a throughput to measure: give it an optimizer"))
     device = torch.device(device)
     reader = reader_for(device)
     results: list[Measured] = []
@@ -140,6 +138,8 @@ class RealStep:
     """Model and optimizer of a step on a device, and one optimizer step at a time."""
 
     def __init__(self, step: TrainingStep, device: torch.device) -> None:
+        if step.optimizer is None:
+            raise UnsupportedStepError(_("only a training step has a throughput to measure: give it an optimizer"))
         self.step, self.device = step, device
         self._batch = batch_source(step.batch)
         self._dtype = _TRUE.get(step.precision)
@@ -147,7 +147,6 @@ class RealStep:
         self._model: nn.Module = model.to(device=device, dtype=self._dtype).train()
         if step.prepare is not None:
             step.prepare(self._model)
-        assert step.optimizer is not None
         self._optimizer = step.optimizer(self._model.parameters())
         scaled = step.precision == "16-mixed" and device.type == "cuda"
         self._scaler = torch.amp.GradScaler(device.type) if scaled else None

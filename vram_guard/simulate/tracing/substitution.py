@@ -39,7 +39,7 @@ def process_state_restored() -> Iterator[None]:
 
 
 def _default_device() -> torch.device | None:
-    """What ``torch.set_default_device`` was last told; None where it never was."""
+    """Device that ``torch.set_default_device`` was last told; None where it never was."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
 

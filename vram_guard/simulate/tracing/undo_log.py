@@ -6,7 +6,7 @@ import torch
 
 
 class Journal:
-    """What real tensors held before the traced step wrote to them (an average of weights, a counter, a metric)."""
+    """Content of real tensors before the traced step wrote to them (an average of weights, a counter, a metric)."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
