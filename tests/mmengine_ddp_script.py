@@ -79,6 +79,7 @@ def main() -> None:
         "splits": cases.guard(split).plan.splits,
         "difference": float((cases.weights(split) - cases.weights(plain)).abs().max()),
         "recovered": float((cases.weights(broken) - cases.weights(plain)).abs().max()),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
     }
     (folder / f"{RANK}.json").write_text(json.dumps(answer))
 

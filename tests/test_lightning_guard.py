@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
 import subprocess
@@ -16,8 +17,9 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+import oom_cases
 
-from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard_lightning import VramGuard, namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -429,3 +431,101 @@ def test_one_namespace_is_enough(hidden: str, left: str) -> None:
         "VramGuard.__mro__ if b.__name__ == 'Callback'])"
     )
     assert done.stdout.strip() == repr([left]), done.stderr
+
+
+# --- batches that read in two ways at their own size ----------------------------------------------------------
+
+
+class Channels(cases.Vectors):
+    """Samples of three channels (or of as many points in time), each a vector."""
+
+    def __init__(self, samples: int, channels: int) -> None:
+        super().__init__(samples * channels)
+        self.channels = channels
+
+    def __len__(self) -> int:
+        return len(self.inputs) // self.channels
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(index * self.channels, (index + 1) * self.channels)
+        return self.inputs[rows], self.targets[rows].mean(0)
+
+
+def of_lists(samples: Any) -> dict[str, Any]:
+    """As detection's and MMEngine's loaders collate."""
+    return {"inputs": [x for x, _ in samples], "targets": [y.expand(3, 2) for _, y in samples]}
+
+
+def time_first(samples: Any) -> dict[str, torch.Tensor]:
+    return {"inputs": torch.stack([x for x, _ in samples], 1), "targets": torch.stack([y for _, y in samples])}
+
+
+def make_pooling(seen: list[int]) -> Any:
+    """Nothing in it fails where samples lose channels, or points in time: the training is another one."""
+    base = type(cases.make_module())
+
+    class Pooling(base):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            inputs, targets = batch["inputs"], batch["targets"]
+            if isinstance(inputs, list):
+                seen.append(len(inputs))
+                pooled = torch.stack([self.net(x).cumsum(0).mean(0) for x in inputs])
+                return torch.nn.functional.mse_loss(pooled, torch.stack([y.mean(0) for y in targets]))
+            seen.append(inputs.shape[1])
+            return torch.nn.functional.mse_loss(self.net(inputs).cumsum(0).mean(0), targets[: inputs.shape[1]])
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            pass
+
+    return Pooling()
+
+
+def test_a_batch_of_three_pictures_of_three_channels_is_cut_by_pictures(tmp_path: Any) -> None:
+    trained, seen = [], [list[int](), list[int]()]
+    for guard, sizes in zip((None, VramGuard(budget="64GiB", pin={"micro_batch_size": 1})), seen, strict=True):
+        data = cases.loader(dataset=Channels(12, 3), batch_size=3, collate_fn=of_lists)
+        trained.append(fit(tmp_path, guard, module=make_pooling(sizes), data=data)[0])
+    assert seen[0] == [3] * 12
+    assert seen[1][-36:] == [1] * 36, "the prediction's own steps come before"
+    assert_equal_training(*trained)
+
+
+def test_pictures_that_run_out_of_memory_are_cut_by_pictures(tmp_path: Any) -> None:
+    """Nothing was to be split: how batches would be is known all the same."""
+
+    def breaking(seen: list[int], *, armed: bool) -> Any:
+        base = type(make_pooling(seen))
+
+        class Breaking(base):  # type: ignore[misc, valid-type]
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = super().training_step(batch, batch_idx)
+                if armed and self.trainer.global_step == 2 and len(batch["inputs"]) > 1 and loss.device.type == "cpu":
+                    raise oom_cases.no_memory()
+                return loss
+
+        return Breaking()
+
+    trained, seen = [], [list[int](), list[int]()]
+    for guard, sizes in zip((None, VramGuard(budget="64GiB", allow=("accumulate",))), seen, strict=True):
+        data = cases.loader(dataset=Channels(12, 3), batch_size=3, collate_fn=of_lists)
+        with pytest.warns(UserWarning, match="again in micro-batches of 1") if guard else contextlib.nullcontext():
+            trained.append(fit(tmp_path, guard, module=breaking(sizes, armed=guard is not None), data=data)[0])
+    assert seen[0] == [3] * 12
+    assert seen[1][-33:] == [3, 3, 3] + [1] * 30
+    assert_equal_training(*trained)
+
+
+def test_a_batch_whose_time_comes_first_is_not_cut_along_time(tmp_path: Any) -> None:
+    """At the loader's own size, time looks like the samples; at other sizes it shows that it is not."""
+
+    def run(guard: Any, seen: list[int]) -> Any:
+        data = cases.loader(dataset=Channels(12, 4), batch_size=4, collate_fn=time_first)
+        return fit(tmp_path, guard, module=make_pooling(seen), data=data)[0]
+
+    plain, seen = run(None, []), list[int]()
+    with pytest.warns(UserWarning, match=r"micro_batch_size is pinned.*batch\['inputs'\]: shape \(4, 5, 6\)"):
+        guarded = run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}), seen)
+    assert seen[-9:] == [4] * 9
+    assert_equal_training(plain, guarded)
+    with pytest.raises(UnsupportedStepError, match="starts with 4, not with the 5 samples of the batch"):
+        run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, mode="strict"), [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vram_guard.apply.microbatch import CannotSplitError, Splitter, batch_size, even_sizes, split
-from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.apply.microbatch import (
+    CannotSplitError,
+    Layout,
+    Splitter,
+    batch_size,
+    even_sizes,
+    probe_layout,
+    split,
+    splitter_of,
+)
+from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
 
 
 class Pair(NamedTuple):
@@ -211,3 +221,58 @@ def test_lists_of_samples_whose_pictures_have_another_leading_size() -> None:
     """As MMEngine's pseudo_collate makes them: six pictures of three channels are six samples."""
     batch = {"inputs": [torch.zeros(3, 4, 4) for _ in range(6)], "data_samples": [object() for _ in range(6)]}
     assert batch_size(batch) == 6
+
+
+# --- how a loader's batches are cut -------------------------------------------------------------------------------
+
+
+def pictures(size: int, channels: int = 3) -> dict[str, Any]:
+    return {"inputs": [torch.zeros(channels, 4) for _ in range(size)], "labels": list(range(size))}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: (torch.zeros(size, 3), torch.zeros(size)),
+        pictures,
+        lambda size: pictures(size, 5),  # at five samples it reads in two ways
+        lambda size: {"x": torch.zeros(size, 2), "mask": torch.ones(1, 4), "meta": {"names": ["a"] * size}},
+    ],
+)
+def test_two_sizes_agree_on_a_layout_which_can_be_written_down(make: Any) -> None:
+    layout = probe_layout(make)
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+    for size in (1, 2, 3, 4, 8):
+        parts = Splitter(size, 1, layout=layout).split(make(size))
+        assert [part.samples for part in parts] == [1] * size
+    assert splitter_of(make, 8, 2).count(make(3)) == 3
+
+
+def test_a_list_of_three_pictures_of_three_channels_is_three_pictures() -> None:
+    parts = splitter_of(pictures, 3, 1).split(pictures(3))
+    assert [len(part.data["inputs"]) for part in parts] == [1, 1, 1]
+    assert all(part.data["inputs"][0].shape == (3, 4) for part in parts)
+
+
+def test_without_a_layout_what_reads_in_two_ways_is_refused() -> None:
+    with pytest.raises(CannotSplitError, match=r"batch\['inputs'\]: its 3 tensors of 3 rows each may be samples or"):
+        Splitter(3, 1).split(pictures(3))
+    assert Splitter(2, 1).count([torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)]) == 2, "inputs and their labels"
+
+
+def test_sizes_that_a_loader_cannot_make_are_passed_over() -> None:
+    def pairs(size: int) -> torch.Tensor:
+        if size % 2:
+            raise ValueError("an odd one out")
+        return torch.zeros(size, 3)
+
+    assert probe_layout(pairs) == Layout(rows=True)
+    with pytest.raises(UnsupportedStepError, match="batches of other sizes cannot be made: ValueError: no"):
+        probe_layout(lambda size: (_ for _ in ()).throw(ValueError("no")))
+
+
+def test_a_layout_that_changes_with_the_size_is_none() -> None:
+    with pytest.raises(CannotSplitError, match=r"shape \(4, 5\) starts with 4"):
+        probe_layout(lambda size: {"x": torch.zeros(4, size), "y": torch.zeros(size)})
+    with pytest.raises(CannotSplitError, match="differs from batch size to batch size"):
+        probe_layout(lambda size: {f"x{size}": torch.zeros(size)})

@@ -322,3 +322,4 @@ def test_two_processes_hold_one_plan(tmp_path: Path) -> None:
     assert first["splits"] == 2
     assert first["difference"] < 1e-6
     assert first["recovered"] < 1e-6
+    assert first["groups"] == second["groups"] == 1, "the guard's own process group is destroyed"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import random
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from vram_guard.apply.microbatch import probe_layout
 from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH, slice_forward
 from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError
 
@@ -178,6 +182,33 @@ def test_a_forward_that_runs_again_has_the_same_random_numbers(x: torch.Tensor) 
     assert torch.equal(torch.get_rng_state(), after)
     # With weights of one, an output is the sum of what dropout left: so is the gradient of its weights.
     torch.testing.assert_close(sliced.last.weight.grad[0].sum(), out[:, 0].sum())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
+def test_layers_dropped_by_any_generator_are_dropped_again(x: torch.Tensor, draw: Any) -> None:
+    """LayerDrop: the second forward of a slice must skip the layers that the first one skipped."""
+
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+            self.ran: list[list[int]] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.ran.append([at for at in range(len(self.layers)) if draw() < 0.5])
+            for at in self.ran[-1]:
+                x = self.layers[at](x)
+            return x
+
+    model = LayerDrop().double()
+    slice_forward(model, 10, 4)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    model(x).sum().backward()
+    assert model.ran[:3] == model.ran[3:]
+    assert len({tuple(run) for run in model.ran}) > 1
+    used = set().union(*model.ran[:3])
+    assert [layer.weight.grad is not None for layer in model.layers] == [at in used for at in range(8)]
 
 
 def test_labels_that_are_ignored_do_not_count(x: torch.Tensor) -> None:
@@ -434,3 +465,83 @@ def test_a_whole_model_is_saved_without_the_guard(x: torch.Tensor) -> None:
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     torch.testing.assert_close(loaded(x), whole(x))
     assert loaded.calls == [10]
+
+
+class Pictures(nn.Module):
+    """Takes its batch as a list of samples, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.calls: list[list[torch.Size]] = []
+
+    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        self.calls.append([image.shape for image in images])
+        found = torch.stack([self.net(image).square().mean(0) for image in images])
+        return {"loss": (found - torch.stack([target["y"] for target in targets])).square().mean()}
+
+
+@pytest.mark.parametrize(("samples", "channels"), [(4, 3), (3, 3)])
+@pytest.mark.parametrize("keywords", [False, True])
+def test_lists_of_samples_are_cut_by_samples(samples: int, channels: int, keywords: bool) -> None:
+    def call(size: int) -> dict[str, Any]:
+        names = ("images", "targets") if keywords else ("0", "1")
+        images = [torch.full((channels, 4), float(at + 1)) for at in range(size)]
+        return dict(zip(names, (images, [{"y": torch.ones(2)} for _ in range(size)]), strict=True))
+
+    torch.manual_seed(0)
+    whole = Pictures()
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, samples, 1, layout=probe_layout(call))
+    for model in (whole, sliced):
+        given = call(samples)
+        images = [image.requires_grad_() for image in next(iter(given.values()))]
+        out = model(**given) if keywords else model(*given.values())
+        out["loss"].backward()
+        assert all(image.grad is not None for image in images)
+        model.grads = [image.grad for image in images]
+    same_gradients(whole, sliced)
+    for one, other in zip(whole.grads, sliced.grads, strict=True):
+        torch.testing.assert_close(one, other)
+    assert sliced.calls[-1] == [torch.Size((channels, 4))]
+
+
+def test_a_list_that_reads_in_two_ways_is_trained_on_whole() -> None:
+    model = Pictures()
+    slice_forward(model, 3, 1)
+    with pytest.warns(UserWarning, match="may be samples or columns.*trained on whole"):
+        model([torch.ones(3, 4)] * 3, [{"y": torch.ones(2)}] * 3)["loss"].backward()
+    assert [len(call) for call in model.calls] == [3]
+
+
+def test_inputs_with_gradient_in_any_container_get_theirs(x: torch.Tensor) -> None:
+    """Rows of a tensor, samples of a list, and what is shared by all slices, in one call."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+
+        def forward(self, batch: Row) -> torch.Tensor:
+            rows = batch.x + torch.stack(batch.each) + batch.shared
+            return self.net(rows)
+
+    @dataclasses.dataclass
+    class Row:
+        each: list[torch.Tensor]
+        x: torch.Tensor
+        shared: torch.Tensor
+
+    torch.manual_seed(0)
+    whole = Mixed().double()
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 10, 4)
+    found = []
+    for model in (whole, sliced):
+        each = [torch.full((6,), float(at), dtype=torch.double, requires_grad=True) for at in range(10)]
+        given = Row(each, x.clone().requires_grad_(), torch.ones(1, 6, dtype=torch.double, requires_grad=True))
+        model(given).square().sum().backward()
+        found.append([*(one.grad for one in each), given.x.grad, given.shared.grad])
+    same_gradients(whole, sliced)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

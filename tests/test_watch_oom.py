@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch.memory import free, let_go, reader_for
+from vram_guard.watch.memory import drop_traceback, free, reader_for
 from vram_guard.watch.oom import is_out_of_memory
 
 #: What torch 2.13 appends to errors of the CUDA runtime; it must not be mistaken for an assertion that failed.
@@ -136,7 +136,7 @@ def test_what_the_traceback_held_is_let_go() -> None:
 
     error = caught(broken)
     assert held[0]() is not None
-    failure = let_go(error)
+    failure = drop_traceback(error)
     free(None)
     assert held[0]() is None
     assert failure.kind == "ValueError"

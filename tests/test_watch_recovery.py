@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard.apply.microbatch import split
+from vram_guard.apply.microbatch import batch_size, split
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.watch import rollback
 from vram_guard.watch.gradients import SetAside
 from vram_guard.watch.optimizer_step import guard_step
-from vram_guard.watch.recovery import Attempt, Ladder, Recovery, samples_counter
-from vram_guard.watch.rollback import CannotRollBackError, StateKeeper
+from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
+from vram_guard.watch.rollback import CannotRollBackError, StateSnapshot
 
 
 class Stateful(nn.Module):
@@ -74,7 +74,7 @@ def streams() -> Any:
 
 def test_everything_is_taken_back() -> None:
     model = Stateful()
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     for _ in range(3):  # a second attempt uses what was kept for the first
         keeper.take()
         before, rng = state(model), streams()
@@ -89,7 +89,7 @@ def test_everything_is_taken_back() -> None:
 
 def test_a_large_buffer_is_copied_while_it_changes() -> None:
     model = Stateful()
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     for at in range(3):
         keeper.take()
         model.table += 1
@@ -111,7 +111,7 @@ def test_a_large_buffer_is_copied_while_it_changes() -> None:
 
 def test_changed_weights_are_noticed() -> None:
     model = Stateful()
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     keeper.take()
     with torch.no_grad():
         model.layer.weight.add_(1)
@@ -122,7 +122,7 @@ def test_changed_weights_are_noticed() -> None:
 def test_what_changes_in_a_block_stays() -> None:
     model, plain = Stateful(), Stateful()
     plain.load_state_dict(model.state_dict())
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     torch.manual_seed(1)
     keeper.take()
     change(model)
@@ -146,9 +146,9 @@ def test_what_changes_in_a_block_stays() -> None:
 def test_nothing_is_held_after_an_attempt() -> None:
     model = Stateful()
     recovery = Recovery(model)
-    recovery.run(lambda attempt: None, Ladder(), lambda: 8)
-    assert recovery.keeper._modules == []
-    assert recovery.keeper._copies == []
+    recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8, what="this batch")
+    assert recovery.snapshot._modules == []
+    assert recovery.snapshot._copies == []
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -197,8 +197,8 @@ class Loop:
         self.model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
         self.optimizer = oom_cases.BreakingAdamW(self.model.parameters(), lr=0.05, foreach=True)
         self.said: list[str] = []
-        self.recovery = Recovery(self.model, tell=self.said.append, **recovery)
-        self.ladder = Ladder()
+        self.recovery = Recovery(self.model, log=self.said.append, **recovery)
+        self.schedule = MicroBatchSchedule()
         self.undo = guard_step(self.optimizer, self.recovery, lambda: "/checkpoints/last.ckpt")
         self.capacity: dict[int, int] = {}
         self.where = "forward"
@@ -210,8 +210,9 @@ class Loop:
             batch = torch.randn(8, 4, generator=data)
             self.recovery.run(
                 lambda attempt, number=number, batch=batch: self._attempt(attempt, number, batch),
-                self.ladder,
-                samples_counter(batch),
+                self.schedule,
+                lambda batch=batch: batch_size(batch),
+                what="this batch",
             )
             if number % 2:
                 self.optimizer.step()
@@ -238,23 +239,23 @@ def test_a_plain_loop_recovers(where: str, number: int) -> None:
 
     plain = reference.recovery.run
 
-    def run(attempt: Any, ladder: Ladder, samples: Any) -> Any:
-        ladder.size = 2 if batches.pop(0) >= number else None
-        return plain(attempt, ladder, samples)
+    def run(attempt: Any, schedule: MicroBatchSchedule, samples: Any, **more: Any) -> Any:
+        schedule.size = 2 if batches.pop(0) >= number else None
+        return plain(attempt, schedule, samples, **more)
 
     batches = list(range(6))
     reference.recovery.run = run  # type: ignore[method-assign]
     reference.train()
     assert len(broken.said) == 2
-    assert broken.ladder.size == 2
+    assert broken.schedule.size == 2
     for mine, theirs in zip(broken.model.state_dict().values(), reference.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_the_ladder_goes_down_by_equal_parts() -> None:
-    assert [Ladder(size, 12).below(5) for size in (None, 12, 6, 4, 3, 2, 1)] == [6, 6, 4, 3, 2, 1, 0]
-    assert Ladder().below(7) == 1
-    assert Ladder().below(1) == 0
+def test_the_schedule_goes_down_by_equal_parts() -> None:
+    assert [MicroBatchSchedule(size, 12).below(5) for size in (None, 12, 6, 4, 3, 2, 1)] == [6, 6, 4, 3, 2, 1, 0]
+    assert MicroBatchSchedule().below(7) == 1
+    assert MicroBatchSchedule().below(1) == 0
 
 
 def test_an_optimizer_step_is_done_again_or_not() -> None:
@@ -321,7 +322,7 @@ def test_the_price_of_being_armed_is_small() -> None:
     import time
 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(100)])
-    keeper = StateKeeper(model)
+    keeper = StateSnapshot(model)
     keeper.take()
     start = time.process_time()
     for _ in range(10):

@@ -13,9 +13,9 @@ def replace_attributes(target: Any, values: Mapping[str, Any]) -> Callable[[], N
     """Set attributes on ``target`` itself; the result puts its old ones back.
 
     An attribute that ``target`` inherited, or did not have, is deleted again: a class that inherited it inherits it
-    again, and an instance has its class's.
+    again, and an instance has its class's. A property is set back to the value that it had.
     """
-    before = {name: vars(target).get(name, _MISSING) for name in values}
+    before = {name: _held(target, name) for name in values}
 
     def undo() -> None:
         for name, value in before.items():
@@ -31,6 +31,12 @@ def replace_attributes(target: Any, values: Mapping[str, Any]) -> Callable[[], N
         undo()
         raise
     return undo
+
+
+def _held(target: Any, name: str) -> Any:
+    if isinstance(getattr(type(target), name, None), property):
+        return getattr(target, name)
+    return vars(target).get(name, _MISSING)
 
 
 @contextmanager

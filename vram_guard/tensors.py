@@ -23,8 +23,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of times that the tensor was written in place: autograd's own counter."""
-    return tensor._version  # noqa: SLF001 - torch has no public name for it
+    """The number of times that the tensor was written in place; -1 where nothing counts (inference mode)."""
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - named in autograd's documentation
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -9,6 +9,7 @@ from vram_guard.guard.guard import Guard
 from vram_guard.plan.checks import Mode
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
+from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import apply, namespaces, recovery
 from vram_guard_lightning.settings import Settings
 from vram_guard_lightning.training import LightningTraining, write
@@ -181,7 +182,7 @@ class VramGuard(CallbackBase):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Every rank validates with rank 0's buffers, as under DDP's wrapper."""
         if self._recovery is not None:
-            self._recovery.recovery.agreement.share_buffers()
+            self._recovery.recovery.ranks.share_buffers()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the factor that the saved learning rates contain."""
@@ -209,16 +210,19 @@ class VramGuard(CallbackBase):
 
 def _armed(trainer: Trainer, module: LightningModule, guard: Guard) -> Session:
     """Recovery from out-of-memory errors, until the guard's changes are undone."""
-    plan = guard.plan if guard.plan is not None and guard.plan.fits else None
+    plan, decision = (guard.plan if guard.plan is not None and guard.plan.fits else None), guard.decision
+    splitter = decision.splitter if decision is not None and guard.changes else None
     session = recovery.arm(
         trainer,
         module,
-        splitter=guard.decision.splitter if guard.decision is not None and guard.changes else None,
-        full_batch=None if plan is None else plan.batch_size,
+        splitter=None if decision is None else decision.spare,
+        schedule=MicroBatchSchedule(
+            None if splitter is None else splitter.micro_batch_size, None if plan is None else plan.batch_size
+        ),
         loss_weight=guard.settings.loss_weight,
         most=guard.settings.max_recoveries,
-        tell=guard.training.warn,
-        outlook=guard.prediction,
+        log=guard.training.warn,
+        prediction_text=guard.prediction,
         on_failure=guard.out_of_memory,
     )
     guard.applied.callback(session.undo)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from vram_guard.capture.loader import Sample, random_state_kept
+from vram_guard.capture.loader import Sample
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining, Progress
 from vram_guard.language import _
+from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
 from vram_guard_lightning import namespaces, refusals, trainer_proxy
 from vram_guard_lightning.sample import read

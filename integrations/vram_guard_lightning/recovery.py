@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.apply.loss_weight import LossWeight, split_or_warn
-from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
+from vram_guard.apply.loss_weight import LossWeight
+from vram_guard.apply.microbatch import CannotSplitError, Splitter
+from vram_guard.language import _
+from vram_guard.patching import replace_attributes
+from vram_guard.watch.batches import BatchPass, MicroBatches, Share
 from vram_guard.watch.memory import reader_for
 from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.optimizer_step import guard_step
-from vram_guard.watch.rank_coordinator import Agreement, Alone, DataParallel
-from vram_guard.watch.recovery import Attempt, Ladder, Recovery
+from vram_guard.watch.rank_coordinator import coordinator_of
+from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 from vram_guard_lightning import namespaces, private_api
-from vram_guard_lightning.closure import MicroBatchClosure, merged
+from vram_guard_lightning.closure import MicroBatchClosure
 from vram_guard_lightning.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -33,31 +36,31 @@ if TYPE_CHECKING:
 
 
 def why_not(trainer: Trainer, module: LightningModule) -> str:
-    """Why this training cannot be taken through an out-of-memory error; "" where it can."""
+    """The reason for which this training cannot be taken through an out-of-memory error; "" where it can."""
     strategy: Any = trainer.strategy
     if not module.automatic_optimization:
-        return "manual optimization does its own backward and steps"
+        return _("manual optimization does its own backward and steps")
     if missing := private_api.missing(namespaces.of(trainer), (*private_api.MICRO_BATCHES, *private_api.RECOVERY)):
-        return f"this release of Lightning is not known: {missing[0]}"
+        return _("this release of Lightning is not known: {missing}", missing=missing[0])
     if namespaces.is_a(strategy, "strategies.SingleDeviceStrategy"):
         return ""
     if not namespaces.is_a(strategy, "strategies.DDPStrategy"):
-        return f"{type(strategy).__name__} is not known to be safe to repeat a step under"
+        return _("{strategy} is not known to be safe to repeat a step under", strategy=type(strategy).__name__)
     return _why_not_ddp(strategy, module)
 
 
 def _why_not_ddp(strategy: Any, module: LightningModule) -> str:
-    """What would leave ranks waiting for each other, or average gradients otherwise than the user asked for."""
+    """The first thing that would leave ranks waiting, or average gradients otherwise than the user asked for."""
     if strategy._layer_sync is not None or any(isinstance(p, torch.nn.SyncBatchNorm) for p in module.modules()):
-        return "synchronised batch normalisation makes the ranks wait for each other inside forward and backward"
+        return _("synchronised batch normalisation makes the ranks wait for each other inside forward and backward")
     if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
-        return "a DDP communication hook averages the gradients in its own way"
+        return _("a DDP communication hook averages the gradients in its own way")
     if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
-        return "DDP was told to leave out some parameters"
+        return _("DDP was told to leave out some parameters")
     if any(getattr(part, "sparse", False) and hasattr(part, "embedding_dim") for part in module.modules()):
-        return "sparse gradients of an embedding are averaged by DDP alone"
+        return _("sparse gradients of an embedding are averaged by DDP alone")
     if not torch.distributed.is_gloo_available():
-        return "this build of torch has no gloo, over which the ranks would settle what to do"
+        return _("this build of torch has no gloo, over which the ranks would settle what to do")
     return ""
 
 
@@ -66,63 +69,39 @@ def arm(
     module: LightningModule,
     *,
     splitter: Splitter | None,
-    full_batch: int | None,
+    schedule: MicroBatchSchedule,
     loss_weight: LossWeight,
     most: int,
-    tell: Callable[[str], None],
-    outlook: Callable[[], str],
+    log: Callable[[str], None],
+    prediction_text: Callable[[], str],
     on_failure: Callable[[Any], None],
 ) -> Session:
     """Arm a Trainer whose strategy is set up; on every rank at the same point."""
     recovery = Recovery(
         module,
-        agreement=_agreement(trainer, module),
+        ranks=coordinator_of(module, module if trainer.world_size == 1 else trainer.strategy.model),
         memory=reader_for(trainer.strategy.root_device),
         most=most,
-        tell=tell,
-        outlook=outlook,
+        log=log,
+        prediction_text=prediction_text,
         on_failure=on_failure,
     )
-    ladder = Ladder(None if splitter is None else splitter.micro_batch_size, full_batch)
-    session = Session(trainer, recovery, splitter, ladder, loss_weight)
-    session.install()
-    return session
-
-
-def _agreement(trainer: Trainer, module: LightningModule) -> Agreement:
-    model: Any = trainer.strategy.model
-    if trainer.world_size == 1 or model is module:
-        return Alone()
-    return DataParallel(module, broadcast_buffers=bool(model.broadcast_buffers))
+    batches = MicroBatches(splitter, loss_weight, recovery=recovery, schedule=schedule)
+    return Session(trainer, recovery, batches)
 
 
 class Session:
-    """One armed training."""
+    """One armed training: what the module's docstring names is replaced."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        recovery: Recovery,
-        splitter: Splitter | None,
-        ladder: Ladder,
-        loss_weight: LossWeight,
-    ) -> None:
+    def __init__(self, trainer: Trainer, recovery: Recovery, batches: MicroBatches) -> None:
         self.trainer = trainer
         self.recovery = recovery
-        self.ladder = ladder
-        self.loss_weight = loss_weight
+        self.batches = batches
         self.attempt: Attempt | None = None
         """The one that is running."""
-        self.last_backward = True
-        """Whether the next backward completes the gradients of the loaded batch."""
-        self.validation = Validation(self)
-        self._splitter = splitter
-        self._undo: list[Callable[[], None]] = []
-
-    def install(self) -> None:
-        """Replace what the module's docstring names."""
-        trainer = self.trainer
+        self.validation = Validation(trainer, batches.for_validation())
         strategy: Any = trainer.strategy
+        self._undo: list[Callable[[], None]] = [recovery.ranks.close]
         self._replace(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", self._closures)
         self._replace(strategy.precision_plugin, "backward", self._backward)
         self._replace(strategy, "optimizer_step", self._optimizer_step)
@@ -132,76 +111,45 @@ class Session:
         for optimizer in strategy.optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)
             if isinstance(inner, torch.optim.Optimizer):
-                self._undo.append(guard_step(inner, self.recovery, self._last_checkpoint))
+                self._undo.append(guard_step(inner, recovery, self._last_checkpoint))
 
     def undo(self) -> None:
         """As it was; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
+    def _replace(self, owner: Any, name: str, with_: Callable[..., Any]) -> None:
+        """``with_`` is called in place of the method ``name``, with the method first."""
+        self._undo.append(replace_attributes(owner, {name: functools.partial(with_, getattr(owner, name))}))
+
     # --- a loaded batch -------------------------------------------------------------------------------------
 
     def _closures(self, own: Any, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Any:
         if "batch" not in kwargs:  # training_step takes the loader's iterator, which cannot be wound back
             return own(kwargs, optimizer, batch_idx)
-        whole = functools.partial(self._whole, kwargs, optimizer, batch_idx)
-        return RecoveringClosure(self, kwargs, optimizer, batch_idx, whole)
-
-    def _whole(self, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Any:
-        """Lightning's own closure."""
-        loop: Any = self.trainer.fit_loop.epoch_loop.automatic_optimization
-        return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)
-
-    def split(self, batch: Any, size: int | None) -> list[MicroBatch]:
-        """The micro-batches of a loaded batch; a single one where it stays whole."""
-        if size is None or self._splitter is None:
-            return [MicroBatch(batch, 1, 1)]
-        self._splitter.micro_batch_size = size
-        return split_or_warn(self._splitter, batch)
-
-    def samples_of(self, batch: Any) -> int:
-        """The samples of a batch that is about to be split, perhaps for the first time.
-
-        Raises:
-            CannotSplitError: it cannot be.
-        """
-        if self._splitter is None:
-            size = batch_size(batch)
-            self._splitter = Splitter(self.ladder.full or size, size, batch if not self.ladder.full else None)
-        return sum(part.samples for part in self._splitter.split(batch))
+        return RecoveringClosure(self, kwargs, optimizer, batch_idx)
 
     @contextlib.contextmanager
-    def attempting(self, attempt: Attempt) -> Iterator[None]:
-        """Inside the block the module runs without DDP's wrapper, whose collectives could wait for ever."""
-        strategy: Any = self.trainer.strategy
-        wrapped, module = strategy.model, strategy.lightning_module
-        self.attempt, self.last_backward = attempt, True
-        if wrapped is not module:
-            strategy.model = module
+    def attempting(self, attempt: Attempt | None) -> Iterator[None]:
+        """Inside the block the attempt runs, without DDP's wrapper."""
+        self.attempt = attempt
         try:
-            yield
+            with _unwrapped(self.trainer.strategy):
+                yield
         finally:
             self.attempt = None
-            if wrapped is not module:
-                strategy.model = wrapped
 
     def _backward(self, own: Any, *args: Any, **kwargs: Any) -> None:
-        attempt = self.attempt
-        if attempt is None:
+        if self.attempt is None:
             own(*args, **kwargs)
-            return
-        attempt.before_backward()
-        own(*args, **kwargs)
-        if self.last_backward:
-            attempt.commit()
         else:
-            attempt.stage = "forward"
+            self.attempt.backward(functools.partial(own, *args, **kwargs))
 
     def _all_gather(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """``self.all_gather`` in training_step waits for all ranks: first make sure that they will come."""
         if self.attempt is not None and not self.attempt.committed:
             self.attempt.meet()
-        self.validation.gathers |= self.validation.running
+        self.validation.gathered()
         return own(*args, **kwargs)
 
     # --- the optimizer step ---------------------------------------------------------------------------------
@@ -214,9 +162,11 @@ class Session:
             self.recovery.leave(error)
             if is_out_of_memory(error):
                 raise self.recovery.final(
-                    "out of memory around the optimizer step (gradient clipping, or a hook): the step cannot be "
-                    "repeated. The weights are those of the last optimizer step, or, if the error came from a hook "
-                    "after the step, those of this one."
+                    _(
+                        "out of memory around the optimizer step (gradient clipping, or a hook): the step cannot be "
+                        "repeated. The weights are those of the last optimizer step, or, if the error came from a hook "
+                        "after the step, those of this one."
+                    )
                 ) from error
             raise
 
@@ -225,82 +175,44 @@ class Session:
         paths = [getattr(callback, name, "") for name in ("last_model_path", "best_model_path")]
         return next((path for path in paths if path), "")
 
-    def _replace(self, owner: Any, name: str, with_: Callable[..., Any]) -> None:
-        """``with_`` is called in place of the method ``name``, with the method first."""
-        missing = object()
-        before = vars(owner).get(name, missing)
-        setattr(owner, name, functools.partial(with_, getattr(owner, name)))
-
-        def undo() -> None:
-            if before is missing:
-                vars(owner).pop(name, None)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.append(undo)
-
 
 class RecoveringClosure(MicroBatchClosure):
-    """What the optimizer calls for one loaded batch; an attempt that breaks is taken back and made again."""
+    """Closure that the optimizer calls for one loaded batch; an attempt that breaks is taken back and made again."""
 
-    def __init__(
-        self,
-        session: Session,
-        kwargs: Mapping[str, Any],
-        optimizer: Any,
-        batch_idx: int,
-        whole: Callable[[], Any],
-    ) -> None:
-        super().__init__(session.trainer, kwargs, optimizer, batch_idx, [], session.loss_weight)
+    def __init__(self, session: Session, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> None:
+        super().__init__(session.trainer, session.batches, kwargs, optimizer, batch_idx)
         self._session = session
-        self._whole = whole
         self._freed = False
-        """Whether the gradients of the last optimizer step are freed already: that is counted, and seen by hooks."""
+        """True once the gradients of the last optimizer step are freed: that is counted, and seen by hooks."""
         if self._zero_grad is not None:
-            self._zero_grad = self._once(self._zero_grad)
+            self._zero_grad = functools.partial(self._once, self._zero_grad)
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | None:
-        """Gradients of the whole batch; returns the batch's loss, None if there is none."""
-        session, trainer = self._session, self._trainer
+    def _run(self) -> Any:
         self._freed = False
-        self._result = session.recovery.run(
-            self._attempt,
-            session.ladder,
-            lambda: session.samples_of(self._kwargs["batch"]),
-            synchronise=not trainer.fit_loop._should_accumulate(),
-            what=f"the batch after {trainer.global_step} optimizer steps",
+        return self._batches.run(
+            self._kwargs["batch"],
+            self._pass,
+            synchronise=not self._trainer.fit_loop._should_accumulate(),
+            what=_("the batch after {steps} optimizer steps", steps=self._trainer.global_step),
         )
-        loss: torch.Tensor | None = self._result.loss
-        return loss
 
-    def _attempt(self, attempt: Attempt) -> Any:
-        self._micro_batches = self._session.split(self._kwargs["batch"], attempt.micro_batch_size)
-        log = StepLog(self._trainer.fit_loop.epoch_loop._results)
-        with torch.enable_grad(), log.gathering():
-            with self._session.attempting(attempt):
-                result = self._one_pass() if len(self._micro_batches) == 1 else self._run(log)
-            attempt.commit()  # before what was logged is passed on
+    def _once(self, zero_grad: Callable[[], None]) -> None:
+        if not self._freed:
+            with self._session.recovery.snapshot.keeping():
+                zero_grad()
+            self._freed = True
+
+    def _forward_and_backward(self, batch: BatchPass, log: StepLog) -> Any:
+        with self._session.attempting(batch.attempt):
+            result = super()._forward_and_backward(batch, log)
+        if batch.attempt is not None:
+            batch.attempt.commit()  # before what was logged is passed on
         return result
 
-    def _one_pass(self) -> Any:
-        """A batch that stays whole is trained on by Lightning's own closure."""
-        closure = self._whole()
+    def _own_closure(self) -> Any:
+        closure = super()._own_closure()
         closure._zero_grad_fn = self._zero_grad
-        closure()
-        return closure.consume_result()
-
-    def _once(self, zero_grad: Callable[[], None]) -> Callable[[], None]:
-        def once() -> None:
-            if not self._freed:
-                with self._session.recovery.keeper.keeping():
-                    zero_grad()
-                self._freed = True
-
-        return once
-
-    def _gradients_stay_here(self, *, stay: bool) -> contextlib.AbstractContextManager[Any]:
-        self._session.last_backward = not stay
-        return contextlib.nullcontext()
+        return closure
 
 
 class Validation:
@@ -310,85 +222,56 @@ class Validation:
     buffers around, is left out. A validation_step that gathers from other ranks itself is not repeated.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._ladder = Ladder()
-        self._splitter: Splitter | None = None
-        self.running = False
-        self.gathers = False
-        """Whether the user's validation_step waits for the other ranks."""
-        own = session.recovery
-        self._recovery = Recovery(own.model, Alone(), own.memory, own.most, own.tell, own.outlook, own.on_failure)
+    def __init__(self, trainer: Trainer, batches: MicroBatches) -> None:
+        self._trainer = trainer
+        self._batches = batches
+        self._running = False
 
     def step(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of the strategy's ``validation_step``."""
         if not args or kwargs or isinstance(args[0], Iterator):
             return own(*args, **kwargs)
-        self._recovery.count = self._session.recovery.count
-        self.running = True
+        self._running = True
         try:
-            return self._recovery.run(
-                functools.partial(self._attempt, own, args),
-                self._ladder,
-                functools.partial(self._samples_of, args[0]),
-                what="a validation batch",
+            return self._batches.run(
+                args[0], functools.partial(self._pass, own, args[1:]), what=_("a validation batch")
             )
         finally:
-            self.running = False
-            self._session.recovery.count = self._recovery.count
+            self._running = False
 
-    def _attempt(self, own: Any, args: tuple[Any, ...], attempt: Attempt) -> Any:
-        log = StepLog(self._session.trainer.fit_loop.epoch_loop.val_loop._results)
-        with log.gathering(), _unwrapped(self._session.trainer.strategy):
-            if attempt.micro_batch_size is None or self._splitter is None:
-                return own(*args)
-            self._splitter.micro_batch_size = attempt.micro_batch_size
-            outputs, slices = [], self._splitter.split(args[0])
-            for part in slices:
-                log.next_micro_batch(part.samples)
-                outputs.append(own(part.data, *args[1:]))
-            return joined(outputs, slices)
+    def gathered(self) -> None:
+        """The user's code waits for the other ranks: where that is validation_step, it runs once for a batch."""
+        if self._running:
+            self._batches.never_cut = _("validation_step gathers from the other ranks, once for a whole batch")
 
-    def _samples_of(self, batch: Any) -> int:
-        if self.gathers:
-            raise CannotSplitError("validation_step", "it gathers from the other ranks, once for a whole batch")
-        if self._splitter is None:
-            size = batch_size(batch)
-            self._splitter = Splitter(size, size, batch)
-        return sum(part.samples for part in self._splitter.split(batch))
+    def _pass(self, own: Any, rest: tuple[Any, ...], batch: BatchPass) -> Any:
+        log = StepLog(self._trainer.fit_loop.epoch_loop.val_loop._results)
+
+        def one(share: Share) -> Any:
+            log.next_micro_batch(share.samples)
+            return own(share.data, *rest)
+
+        with log.gathering(), _unwrapped(self._trainer.strategy):
+            return batch.run(one, otherwise=_not_merged)
+
+
+def _not_merged(outputs: Sequence[Any]) -> Any:
+    raise CannotSplitError(
+        _("what validation_step returns"),
+        _(
+            "the {kind}s of several slices cannot be put together; return a tensor with a row per sample, a mean, or "
+            "nothing",
+            kind=type(outputs[-1]).__name__,
+        ),
+    )
 
 
 @contextlib.contextmanager
 def _unwrapped(strategy: Any) -> Iterator[None]:
+    """Without DDP's wrapper, whose collectives could wait for ever."""
     wrapped = strategy.model
     strategy.model = strategy.lightning_module
     try:
         yield
     finally:
         strategy.model = wrapped
-
-
-def joined(outputs: list[Any], slices: list[MicroBatch]) -> Any:
-    """What validation_step would have returned for the whole batch.
-
-    None stays None; a tensor with a row per sample is joined, a floating-point scalar becomes the mean over
-    samples; the same for each value of a dict.
-
-    Raises:
-        CannotSplitError: something else, of which nobody can know what the whole batch's would be.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    if all(output is None for output in outputs):
-        return None
-    if all(isinstance(output, Mapping) for output in outputs):
-        return {name: joined([output.get(name) for output in outputs], slices) for name in outputs[0]}
-    value = merged([{"": output} for output in outputs], slices)[""]
-    if value is outputs[-1]:
-        kind = type(value).__name__
-        raise CannotSplitError(
-            "what validation_step returns",
-            f"the {kind}s of several slices cannot be put together; return a tensor with a row per sample, a mean, "
-            "or nothing",
-        )
-    return value

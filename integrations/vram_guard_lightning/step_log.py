@@ -43,7 +43,7 @@ class StepLog:
             self._results.log(fx, name, _combined(calls), **_combined_arguments(calls))
 
     def next_micro_batch(self, samples: int) -> None:
-        """What is logged from here on belongs to a micro-batch of so many samples."""
+        """Begin a micro-batch of so many samples."""
         self._samples = samples
         self._seen.clear()
 

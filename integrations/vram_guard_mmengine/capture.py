@@ -16,10 +16,11 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch.utils.data import DataLoader
 
-from vram_guard.capture.loader import Sample, random_state_kept, read_loader
+from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
+from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import optim, pretence, refusals
 

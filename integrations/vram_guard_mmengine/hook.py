@@ -13,7 +13,7 @@ from mmengine.runner import FlexibleRunner, Runner
 
 from vram_guard.guard.guard import Guard
 from vram_guard.settings import disabled, filled
-from vram_guard.watch.recovery import Ladder
+from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import recovery, split_step
 from vram_guard_mmengine.checkpoints import resumable
 from vram_guard_mmengine.settings import Settings, checked_priority
@@ -159,12 +159,17 @@ def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
         if splitter is not None:
             guard.applied.callback(split_step.install(runner.model, splitter, settings.loss_weight))
         return
-    armed = recovery.recovery_of(
-        runner, most=settings.max_recoveries, outlook=guard.prediction, on_failure=guard.out_of_memory
-    )
     batch = plan.batch_size if guard.changes else plan.batch_size_before
-    ladder = Ladder(None if splitter is None else splitter.micro_batch_size, batch)
-    guard.applied.callback(recovery.install(runner, armed, decision.spare, ladder, settings.loss_weight))
+    undo = recovery.arm(
+        runner,
+        decision.spare,
+        MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch),
+        settings.loss_weight,
+        most=settings.max_recoveries,
+        prediction_text=guard.prediction,
+        on_failure=guard.out_of_memory,
+    )
+    guard.applied.callback(undo)
 
 
 def first_hook(runner: Any) -> VramGuardHook | None:

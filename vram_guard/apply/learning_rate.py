@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,10 +49,12 @@ def scale_learning_rates(optimizer: Optimizer, schedulers: Iterable[Any], factor
         InvalidInputError: the factor is not a positive finite number. Nothing is changed then.
     """
     if not _is_number(factor) or not math.isfinite(factor) or factor <= 0:
-        raise InvalidInputError(f"the learning rate factor must be a positive finite number, not {factor!r}")
+        raise InvalidInputError(
+            _("the learning rate factor must be a positive finite number, not {value}", value=repr(factor))
+        )
     times = _Multiplier(float(factor))
     left_out = [
-        f"parameter group {index} has no learning rate of its own (lr={group.get('lr')!r})"
+        _("parameter group {index} has no learning rate of its own (lr={lr})", index=index, lr=repr(group.get("lr")))
         for index, group in enumerate(optimizer.param_groups)
         if not times.scalable(group.get("lr"))
     ]
@@ -64,7 +67,7 @@ def scale_learning_rates(optimizer: Optimizer, schedulers: Iterable[Any], factor
             if key in group:
                 group[key] = times(group[key])
     left_out += [
-        f"{type(scheduler).__name__} keeps no learning rates that are known here"
+        _("{scheduler} keeps no learning rates that are known here", scheduler=type(scheduler).__name__)
         for scheduler in _flattened(schedulers)
         if not _scale_scheduler(scheduler, times)
     ]
@@ -104,7 +107,7 @@ def _is_number(value: object) -> bool:
 
 
 def _attributes(scheduler: Any) -> dict[str, Any]:
-    """What the object itself holds: a wrapper answers for what it wraps, which would count twice."""
+    """Attributes that the object itself holds: a wrapper answers for what it wraps, which would count twice."""
     held: dict[str, Any] = getattr(scheduler, "__dict__", {})
     return held
 

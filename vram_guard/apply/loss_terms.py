@@ -1,4 +1,4 @@
-"""What a loss is made of, read from its graph: which sums and means over which elements, each times which number.
+"""Terms of a loss, read from its graph: which sums and means over which elements, each times which number.
 
 ``cross_entropy(...) / 4 + 0.1 * penalty.mean()`` is two terms: a mean times 0.25, and a mean times 0.1. Nothing is
 computed, so symbolic losses are read as well as real ones. Of one batch, a sum that is divided by its number of samples
@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from vram_guard.language import _
 
 #: Nodes of a graph that leave a number as it is.
 _SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Identity", "Expand")
@@ -30,30 +32,30 @@ class Term(NamedTuple):
     reduction: str
     """"mean" or "sum"; else what stands there instead, which is neither."""
     factor: float
-    """What it is multiplied by."""
+    """The number by which it is multiplied."""
     shape: tuple[int, ...]
     """Of what is reduced; of labels, where a reduction counts those. () where nothing is known."""
     labels: bool = False
-    """Whether labels are counted, of which it leaves out those that are to be ignored."""
+    """True where labels are counted, of which it leaves out those that are to be ignored."""
     weighed: bool = False
-    """Whether classes have weights, so that one label counts more than another."""
+    """True where classes have weights, so that one label counts more than another."""
     behind: tuple[object, ...] = ()
     """The sizes of what it was computed from, where they were asked for: equal for batches of two sizes, where it does
     not depend on the batch (the square of the weights)."""
 
     @property
     def known(self) -> bool:
-        """Whether it is a mean or a sum."""
+        """True for a mean or a sum."""
         return self.reduction in ("mean", "sum")
 
     @property
     def elements(self) -> int:
-        """How many are reduced."""
+        """Number of elements that are reduced."""
         return math.prod(self.shape)
 
     @property
     def of_each_element(self) -> float:
-        """What one element counts in the loss."""
+        """Weight of one element in the loss."""
         return self.factor / max(1, self.elements) if self.reduction == "mean" else self.factor
 
 
@@ -71,9 +73,9 @@ def loss_terms(loss: torch.Tensor, *, behind: bool = False) -> tuple[Term, ...]:
         node, factor = waiting.pop()
         seen += 1
         if node is None:
-            terms.append(Term("a number without a graph", factor, ()))
+            terms.append(Term(_("a number without a graph"), factor, ()))
         elif seen > MOST_NODES:
-            return (Term("a graph too long to be read", 1.0, ()),)
+            return (Term(_("a graph too long to be read"), 1.0, ()),)
         else:
             further = list(_further(node, factor))
             waiting += reversed(further)
@@ -89,14 +91,14 @@ def number_of(value: torch.Tensor) -> int | None:
 
 
 def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
-    """Whether a loss is these values, scaled and added, and nothing else.
+    """Check that a loss is these values, scaled and added, and nothing else.
 
     Args:
         loss: one number with a graph.
         numbers: of :func:`number_of`.
     """
     waiting: list[Any] = [loss.grad_fn]
-    for _ in range(MOST_NODES):
+    for _step in range(MOST_NODES):
         if not waiting:
             return True
         node = waiting.pop()
@@ -104,7 +106,7 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
             return False
         if node._sequence_nr() in numbers:  # noqa: SLF001 - see simulate/private_api.py
             continue
-        further = [other for other, _ in _further(node, 1.0)]
+        further = [other for other, _factor in _further(node, 1.0)]
         if not further:
             return False
         waiting += further
@@ -114,13 +116,13 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
 def reduction_of(
     one: Sequence[Term], samples: int, other: Sequence[Term], other_samples: int
 ) -> tuple[Literal["mean", "sum"] | None, str]:
-    """What a loss is over the samples of its batch, from its terms at two sizes of batches.
+    """Reduction of a loss over the samples of its batch, from its terms at two sizes of batches.
 
     Returns:
         "mean", "sum", or None where it is neither; and why it is neither.
     """
     if len(one) != len(other):
-        return None, "it has other parts for other sizes of batches"
+        return None, _("it has other parts for other sizes of batches")
     found: set[Literal["mean", "sum"]] = set()
     independent = 0
     for term, twin in zip(one, other, strict=True):
@@ -132,10 +134,10 @@ def reduction_of(
             return None, why
         found.add(kind)
     if len(found) > 1:
-        return None, "it is a mean and a sum over the batch, added"
+        return None, _("it is a mean and a sum over the batch, added")
     kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
     if kind == "sum" and independent:
-        return None, "it is a sum over the batch, and something beside it that does not depend on the batch"
+        return None, _("it is a sum over the batch, and something beside it that does not depend on the batch")
     return kind, ""
 
 
@@ -144,14 +146,14 @@ def _over_samples(
 ) -> tuple[Literal["mean", "sum"] | None, str]:
     for one in (term, twin):
         if not one.known:
-            return None, f"it comes out of {one.reduction}"
+            return None, _("it comes out of {operation}", operation=one.reduction)
     if term.elements * other_samples != twin.elements * samples:
-        return None, f"a {term.reduction} in it is not taken over the samples"
+        return None, _("a {reduction} in it is not taken over the samples", reduction=term.reduction)
     if math.isclose(term.of_each_element, twin.of_each_element, rel_tol=1e-6):
         return "sum", ""
     if math.isclose(term.of_each_element * samples, twin.of_each_element * other_samples, rel_tol=1e-6):
         return "mean", ""
-    return None, "what a sample counts in it follows no rule that a mean or a sum has"
+    return None, _("what a sample counts in it follows no rule that a mean or a sum has")
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def _over_samples(
 def _further(node: Any, factor: float) -> Iterator[tuple[Any, float]]:
     """Where a node only scales or adds: the nodes behind it, with their factors; nothing for any other."""
     kind = _kind(node)
-    behind = [other for other, _ in node.next_functions]
+    behind = [other for other, _input in node.next_functions]
     if kind == "Neg":
         yield behind[0], -factor
     elif kind in _SAME and len(behind) == 1:
@@ -195,7 +197,7 @@ def _constant(node: Any, behind: list[Any]) -> tuple[Any, float] | None:
 
 
 def _number(tensor: torch.Tensor) -> Any:
-    """What a real tensor on the CPU holds; None for others."""
+    """Number in a real tensor on the CPU; None for others."""
     from vram_guard.simulate.device.symbolic import is_symbolic
 
     with _disable_current_modes():  # in a trace, nothing is to be written down for this
@@ -226,7 +228,7 @@ def _sizes_behind(node: Any) -> tuple[object, ...]:
     while waiting and len(seen) < _NODES_BEHIND:
         current = waiting.pop(0)
         found.append((current.name(), *_sizes(current)))
-        for other, _ in current.next_functions:
+        for other, _input in current.next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
                 waiting.append(other)
@@ -255,7 +257,7 @@ def _sizes(node: Any) -> Iterator[tuple[object, ...]]:
 
 
 def _counted(node: Any) -> torch.Tensor | None:
-    """What a loss's own reduction counts: the labels of a cross-entropy, else what is compared with its target."""
+    """Tensor whose elements a loss's own reduction counts: labels of a cross-entropy, else what meets its target."""
     for name in ("_saved_target", "_saved_self") if hasattr(node, "_saved_ignore_index") else ("_saved_self",):
         found = getattr(node, name, None)
         if isinstance(found, torch.Tensor):

@@ -1,16 +1,16 @@
-"""What the losses of micro-batches weigh, so that they add up to the loss of their batch."""
+"""Weights of the losses of micro-batches, so that they add up to the loss of their batch."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
 
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter
-
-if TYPE_CHECKING:
-    import torch
+from vram_guard.language import _
 
 #: What the user's loss is, over the samples of a batch: their mean, their sum, or a mean over something else,
 #: told by a function that counts it in a batch (labels that are not ignored, say).
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> list[Any]:
-    """What each micro-batch's loss is multiplied with, so that they add up to the loss of the batch."""
+    """Factors of the micro-batches' losses, so that they add up to the loss of the batch."""
     if loss_weight == "sum":
         return [1.0] * len(micro_batches)
     if loss_weight == "mean":
@@ -32,15 +32,13 @@ def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> li
 
 
 def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any]) -> list[Any]:
-    """What a slice's mean counts in the batch's: its share of samples, or of the labels that are not ignored.
+    """Weights of the slices' means in the batch's: their shares of samples, or of the labels that are not ignored.
 
     Args:
         model: the one that was called; its name tells whether it predicts the next token.
         slices: of the batch.
         called: what the model was called with, by name.
     """
-    import torch
-
     by_samples = [part.weight for part in slices]
     labels = called.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
@@ -64,12 +62,11 @@ def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:
     try:
         return splitter.split(batch)
     except CannotSplitError as error:
-        warnings.warn(f"vram_guard: {error}; this batch is trained on whole and may not fit", stacklevel=2)
+        said = _("{why}; this batch is trained on whole and may not fit", why=error)
+        warnings.warn(f"vram_guard: {said}", stacklevel=2)
         return [MicroBatch(batch, 1, 1)]
 
 
-def weighted_sum(values: list[torch.Tensor], weights: list[Any]) -> torch.Tensor:
+def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Tensor:
     """The values of a batch from those of its micro-batches; none of their graphs is kept."""
-    import torch
-
     return torch.stack([value.detach() * weight for value, weight in zip(values, weights, strict=True)]).sum(0)

@@ -8,24 +8,33 @@ part, never guessed.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import datetime as dt
 import enum
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
+
+import torch
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.state.containers import children, rebuilt
 from vram_guard.step import checked_count
+
+#: Sizes at which batches are looked at; the first five are seldom those of anything but a batch, the even ones are
+#: for loaders that make no others.
+PROBED_SIZES = (5, 7, 11, 13, 17, 10, 14, 22)
+
+_PLAIN = (str, bytes, numbers.Number, enum.Enum, type(None), dt.date, dt.timedelta, type)
+_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.Size)
 
 
 class CannotSplitError(UnsupportedStepError):
     """A batch cannot be cut along its samples; ``path`` names the part that stands in the way."""
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"cannot split the batch into micro-batches: {path}: {reason}")
+        super().__init__(_("cannot split the batch into micro-batches: {path}: {reason}", path=path, reason=reason))
         self.path = path
         self.reason = reason
 
@@ -47,22 +56,37 @@ class MicroBatch(NamedTuple):
         return self.samples / self.batch_samples
 
 
-class _Leaf(enum.Enum):
-    """What becomes of a part that is no container."""
-
-    SHARED = "given whole to every micro-batch: scalars, strings, None, tensors that broadcast over the batch"
-    ROWS = "cut along its first dimension (tensor, array), or by its items (a list of samples)"
-
-
 @dataclass(frozen=True)
-class _Parts:
-    """A container whose parts are cut one by one."""
+class Layout:
+    """Way to cut one part of a batch: by rows, part by part, or not at all.
 
-    children: dict[Any, _Layout]
+    Attributes:
+        rows: cut along its first dimension (tensor, array), or by its items (a list of samples).
+        parts: of a container whose parts are cut one by one, by key, index or field. A layout with neither is given
+            whole to every micro-batch: scalars, strings, None, tensors that broadcast over the batch.
+    """
+
+    rows: bool = False
+    parts: dict[Any, Layout] | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        """True where anything is cut."""
+        return self.rows or any(child.has_rows for child in (self.parts or {}).values())
+
+    def to_json(self) -> Any:
+        """Plain values that JSON can hold, where keys are strings and numbers."""
+        return self.rows if self.parts is None else [[key, child.to_json()] for key, child in self.parts.items()]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Layout:
+        """The layout that :meth:`to_json` wrote down."""
+        if isinstance(value, bool):
+            return cls(rows=value)
+        return cls(parts={key: cls.from_json(child) for key, child in value})
 
 
-_Layout: TypeAlias = "_Leaf | _Parts"
-_PLAIN = (str, bytes, numbers.Number, enum.Enum, type(None), dt.date, dt.timedelta, type)
+_SHARED, _ROWS = Layout(), Layout(rows=True)
 
 
 def batch_size(batch: Any) -> int:
@@ -77,17 +101,20 @@ def batch_size(batch: Any) -> int:
     rows = dict(_leading_sizes(batch, "batch"))
     sizes = set(rows.values()) - {1} or set(rows.values())
     if not sizes:
-        sizes = {len(items) for items in _lists(batch)}
+        sizes = {len(items) for _path, items in _lists(batch, "batch")}
     if len(sizes) == 1 and _can_read(batch, *sizes):
         return sizes.pop()
     # Lists of samples: the tensors' common leading size is that of their channels.
-    readable = [size for size in {len(items) for items in _lists(batch)} if _can_read(batch, size)]
+    readable = [size for size in {len(items) for _path, items in _lists(batch, "batch")} if _can_read(batch, size)]
     if len(readable) == 1:
         return readable[0]
     if len(sizes) == 1:
-        _read(batch, *sizes)  # says what stands in the way
-    found = ", ".join(f"{path} has {size}" for path, size in list(rows.items())[:4]) or "no tensor, no list"
-    raise CannotSplitError("batch", f"its parts do not agree on the number of samples ({found})")
+        read_layout(batch, *sizes)  # says what stands in the way
+    found = ", ".join(_("{path} has {size}", path=path, size=size) for path, size in list(rows.items())[:4])
+    raise CannotSplitError(
+        "batch",
+        _("its parts do not agree on the number of samples ({found})", found=found or _("no tensor, no list")),
+    )
 
 
 def split(batch: Any, batch_size: int, micro_batch_size: int) -> list[MicroBatch]:
@@ -101,7 +128,7 @@ def split(batch: Any, batch_size: int, micro_batch_size: int) -> list[MicroBatch
     """
     checked_count("batch_size", batch_size)
     most = checked_count("micro_batch_size", micro_batch_size)
-    return _cut(_read(batch, batch_size), batch, batch_size, most)
+    return _cut(read_layout(batch, batch_size), batch, batch_size, most)
 
 
 class Splitter:
@@ -111,72 +138,92 @@ class Splitter:
     settles which of the two the loader makes.)
     """
 
-    def __init__(self, batch_size: int, micro_batch_size: int, example: Any = None, examples_size: int = 0) -> None:
-        """``batch_size``: samples of a full batch; ``example``: a full batch, or one of ``examples_size``.
+    def __init__(
+        self, batch_size: int, micro_batch_size: int, example: Any = None, *, layout: Layout | None = None
+    ) -> None:
+        """``batch_size``: samples of a full batch; ``example``: a full batch; ``layout``: how batches are read.
 
         Raises:
             CannotSplitError: when the example cannot be cut.
         """
         self.batch_size = checked_count("batch_size", batch_size)
         self.micro_batch_size = checked_count("micro_batch_size", micro_batch_size)
-        self._layout = None if example is None else _read(example, examples_size or self.batch_size)
+        self.layout = layout
+        if example is not None:
+            self.layout = read_layout(example, self.batch_size)
 
     def split(self, batch: Any) -> list[MicroBatch]:
         """The micro-batches of one batch, full or short (see :func:`split`)."""
         layout, size = self._understand(batch)
         return _cut(layout, batch, size, self.micro_batch_size)
 
-    def _understand(self, batch: Any) -> tuple[_Layout, int]:
-        if self._layout is None and _can_read(batch, self.batch_size):
-            self._layout = _read(batch, self.batch_size)
-        if self._layout is not None:
+    def count(self, batch: Any) -> int:
+        """The samples of a batch.
+
+        Raises:
+            CannotSplitError: when it cannot be cut.
+        """
+        return self._understand(batch)[1]
+
+    def _understand(self, batch: Any) -> tuple[Layout, int]:
+        if self.layout is None and _can_read(batch, self.batch_size):
+            self.layout = _unambiguous(batch, self.batch_size)
+        if self.layout is not None:
             try:
-                return self._layout, _size_of(self._layout, batch)
+                return self.layout, _size_of(self.layout, batch)
             except _OtherStructureError:
                 pass
         size = batch_size(batch)
-        return _read(batch, size), size
+        return _unambiguous(batch, size), size
 
 
-def telling_example(make: Callable[[int], Any]) -> tuple[Any, int]:
-    """A batch from which a :class:`Splitter` learns the loader's structure, and its size.
+def splitter_of(make: Callable[[int], Any], batch_size: int, micro_batch_size: int) -> Splitter:
+    """The splitter of a loader's batches; see :func:`probe_layout` for what is given and raised."""
+    return Splitter(batch_size, micro_batch_size, layout=probe_layout(make))
+
+
+def probe_layout(make: Callable[[int], Any]) -> Layout:
+    """Layout of a loader's batches, read from two of them.
 
     A list of three images of three channels reads as three samples or as three columns of three samples each. At
     sizes that nothing else in the batch happens to have, there is one reading, and two sizes agree on it.
 
     Args:
-        make: batch size -> a batch of the loader.
+        make: batch size -> a batch of the loader; sizes at which it fails are passed over.
 
     Raises:
         CannotSplitError: the batches cannot be cut.
+        UnsupportedStepError: no batch can be made.
     """
-    readings: list[_Layout] = []
-    for size in _TELLING_SIZES:
-        example = make(size)
-        layout = _read(example, size)
+    readings: list[Layout] = []
+    failure: Exception | None = None
+    for size in PROBED_SIZES:
+        try:
+            example = make(size)
+        except Exception as error:  # noqa: BLE001 - the user's collate_fn, at a size that the training may never ask for
+            failure = failure or error
+            continue
+        layout = read_layout(example, size)
         if layout in readings:
-            return example, size
+            return layout
         readings.append(layout)
-    raise CannotSplitError("batch", "which of its parts hold the samples differs from batch size to batch size")
+    if failure is not None:
+        raise UnsupportedStepError(
+            _("batches of other sizes cannot be made: {error}", error=f"{type(failure).__name__}: {failure}")
+        ) from failure
+    raise CannotSplitError("batch", _("which of its parts hold the samples differs from batch size to batch size"))
 
 
-def splitter_of(make: Callable[[int], Any], batch_size: int, micro_batch_size: int) -> Splitter:
-    """A splitter that has learnt the loader's structure, see :func:`telling_example`.
-
-    Args:
-        make: batch size -> a batch of the loader.
-        batch_size: samples of a full batch.
-        micro_batch_size: samples of a micro-batch.
+def read_layout(batch: Any, size: int) -> Layout:
+    """Layout of a batch of ``size`` samples.
 
     Raises:
-        CannotSplitError: the batches cannot be cut.
+        CannotSplitError: a part of it does not hold so many samples, or none does.
     """
-    example, size = telling_example(make)
-    return Splitter(batch_size, micro_batch_size, example, size)
-
-
-#: Sizes at which batches are looked at; seldom those of anything but a batch.
-_TELLING_SIZES = (5, 7, 11, 13, 17)
+    layout = _read_part(batch, size, "batch")
+    if not layout.has_rows:
+        raise CannotSplitError("batch", _("no part of it holds {size} samples along its first dimension", size=size))
+    return layout
 
 
 class _OtherStructureError(Exception):
@@ -190,7 +237,7 @@ def even_sizes(total: int, most: int) -> list[int]:
     return [small + 1] * larger + [small] * (count - larger)
 
 
-def _cut(layout: _Layout, batch: Any, size: int, most: int) -> list[MicroBatch]:
+def _cut(layout: Layout, batch: Any, size: int, most: int) -> list[MicroBatch]:
     micro_batches, start = [], 0
     for samples in even_sizes(size, most):
         micro_batches.append(MicroBatch(_take(layout, batch, start, samples), samples, size))
@@ -198,78 +245,73 @@ def _cut(layout: _Layout, batch: Any, size: int, most: int) -> list[MicroBatch]:
     return micro_batches
 
 
-def _read(batch: Any, size: int) -> _Layout:
-    layout = _read_part(batch, size, "batch")
-    if not _has_rows(layout):
-        raise CannotSplitError("batch", f"no part of it holds {size} samples along its first dimension")
+def _unambiguous(batch: Any, size: int) -> Layout:
+    """The layout, where no other batch tells it: a list that reads in two ways is refused."""
+    layout = read_layout(batch, size)
+    for path, part in _lists(batch, "batch"):
+        alike = {(leaf.dtype, leaf.ndim) if _is_tensor(leaf) and leaf.ndim > 1 else None for leaf in part}
+        if len(part) == size > 1 and len(alike) == 1 and None not in alike and {len(leaf) for leaf in part} == {size}:
+            raise CannotSplitError(
+                path,
+                _("its {size} tensors of {size} rows each may be samples or columns of samples", size=size),
+            )
     return layout
 
 
 def _can_read(batch: Any, size: int) -> bool:
     try:
-        _read(batch, size)
+        read_layout(batch, size)
     except CannotSplitError:
         return False
     return True
 
 
-def _read_part(part: Any, size: int, path: str) -> _Layout:
-    """How one part is to be cut, if the batch has ``size`` samples."""
+def _read_part(part: Any, size: int, path: str) -> Layout:
+    """Layout of one part, if the batch has ``size`` samples."""
     if _is_tensor(part) or _is_array(part):
         return _read_rows(part, size, path)
     if _is_plain(part):
-        return _Leaf.SHARED
+        return _SHARED
     if type(part).__name__ == "PackedSequence":
-        raise CannotSplitError(path, "a packed sequence mixes its samples; pack it inside training_step")
-    children = _children(part)
-    if children is None:
-        raise CannotSplitError(path, f"a {type(part).__qualname__} has no samples that could be told apart")
-    if not children:
-        return _Leaf.SHARED
-    if _may_be_samples(part, size):
-        return _read_list(part, size, path)
-    return _read_children(children, size, path)
-
-
-def _read_rows(part: Any, size: int, path: str) -> _Layout:
-    if _is_tensor(part) and (part.is_nested or part.layout is not _strided()):
-        raise CannotSplitError(path, "nested and sparse tensors cannot be cut into views")
-    if part.ndim == 0:
-        return _Leaf.SHARED
-    leading = int(part.shape[0])
-    if leading == size:
-        return _Leaf.ROWS
-    if leading == 1:
-        return _Leaf.SHARED  # broadcasts over the batch, whatever its size
-    found = f"shape {tuple(part.shape)} starts with {leading}"
-    raise CannotSplitError(path, f"{found}, not with the {size} samples of the batch")
-
-
-def _may_be_samples(part: Any, size: int) -> bool:
-    return isinstance(part, (list, tuple)) and not hasattr(part, "_fields") and len(part) == size
-
-
-def _read_list(part: Any, size: int, path: str) -> _Layout:
-    """As many items as samples: columns if each can be read as one, else a list of samples."""
-    try:
-        columns = _read_children(_children(part) or {}, size, path)
+        raise CannotSplitError(path, _("a packed sequence mixes its samples; pack it inside training_step"))
+    parts = children(part)
+    if parts is None:
+        kind = type(part).__qualname__
+        raise CannotSplitError(path, _("a {kind} has no samples that could be told apart", kind=kind))
+    if not (isinstance(part, (list, tuple)) and not hasattr(part, "_fields") and len(part) == size):
+        return _read_children(parts, size, path)
+    try:  # as many items as samples: columns if each can be read as one, else a list of samples
+        columns = _read_children(parts, size, path)
     except CannotSplitError:
-        return _Leaf.ROWS
-    return columns if _has_rows(columns) else _Leaf.ROWS
+        return _ROWS
+    return columns if columns.has_rows else _ROWS
 
 
-def _read_children(children: dict[Any, Any], size: int, path: str) -> _Layout:
-    layouts = {key: _read_part(child, size, f"{path}[{key!r}]") for key, child in children.items()}
-    return _Parts(layouts) if any(layout is not _Leaf.SHARED for layout in layouts.values()) else _Leaf.SHARED
+def _read_rows(part: Any, size: int, path: str) -> Layout:
+    if _is_tensor(part) and (part.is_nested or part.layout is not torch.strided):
+        raise CannotSplitError(path, _("nested and sparse tensors cannot be cut into views"))
+    if part.ndim == 0 or part.shape[0] == 1 != size:
+        return _SHARED  # one row broadcasts over the batch, whatever its size
+    if part.shape[0] == size:
+        return _ROWS
+    shape = tuple(part.shape)
+    raise CannotSplitError(
+        path,
+        _(
+            "shape {shape} starts with {found}, not with the {size} samples of the batch",
+            shape=shape,
+            found=shape[0],
+            size=size,
+        ),
+    )
 
 
-def _has_rows(layout: _Layout) -> bool:
-    if isinstance(layout, _Parts):
-        return any(_has_rows(child) for child in layout.children.values())
-    return layout is _Leaf.ROWS
+def _read_children(parts: dict[Any, Any], size: int, path: str) -> Layout:
+    layouts = {key: _read_part(child, size, f"{path}[{key!r}]") for key, child in parts.items()}
+    return Layout(parts=layouts) if any(layout != _SHARED for layout in layouts.values()) else _SHARED
 
 
-def _size_of(layout: _Layout, batch: Any) -> int:
+def _size_of(layout: Layout, batch: Any) -> int:
     """The samples of a batch with a known layout.
 
     Raises:
@@ -277,64 +319,38 @@ def _size_of(layout: _Layout, batch: Any) -> int:
         CannotSplitError: when its parts do not agree.
     """
     sizes = dict(_row_counts(layout, batch, "batch"))
-    first = next(iter(sizes.values()))
+    one, first = next(iter(sizes.items()))
     for path, size in sizes.items():
         if size != first:
-            raise CannotSplitError(path, f"{size} samples, where {next(iter(sizes))} has {first}")
+            raise CannotSplitError(
+                path, _("{size} samples, where {other} has {others}", size=size, other=one, others=first)
+            )
     return first
 
 
-def _row_counts(layout: _Layout, part: Any, path: str) -> Iterator[tuple[str, int]]:
-    if layout is _Leaf.ROWS:
+def _row_counts(layout: Layout, part: Any, path: str) -> Iterator[tuple[str, int]]:
+    if layout.rows:
         if (_is_tensor(part) or _is_array(part)) and part.ndim > 0:
             yield path, int(part.shape[0])
         elif isinstance(part, (list, tuple)):
             yield path, len(part)
         else:
             raise _OtherStructureError
-    elif isinstance(layout, _Parts):
-        children = _children(part)
-        if children is None or children.keys() != layout.children.keys():
+    elif layout.parts is not None:
+        parts = children(part)
+        if parts is None or parts.keys() != layout.parts.keys():
             raise _OtherStructureError
-        for key, child in layout.children.items():
-            yield from _row_counts(child, children[key], f"{path}[{key!r}]")
+        for key, child in layout.parts.items():
+            yield from _row_counts(child, parts[key], f"{path}[{key!r}]")
 
 
-def _take(layout: _Layout, part: Any, start: int, length: int) -> Any:
-    if layout is _Leaf.SHARED:
-        return part
-    if layout is _Leaf.ROWS:
+def _take(layout: Layout, part: Any, start: int, length: int) -> Any:
+    if layout.rows:
         return part.narrow(0, start, length) if _is_tensor(part) else part[start : start + length]
-    children = _children(part) or {}
-    return _rebuild(part, {key: _take(layout.children[key], child, start, length) for key, child in children.items()})
-
-
-def _children(part: Any) -> dict[Any, Any] | None:
-    """The parts of a container by key, index or field; None where it is no container that can be rebuilt."""
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    if isinstance(part, Mapping):
-        return dict(part.items())
-    if isinstance(part, (list, tuple)):
-        return dict(enumerate(part))
-    return None
-
-
-def _rebuild(part: Any, children: dict[Any, Any]) -> Any:
-    """The same container with other parts; a container's own type and further attributes are kept."""
-    if isinstance(part, (list, tuple)):
-        return type(part)(*children.values()) if hasattr(part, "_fields") else type(part)(children.values())
-    if dataclasses.is_dataclass(part):
-        if all(field.init for field in dataclasses.fields(part)):
-            return dataclasses.replace(part, **children)  # type: ignore[type-var]
-        clone = copy.copy(part)
-        for name, child in children.items():
-            object.__setattr__(clone, name, child)
-        return clone
-    clone = copy.copy(part)
-    for key, child in children.items():
-        clone[key] = child
-    return clone
+    if layout.parts is None:
+        return part
+    parts = children(part) or {}
+    return rebuilt(part, {key: _take(layout.parts[key], child, start, length) for key, child in parts.items()})
 
 
 def _leading_sizes(part: Any, path: str) -> Iterator[tuple[str, int]]:
@@ -342,35 +358,25 @@ def _leading_sizes(part: Any, path: str) -> Iterator[tuple[str, int]]:
         if part.ndim > 0:
             yield path, int(part.shape[0])
     elif not _is_plain(part):
-        for key, child in (_children(part) or {}).items():
+        for key, child in (children(part) or {}).items():
             yield from _leading_sizes(child, f"{path}[{key!r}]")
 
 
-def _lists(part: Any) -> Iterator[Any]:
+def _lists(part: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(part, (list, tuple)) and part and not hasattr(part, "_fields"):
-        yield part
-    for child in ({} if _is_plain(part) else _children(part) or {}).values():
-        yield from _lists(child)
+        yield path, part
+    for key, child in ({} if _is_plain(part) else children(part) or {}).items():
+        yield from _lists(child, f"{path}[{key!r}]")
 
 
 def _is_plain(part: Any) -> bool:
-    import torch
-
-    return isinstance(part, (*_PLAIN, torch.dtype, torch.device, torch.Size)) or callable(part)
+    return isinstance(part, (*_PLAIN, *_PLAIN_OF_TORCH)) or callable(part)
 
 
 def _is_tensor(part: Any) -> bool:
-    import torch
-
     return isinstance(part, torch.Tensor)
 
 
 def _is_array(part: Any) -> bool:
     """A numpy array, without importing numpy for it."""
     return type(part).__module__ == "numpy" and hasattr(part, "ndim") and hasattr(part, "dtype")
-
-
-def _strided() -> Any:
-    import torch
-
-    return torch.strided

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from vram_guard.apply.loss_weight import weighted_sum
+from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import _
+from vram_guard.state.containers import leaves, mapped
 
 
 class Merging:
@@ -35,7 +38,9 @@ class Merging:
             if samples == 1 and self._of_two is not None:
                 self._rows = [rows == 2 for rows in self._of_two]
             self._whole = [
-                torch.empty((self._samples, *t.shape[1:]), dtype=t.dtype, device=t.device) if rows else _empty_sum(t)
+                torch.empty((self._samples, *t.shape[1:]), dtype=t.dtype, device=t.device)
+                if rows
+                else torch.zeros_like(t)
                 for t, rows in zip(tensors, self._rows, strict=True)
             ]
         self._like = _without_tensors(out)
@@ -48,7 +53,7 @@ class Merging:
                 whole.copy_(tensor)
 
     def share(self, at: int, gradient: torch.Tensor, first: int, samples: int, weight: Any) -> torch.Tensor:
-        """What of the whole output's gradient belongs to one slice."""
+        """One slice's part of the whole output's gradient."""
         if self._rows[at]:
             return gradient[first : first + samples]
         part: torch.Tensor = gradient * weight  # it is the same in every slice, and gradients are summed over them
@@ -65,7 +70,7 @@ class Merging:
 
 
 def rows_of(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """How many rows each tensor has; 0 for numbers."""
+    """Number of rows of each tensor; 0 for numbers."""
     return tuple(len(tensor) if tensor.dim() else 0 for tensor in tensors)
 
 
@@ -86,25 +91,75 @@ def check_rows(out: Any, samples: int, of_two: tuple[int, ...] | None = None) ->
         found, expected = of_two, 2
         if len(found) != len(tensors):
             raise UnsupportedTechniqueError(
-                f"of one sample the model makes {len(tensors)} tensors, of two {len(found)}: it cannot work in slices "
-                "of one sample"
+                _(
+                    "of one sample the model makes {one} tensors, of two {two}: it cannot work in slices of one sample",
+                    one=len(tensors),
+                    two=len(found),
+                )
             )
     for tensor, rows in zip(tensors, found, strict=True):
         if tensor.requires_grad and rows not in (expected, 0, 1):
             raise UnsupportedTechniqueError(
-                f"of {expected} samples the model makes a tensor of {rows} rows (of shape {tuple(tensor.shape)} for "
-                f"{samples}), which are not the samples: it cannot work in slices of its batch"
+                _(
+                    "of {expected} samples the model makes a tensor of {rows} rows (of shape {shape} for {samples}), "
+                    "which are not the samples: it cannot work in slices of its batch",
+                    expected=expected,
+                    rows=rows,
+                    shape=tuple(tensor.shape),
+                    samples=samples,
+                )
             )
+
+
+def last_of(outputs: Sequence[Any]) -> Any:
+    """The last micro-batch's output stands for the whole batch's."""
+    return outputs[-1]
+
+
+def merged(
+    outputs: Sequence[Any],
+    parts: Sequence[MicroBatch],
+    weights: Sequence[Any] | None = None,
+    *,
+    rows: bool = True,
+    otherwise: Callable[[Sequence[Any]], Any] = last_of,
+    name: str = "",
+) -> Any:
+    """Outputs of micro-batches as they would have been returned for the whole batch.
+
+    Mappings are merged value by value. Tensors with a row per sample are joined; floating-point numbers become the
+    mean over samples, and those whose name says that they are losses add up by their weights.
+
+    Args:
+        outputs: of the micro-batches, without graphs.
+        parts: the micro-batches.
+        weights: what their losses were multiplied with; None: as means over samples.
+        rows: whether tensors may have a row per sample; where not, tensors of all shapes are numbers.
+        otherwise: what becomes of anything else; the last micro-batch's, unless this says something different.
+        name: of the value in a mapping.
+    """
+    if len(outputs) == 1 or all(output is None for output in outputs):
+        return outputs[0]
+    if all(isinstance(output, Mapping) for output in outputs):
+        return {
+            key: merged([o.get(key) for o in outputs], parts, weights, rows=rows, otherwise=otherwise, name=str(key))
+            for key in dict.fromkeys(key for output in outputs for key in output)
+        }
+    shares = [part.weight for part in parts] if weights is None or "loss" not in name else weights
+    if all(isinstance(output, torch.Tensor) for output in outputs):
+        if rows and all(out.ndim and len(out) == part.samples for out, part in zip(outputs, parts, strict=True)):
+            return torch.cat(list(outputs))
+        if all(output.is_floating_point() and not (rows and output.ndim) for output in outputs):
+            return weighted_sum(outputs, shares)
+    elif all(isinstance(output, float) for output in outputs):
+        return sum(output * float(share) for output, share in zip(outputs, shares, strict=True))
+    return otherwise(outputs)
 
 
 def _share_of(value: torch.Tensor, weight: Any) -> torch.Tensor:
     """A slice's part of a weighted mean; a slice of no weight has none, even where its own mean is undefined."""
     part: torch.Tensor = value * weight
     return torch.where(weight == 0, torch.zeros_like(part), part) if isinstance(weight, torch.Tensor) else part
-
-
-def _empty_sum(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor)
 
 
 # --- structures of outputs ----------------------------------------------------------------------------------
@@ -114,47 +169,17 @@ _TENSOR = object()
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
     """The tensors of an output, in order."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    return [tensor for part in _parts(out) for tensor in tensors_of(part)]
-
-
-def _parts(out: Any) -> list[Any]:
-    if isinstance(out, Mapping):
-        return list(out.values())
-    if isinstance(out, (list, tuple)):
-        return list(out)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        return [getattr(out, field.name) for field in dataclasses.fields(out)]
-    return []
-
-
-def _mapped(out: Any, function: Callable[[Any], Any]) -> Any:
-    """The same kind of thing, with ``function`` applied to its parts."""
-    if isinstance(out, Mapping):
-        items = {key: function(value) for key, value in out.items()}
-        if type(out) is dict:
-            return items
-        by_keywords = hasattr(out, "__dataclass_fields__")  # ModelOutput and its kin
-        kind: Any = type(out)
-        return kind(**items) if by_keywords else kind(items)
-    if isinstance(out, tuple) and hasattr(out, "_fields"):
-        return type(out)(*(function(part) for part in out))
-    if isinstance(out, (list, tuple)):
-        return type(out)(function(part) for part in out)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        return dataclasses.replace(out, **{f.name: function(getattr(out, f.name)) for f in dataclasses.fields(out)})
-    return out
-
-
-def _without_tensors(out: Any) -> Any:
-    return _TENSOR if isinstance(out, torch.Tensor) else _mapped(out, _without_tensors)
-
-
-def _with_tensors(like: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    return next(tensors) if like is _TENSOR else _mapped(like, lambda part: _with_tensors(part, tensors))
+    return [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
 
 
 def detached(out: Any) -> Any:
-    """The same output without its graph."""
-    return out.detach() if isinstance(out, torch.Tensor) else _mapped(out, detached)
+    """The same output without its graph, which would keep its activations alive."""
+    return mapped(out, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _without_tensors(out: Any) -> Any:
+    return mapped(out, lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _with_tensors(like: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    return mapped(like, lambda leaf: next(tensors) if leaf is _TENSOR else leaf)

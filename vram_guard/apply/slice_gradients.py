@@ -24,7 +24,7 @@ class SummedGradients:
         return sums
 
     def go_on_from(self, sums: list[torch.Tensor | None]) -> None:
-        """What is added from here on is added to these."""
+        """Add to these sums from here on."""
         self._sums = sums
 
     def add(

@@ -23,14 +23,16 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from vram_guard.apply.loss_weight import split_or_warn
-from vram_guard.apply.microbatch import Splitter
+from vram_guard.apply.microbatch import Layout, Splitter
 from vram_guard.apply.outputs import rows_of, tensors_of
-from vram_guard.apply.rng_state import RandomState, statistics_kept
-from vram_guard.apply.slice_run import ITEMS_IN_BATCH, SlicedRun, needs_gradient
+from vram_guard.apply.slice_run import ITEMS_IN_BATCH, SlicedModel, SlicedRun, needs_gradient
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import _
+from vram_guard.state.containers import leaves
+from vram_guard.state.modules import statistics_kept
+from vram_guard.state.random_generators import RandomState
 
 __all__ = ["ITEMS_IN_BATCH", "SlicedForward", "slice_forward"]
 
@@ -40,6 +42,7 @@ def slice_forward(
     batch_size: int,
     micro_batch_size: int,
     *,
+    layout: Layout | None = None,
     loss_weight: Literal["mean", "sum"] = "mean",
     returns_loss: bool = True,
     scale: Callable[[], float] = lambda: 1.0,
@@ -52,6 +55,8 @@ def slice_forward(
         model: the module that is called with the batch. Its trained parameters must be its own.
         batch_size: samples of a full batch.
         micro_batch_size: samples of a slice, at most.
+        layout: how the arguments are cut, of :func:`by_name`; None: as a full batch shows, and where that reads in two
+            ways the batch stays whole.
         loss_weight: what a loss that the model returns is over the samples of its batch; a mean leaves out labels that
             are ignored, and what the model divides by ``num_items_in_batch`` is neither, and seen.
         returns_loss: whether the one number that the model returns, if it does, is what is differentiated. Where it is
@@ -64,10 +69,8 @@ def slice_forward(
         A function that takes it off again.
     """
     before = vars(model).get("forward")
-    splitter = Splitter(batch_size, micro_batch_size)
-    vars(model)["forward"] = SlicedForward(
-        model, model.forward, splitter, loss_weight, scale, at_most, on_slice, returns_loss=returns_loss
-    )
+    sliced = SlicedModel(model, model.forward, loss_weight, returns_loss, scale, at_most, on_slice)
+    vars(model)["forward"] = SlicedForward(sliced, Splitter(batch_size, micro_batch_size, layout=layout))
 
     def undo() -> None:
         vars(model).pop("forward", None)
@@ -80,37 +83,15 @@ def slice_forward(
 class SlicedForward:
     """Stands on a model in place of its ``forward``."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        as_written: Callable[..., Any],
-        splitter: Splitter,
-        loss_weight: Literal["mean", "sum"],
-        scale: Callable[[], float],
-        at_most: int | None,
-        on_slice: Callable[[], None],
-        *,
-        returns_loss: bool,
-    ) -> None:
-        self.model = model
-        self.as_written = as_written
-        self.__wrapped__ = as_written  # for who unwraps forwards layer by layer (Accelerate)
-        self.splitter = splitter
-        self.loss_weight = loss_weight
-        self.returns_loss = returns_loss
-        self.scale = scale
-        self.at_most = at_most
-        self.on_slice = on_slice
-        self.divides: bool | None = None
-        """Whether the model divides its loss by the number that it is given for that; None: not seen yet."""
-        self.of_two: tuple[int, ...] | None = None
-        """How many rows the model's outputs for two samples have; None: not looked at."""
+    def __init__(self, sliced: SlicedModel, splitter: Splitter) -> None:
+        self._sliced = sliced
+        self._splitter = splitter
+        self.__wrapped__ = sliced.as_written  # for who unwraps forwards layer by layer (Accelerate)
 
     def __reduce__(self) -> Any:
         """A model is saved without the guard: ``torch.save(model)`` works as it did."""
-        if isinstance(self.as_written, MethodType):
-            return self.as_written.__reduce__()
-        return _itself, (self.as_written,)
+        as_written = self._sliced.as_written
+        return as_written.__reduce__() if isinstance(as_written, MethodType) else (_itself, (as_written,))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedForward:
         """A copied model (an average of weights) goes on in slices of its own."""
@@ -120,34 +101,38 @@ class SlicedForward:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for the whole batch."""
-        if not self.model.training or not torch.is_grad_enabled():
-            return self.as_written(*args, **kwargs)
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # By name: a tuple of arguments must not be taken for a tuple of samples.
-        called = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
-        given = _tensors_with_gradient(called)
-        if not parameters and not given:
-            return self.as_written(*args, **kwargs)
+        """The model's output for the whole batch."""
+        sliced = self._sliced
+        if not sliced.model.training or not torch.is_grad_enabled():
+            return sliced.as_written(*args, **kwargs)
+        parameters = [parameter for parameter in sliced.model.parameters() if parameter.requires_grad]
+        called = by_name(args, kwargs)
+        if not parameters and not any(needs_gradient(leaf) for leaf in leaves(called)):
+            return sliced.as_written(*args, **kwargs)
         # A trace must not take a batch that stays whole for one in slices.
-        slices = split_or_warn(self.splitter, called) if self.at_most is None else self.splitter.split(called)
+        slices = split_or_warn(self._splitter, called) if sliced.at_most is None else self._splitter.split(called)
         if len(slices) == 1:
-            return self.as_written(*args, **kwargs)
-        if slices[0].samples == 1 and self.of_two is None:
-            self.of_two = self._rows_of_two(called, len(args))
-        run = SlicedRun(self, slices, parameters, called, len(args))
-        outputs = _Slices.apply(run, *given, *parameters)  # type: ignore[no-untyped-call]
+            return sliced.as_written(*args, **kwargs)
+        if slices[0].samples == 1 and sliced.rows_of_two is None:
+            sliced.rows_of_two = self._rows_of_two(called, len(args))
+        run = SlicedRun(sliced, slices, parameters, called, len(args))
+        outputs = _Slices.apply(run, *run.given, *parameters)  # type: ignore[no-untyped-call]
         return run.rebuilt(outputs)
 
     def _rows_of_two(self, called: dict[str, Any], positional: int) -> tuple[int, ...]:
         """Of one sample, a row and what there is once for a batch look alike; of two samples they do not."""
-        pairs = copy.copy(self.splitter)
+        pairs = copy.copy(self._splitter)
         pairs.micro_batch_size = 2
         kwargs = dict(pairs.split(called)[0].data)
         args = [kwargs.pop(str(at)) for at in range(positional)]
-        self.on_slice()
-        with torch.no_grad(), RandomState().again(), statistics_kept(self.model):
-            return rows_of(tensors_of(self.as_written(*args, **kwargs)))
+        self._sliced.on_slice()
+        with torch.no_grad(), RandomState.with_current_device().again(), statistics_kept(self._sliced.model):
+            return rows_of(tensors_of(self._sliced.as_written(*args, **kwargs)))
+
+
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, positional ones by their number: a tuple of them is no tuple of samples."""
+    return {**{str(at): value for at, value in enumerate(args)}, **kwargs}
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,11 +154,9 @@ class _Slices(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True: the result would silently be taken for a constant
             raise UnsupportedTechniqueError(
-                "gradients of gradients (create_graph=True, a gradient penalty) cannot be had of a model that works "
-                "in slices of its batch: leave 'accumulate' out of what is allowed"
+                _(
+                    "gradients of gradients (create_graph=True, a gradient penalty) are not possible with a model that "
+                    "works in slices of its batch: leave 'accumulate' out of what is allowed"
+                )
             )
         return (None, *ctx.run.backward(gradients))
-
-
-def _tensors_with_gradient(given: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(given) if needs_gradient(leaf)]

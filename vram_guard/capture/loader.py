@@ -6,9 +6,7 @@ every random number generator is put back.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from vram_guard.apply import microbatch
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.state.random_generators import random_state_kept
 
 #: Samples read where all look alike, and where they differ in size and the largest is looked for.
 FEW, MORE = 2, 64
@@ -28,7 +28,7 @@ FEW, MORE = 2, 64
 
 @dataclass(frozen=True)
 class Sample:
-    """What the user's loader delivers, at any batch size."""
+    """Batches as the user's loader delivers them, of any size."""
 
     make: Callable[[int], Any]
     """batch size -> a batch of so many samples, on the CPU, as the loader's ``collate_fn`` makes it."""
@@ -39,22 +39,8 @@ class Sample:
     loader: Any
     """The loader that was read."""
     growable: str = ""
-    """Why the loader's batch size cannot be changed; "" where it can."""
+    """The reason for which the loader's batch size cannot be changed; "" where it can."""
     notes: tuple[str, ...] = ()
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """The random number generators of torch, NumPy and Python are afterwards what they were before."""
-    numpy = sys.modules.get("numpy")
-    kept = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        if numpy is not None:
-            numpy.random.set_state(kept[2])
 
 
 def read_loader(loader: Any, *, endless: bool = False) -> Sample:
@@ -82,7 +68,11 @@ def _read_map(loader: Any, endless: bool) -> Sample:
     length = len(loader.dataset)
     if length == 0 or (loader.drop_last and length < size and not endless):
         raise UnsupportedStepError(
-            f"the train dataset has {length} samples, no whole batch of {size}: there is nothing to train on"
+            _(
+                "the train dataset has {length} samples, no whole batch of {size}: there is nothing to train on",
+                length=length,
+                size=size,
+            )
         )
     samples, note = _representative(lambda index: loader.dataset[index], length, size)
     return Sample(_collated(loader, samples), size if endless else min(size, length), length, loader, growable, note)
@@ -96,8 +86,8 @@ def _batch_size(loader: Any) -> tuple[int, str]:
     kind = type(loader.batch_sampler).__name__
     first = next(iter(copy.copy(loader.batch_sampler)), None)
     if not first:
-        raise UnsupportedStepError(f"the batch sampler {kind} delivers no batch")
-    return len(first), f"the batch sampler {kind} has no batch_size that could be changed"
+        raise UnsupportedStepError(_("the batch sampler {kind} delivers no batch", kind=kind))
+    return len(first), _("the batch sampler {kind} has no batch_size that could be changed", kind=kind)
 
 
 def _read_stream(loader: Any) -> Sample:
@@ -106,7 +96,7 @@ def _read_stream(loader: Any) -> Sample:
     stream = iter(_copied(loader.dataset))
     few = list(islice(stream, FEW))
     if not few:
-        raise UnsupportedStepError("the train dataset is a stream that delivers no sample")
+        raise UnsupportedStepError(_("the train dataset is a stream that delivers no sample"))
     samples, note = _representative(_Appending(few, stream), sys.maxsize, size)
     return Sample(_collated(loader, samples), size, None, loader, "", note)
 
@@ -134,9 +124,12 @@ def _copied(dataset: Any) -> Any:
         return copy.deepcopy(dataset, {id(array): array for array in arrays})
     except Exception as error:
         raise UnsupportedStepError(
-            f"the stream {type(dataset).__name__} cannot be copied ({type(error).__name__}: {error}), and "
-            "reading from it would take samples away from the training; keep open files and generators out of "
-            "its attributes (open them in __iter__)"
+            _(
+                "the stream {kind} cannot be copied ({error}), and reading from it would take samples away from the "
+                "training; keep open files and generators out of its attributes (open them in __iter__)",
+                kind=type(dataset).__name__,
+                error=f"{type(error).__name__}: {error}",
+            )
         ) from error
 
 
@@ -148,9 +141,11 @@ def _representative(get: Callable[[int], Any], length: int, batch_size: int) -> 
     looked_at = min(MORE, batch_size, length)
     samples += [get(index) for index in range(len(samples), looked_at)]
     largest = max(samples, key=_elements)
-    return [largest], (
-        f"samples differ in size: the prediction takes the largest of the first {looked_at} for every sample",
+    note = _(
+        "samples differ in size: the prediction takes the largest of the first {count} for every sample",
+        count=looked_at,
     )
+    return [largest], (note,)
 
 
 def _shapes(sample: Any) -> tuple[Any, ...]:
@@ -182,13 +177,16 @@ def _read_ready_batches(loader: Any, source: Any) -> Sample:
         batches = iter(source)
         if batches is source:
             raise UnsupportedStepError(
-                f"the train dataloader is a {type(source).__name__} that can be read only once; give a "
-                "loader that starts anew at every iter()"
+                _(
+                    "the train dataloader is a {kind} that can be read only once; give a loader that starts anew at "
+                    "every iter()",
+                    kind=type(source).__name__,
+                )
             )
         batch = next(batches)
         batch = loader.collate_fn(batch) if isinstance(loader, DataLoader) else batch
     size = microbatch.batch_size(batch)
-    reason = "the loader delivers ready batches (batch_size=None), whose size it does not decide"
+    reason = _("the loader delivers ready batches (batch_size=None), whose size it does not decide")
     return Sample(lambda wanted: resized(batch, wanted), size, None, loader, reason)
 
 

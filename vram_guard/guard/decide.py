@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.apply.microbatch import splitter_of
+from vram_guard.apply.microbatch import probe_layout, splitter_of
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.ranks import Outcome, attempt, from_rank_zero, gather
@@ -130,7 +130,7 @@ def why_not_split(make: Callable[[int], Any]) -> str:
         make: batch size -> a batch of the loader.
     """
     try:
-        splitter_of(make, 1, 1)
+        probe_layout(make)
     except UnsupportedStepError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - the user's own code makes the batches

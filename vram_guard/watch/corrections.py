@@ -1,4 +1,4 @@
-"""What was measured in earlier runs, as a factor on the next prediction. It only ever raises.
+"""Measurements of earlier runs, as a factor on the next prediction. It only ever raises.
 
 One small JSON file per training (GPU, torch version, model structure, precision) in the user's cache folder. A file
 each, so that processes that train different things never write the same one; of two that train the same thing and
@@ -18,6 +18,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +41,7 @@ class IgnoredCorrectionWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Subject:
-    """What a correction is about."""
+    """Training that a correction is about."""
 
     gpu: str
     torch: str
@@ -53,7 +55,7 @@ class Subject:
 
 
 def subject(model: nn.Module, precision: str, gpu: str) -> Subject:
-    """What a training is remembered under.
+    """Key under which a training is remembered.
 
     Args:
         model: the model, on any device, before or after it is moved.
@@ -110,7 +112,7 @@ class Corrections:
         self._folder = None if base is None else base / "corrections"
 
     def factor(self, about: Subject) -> float:
-        """What predicted peaks are to be multiplied with; at least 1."""
+        """Factor for predicted peaks; at least 1."""
         return max([1.0, *self._ratios(about)])
 
     def remember(self, about: Subject, ratio: float) -> bool:
@@ -133,7 +135,7 @@ class Corrections:
             warnings.simplefilter("ignore", NotWrittenWarning)
             written = write_atomically(path, json.dumps(content))
         if written:
-            self._prune()
+            _prune(self._folder)
         return written
 
     def _ratios(self, about: Subject) -> list[float]:
@@ -156,29 +158,30 @@ class Corrections:
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            _ignored(path, "it is no file of vram_guard's")
+            _ignored(path, _("it is no file of vram_guard's"))
             return None
         if content.get("version") != VERSION:
-            _ignored(path, f"it has version {content.get('version')!r}, this release reads {VERSION}")
+            found = repr(content.get("version"))
+            _ignored(path, _("it has version {found}, this release reads {known}", found=found, known=VERSION))
             return None
         if [content.get(name) for name in ("gpu", "torch", "structure")] != [about.gpu, about.torch, about.structure]:
-            _ignored(path, "it is about another training")
+            _ignored(path, _("it is about another training"))
             return None
         ratios = content.get("ratios")
         if not isinstance(ratios, list) or not all(_is_ratio(ratio) for ratio in ratios):
-            _ignored(path, "its ratios are no numbers in (0, 10]")
+            _ignored(path, _("its ratios are no numbers in (0, 10]"))
             return None
         return [float(ratio) for ratio in ratios[-KEPT:]]
 
-    def _prune(self) -> None:
-        """Forget what was not written for the longest time."""
-        assert self._folder is not None
-        try:
-            files = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-            for path in files[:-MOST_FILES]:
-                path.unlink(missing_ok=True)
-        except OSError:  # another process prunes as well
-            return
+
+def _prune(folder: Path) -> None:
+    """Forget what was not written for the longest time."""
+    try:
+        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in files[:-MOST_FILES]:
+            path.unlink(missing_ok=True)
+    except OSError:  # another process prunes as well
+        return
 
 
 def _is_ratio(value: Any) -> bool:
@@ -187,7 +190,6 @@ def _is_ratio(value: Any) -> bool:
 
 def _ignored(path: Path, why: str) -> list[float] | None:
     """Say why a file is not used; None, which is what is known from it."""
-    warnings.warn(
-        f"vram_guard: {path} is not used: {why}; delete it to measure anew", IgnoredCorrectionWarning, stacklevel=4
-    )
+    said = _("{path} is not used: {why}; delete it to measure anew", path=path, why=why)
+    warnings.warn(f"vram_guard: {said}", IgnoredCorrectionWarning, stacklevel=4)
     return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def correction(reader: MemoryReader | None, model: nn.Module, precision: str) -> float:
-    """What predicted peaks are to be multiplied with; 1 where nothing is known.
+    """Factor for predicted peaks; 1 where nothing is known.
 
     Args:
         reader: of the device that trains; None where PyTorch counts no memory.

@@ -36,11 +36,6 @@ class SetAside:
                 self._held.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    @property
-    def holds(self) -> bool:
-        """Whether there was anything to set aside."""
-        return bool(self._held)
-
     def put_back(self) -> None:
         """As before the batch: its own gradients, complete or not, are dropped."""
         if not self._begun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first steps took, and what was predicted; bytes."""
+    """Measured and predicted peaks of the first steps; bytes."""
 
     predicted_allocated: int
     predicted_reserved: int
@@ -35,14 +36,15 @@ class Measured:
 
     def words(self) -> str:
         """One line for people."""
-        parts = (
-            _words("allocated", self.allocated, self.predicted_allocated),
-            _words("reserved", self.reserved, self.predicted_reserved),
+        return _(
+            "after {steps} optimizer steps, peak {allocated}; {reserved}",
+            steps=STEPS,
+            allocated=_words(_("allocated"), self.allocated, self.predicted_allocated),
+            reserved=_words(_("reserved"), self.reserved, self.predicted_reserved),
         )
-        return f"after {STEPS} optimizer steps, peak {parts[0]}; {parts[1]}"
 
     def metrics(self) -> dict[str, float]:
-        """What was measured, by name."""
+        """Measured peaks by name."""
         found = {"allocated": self.allocated, "reserved": self.reserved}
         return {f"measured_peak_{name}_bytes": float(value) for name, value in found.items() if value is not None}
 
@@ -69,7 +71,7 @@ class Watcher:
         self._earlier = (self._reader.peak_allocated(), self._reader.peak_reserved())
 
     def measure(self) -> Measured | None:
-        """What has been measured since :meth:`start`; None before."""
+        """Peaks since :meth:`start`; None before."""
         if self._earlier is None:
             return None
         peaks = (self._reader.peak_allocated(), self._reader.peak_reserved())
@@ -81,7 +83,13 @@ class Watcher:
 
 
 def _words(name: str, measured: int | None, predicted: int) -> str:
+    expected = format_bytes(predicted)
     if measured is None:
-        return f"{name} not measured (an earlier peak of this process is higher), {format_bytes(predicted)} predicted"
+        return _(
+            "{name} not measured (an earlier peak of this process is higher), {predicted} predicted",
+            name=name,
+            predicted=expected,
+        )
     share = f" ({measured / predicted - 1:+.1%})" if predicted else ""
-    return f"{name} {format_bytes(measured)} measured, {format_bytes(predicted)} predicted{share}"
+    found = format_bytes(measured)
+    return _("{name} {found} measured, {predicted} predicted", name=name, found=found, predicted=expected) + share

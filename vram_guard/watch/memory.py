@@ -6,6 +6,7 @@ import contextlib
 import gc
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MemoryReader(Protocol):
-    """What can be asked about a device's memory; all amounts in bytes, of this process."""
+    """Counters of a device's memory; all amounts in bytes, of this process."""
 
     def name(self) -> str:
         """The device's name, as its vendor gives it."""
@@ -38,43 +39,14 @@ class CudaMemory:
     """``torch.cuda``'s own counters for one device. They are read, never reset: user code may read them too."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        from torch import cuda
 
-    def name(self) -> str:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.get_device_name(self._device)
-
-    def allocated(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.memory_allocated(self._device)
-
-    def reserved(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.memory_reserved(self._device)
-
-    def peak_allocated(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def peak_reserved(self) -> int:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        return torch.cuda.max_memory_reserved(self._device)
-
-    def release(self) -> None:
-        """See :class:`MemoryReader`."""
-        import torch
-
-        torch.cuda.empty_cache()
+        self.name = partial(cuda.get_device_name, device)
+        self.allocated = partial(cuda.memory_allocated, device)
+        self.reserved = partial(cuda.memory_reserved, device)
+        self.peak_allocated = partial(cuda.max_memory_allocated, device)
+        self.peak_reserved = partial(cuda.max_memory_reserved, device)
+        self.release = cuda.empty_cache
 
 
 def reader_for(device: torch.device) -> MemoryReader | None:
@@ -84,18 +56,20 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """What is left of an error once the tensors that its traceback held are let go."""
+    """Record of an error once the tensors that its traceback held are let go."""
 
     kind: str
     message: str
     trace: str
     """The formatted traceback."""
+    elsewhere: bool = False
+    """It happened on another rank."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message.strip().splitlines()[0] if self.message.strip() else ''}"
 
 
-def let_go(error: BaseException) -> Failure:
+def drop_traceback(error: BaseException) -> Failure:
     """Write an error down and clear the frames of its traceback, which hold the broken step's activations.
 
     Frames that still run are left alone. The caller must not keep the error itself.

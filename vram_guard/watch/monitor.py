@@ -81,7 +81,7 @@ class GpuSummary:
 
 @dataclass
 class _Sum:
-    """What has been seen of one value: its mean and its peak."""
+    """Values seen of one quantity: its mean and its peak."""
 
     total: float = 0.0
     count: int = 0
@@ -130,7 +130,7 @@ class Monitor:
         return tuple(watched.latest for watched in self._gpus.values())
 
     def summary(self) -> tuple[GpuSummary, ...]:
-        """What each GPU came to, in the order in which they were first seen."""
+        """Summary of each GPU, in the order in which they were first seen."""
         return tuple(map(_summed, self._gpus.values()))
 
 
@@ -274,7 +274,7 @@ class BackgroundMonitor:
         self._monitor, self._stop = Monitor(), threading.Event()
         self._thread: threading.Thread | None = None
         self.error: VramGuardError | None = None
-        """Why watching ended early, or never began."""
+        """The reason for which watching ended early, or never began."""
 
     def start(self) -> None:
         """Begin; a second call does nothing."""

@@ -1,4 +1,4 @@
-"""Is this error about device memory having run out?
+"""Recognise errors that say that device memory ran out.
 
 PyTorch has a class for its own allocator's refusals only. Libraries below it (cuBLAS, cuDNN, NCCL, the driver)
 report the same thing as a ``RuntimeError`` with a text of their own, so texts have to be read, and read
@@ -40,7 +40,7 @@ _SOMETHING_ELSE = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, says that device memory ran out.
+    """Check whether an error, or what it was raised from, says that device memory ran out.
 
     Recognised: ``torch.OutOfMemoryError`` (also of HIP and XPU builds), the texts of the CUDA runtime and driver, of
     cuBLAS, cuDNN, cuSPARSE, cuSOLVER, cuFFT, NCCL and their ROCm kin, of MPS, and of PyTorch's CPU allocator. An

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch.memory import free, let_go
+from vram_guard.language import _
+from vram_guard.patching import replace_attributes
+from vram_guard.tensors import version_of
+from vram_guard.watch.memory import drop_traceback, free
 from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.rank_coordinator import Verdict
 from vram_guard.watch.recovery import Recovery
-from vram_guard.watch.rollback import version
 
 
 def guard_step(
@@ -41,22 +43,13 @@ def guard_step(
         The function that undoes it.
     """
     own_step = optimizer.step
-    overridden = vars(optimizer).get("step")
 
     @functools.wraps(own_step)  # schedulers and GradScaler look at attributes and signature of ``step``
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         return _Step(self, recovery, checkpoint, own_step).run(closure, *args, **kwargs)
 
     # A method, for schedulers that are made later bind its function anew.
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if overridden is None:
-            vars(optimizer).pop("step", None)
-        else:
-            optimizer.step = overridden  # type: ignore[method-assign]
-
-    return undo
+    return replace_attributes(optimizer, {"step": types.MethodType(step, optimizer)})
 
 
 class _Step:
@@ -83,7 +76,7 @@ class _Step:
     def run(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """The result of the step, once it is through on all ranks."""
         self._closure = closure
-        handed_on = closure if closure is None else self._once
+        handed_on = closure if closure is None else functools.partial(self._once, closure)
         if closure is None:
             self._state.remember()
         result: Any = None
@@ -100,28 +93,27 @@ class _Step:
                         if is_out_of_memory(error):
                             raise self._broken() from error
                         raise
-                    failure = let_go(error)
+                    failure = drop_traceback(error)
                     self._recovery.on_failure(failure)
-            verdict = self._recovery.agreement.agree(own)
+            verdict = self._recovery.ranks.agree(own)
             if verdict is Verdict.STOPPED:
                 raise self._recovery.stopped_elsewhere()
             if verdict is Verdict.FINE:
                 return result
             self._again(done=done)
 
-    def _once(self) -> Any:
+    def _once(self, closure: Callable[[], Any]) -> Any:
         """The user's closure; not run a second time when the step is done again."""
         if self._redoing:
             self._redoing = False
             return self._loss
-        assert self._closure is not None
-        self._loss = self._closure()
+        self._loss = closure()
         self._calls += 1
         self._state.remember()
         return self._loss
 
     def _verdict(self, error: Exception) -> Verdict:
-        """Whether a step that raised can be done again."""
+        """Judge whether a step that raised can be done again."""
         through = self._closure is None or self._calls == 1
         safe = through and not self._state.changed()
         return Verdict.OUT_OF_MEMORY if safe and is_out_of_memory(error) else Verdict.STOPPED
@@ -129,36 +121,52 @@ class _Step:
     def _again(self, *, done: bool) -> None:
         """Make ready to do the step again; all ranks do, so that none computes differently from the others."""
         recovery = self._recovery
-        recovery.count += 1
+        count, too_many = recovery.counted()
         lean = _step_by_parameter(self._optimizer)
         if not done:
             self._state.restore()
             self._redoing = self._closure is not None
         free(recovery.memory)
-        goes_on = lean and recovery.count <= recovery.most
-        if not recovery.agreement.least(int(goes_on)):
-            why = f"max_recoveries is {recovery.most}" if lean else "it already goes parameter by parameter"
+        if not recovery.ranks.least(int(lean and not too_many)):
+            why = _("it already goes parameter by parameter")
+            if lean:
+                why = _("max_recoveries is {most}", most=recovery.most)
             raise recovery.final(
-                f"out of memory in the optimizer step{'' if not done else ' of another rank'}, and {why}. "
-                "The weights are those of the last optimizer step."
+                _(
+                    "out of memory in {where}, and {why}. The weights are those of the last optimizer step.",
+                    where=_("the optimizer step of another rank") if done else _("the optimizer step"),
+                    why=why,
+                )
             )
-        recovery.tell(
-            "out of memory in the optimizer step before it had changed anything: the step is done again, parameter "
-            f"by parameter (foreach=False), as are the next ones. Recovery {recovery.count} of {recovery.most}."
+        recovery.log(
+            _(
+                "out of memory in the optimizer step before it had changed anything: the step is done again, parameter "
+                "by parameter (foreach=False), as are the next ones. Recovery {count} of {most}.",
+                count=count,
+                most=recovery.most,
+            )
         )
 
     def _broken(self) -> RecoveryFailedError:
         changed = self._state.changed()
         if not changed:
             return self._recovery.final(
-                "out of memory between backward and the optimizer step (gradient clipping, or a hook). The weights "
-                "are those of the last optimizer step, the gradients may be changed: the step cannot be repeated."
+                _(
+                    "out of memory between backward and the optimizer step (gradient clipping, or a hook). The weights "
+                    "are those of the last optimizer step, the gradients may be changed: the step cannot be repeated."
+                )
             )
         path = self._checkpoint()
-        advice = f"Go on from the last checkpoint: {path}" if path else "There is no checkpoint to go on from."
+        advice = _("There is no checkpoint to go on from.")
+        if path:
+            advice = _("Go on from the last checkpoint: {path}", path=path)
         return self._recovery.final(
-            f"out of memory inside the optimizer step, which had already changed {changed}. It can neither be "
-            "finished nor repeated: the weights may be half-updated. Do not save or use them. " + advice
+            _(
+                "out of memory inside the optimizer step, which had already changed {changed}. It can neither be "
+                "finished nor repeated: the weights may be half-updated. Do not save or use them. {advice}",
+                changed=changed,
+                advice=advice,
+            )
         )
 
 
@@ -173,7 +181,7 @@ def _step_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _OptimizerState:
-    """What an optimizer step changes in place, by version counters."""
+    """State that an optimizer step changes in place, by version counters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -185,28 +193,28 @@ class _OptimizerState:
     def remember(self) -> None:
         """Now: gradients are complete, nothing of the step is done."""
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
-        self._weights = [(weight, version(weight)) for weight in weights]
-        self._gradients = [(w.grad, version(w.grad)) for w in weights if w.grad is not None]
+        self._weights = [(weight, version_of(weight)) for weight in weights]
+        self._gradients = [(w.grad, version_of(w.grad)) for w in weights if w.grad is not None]
         state = self._optimizer.state
         self._keys = {owner: set(own) for owner, own in state.items() if isinstance(own, dict)}
         self._values = [
-            (owner, key, value, version(value) if isinstance(value, torch.Tensor) else 0)
+            (owner, key, value, version_of(value) if isinstance(value, torch.Tensor) else 0)
             for owner, own in state.items()
             if isinstance(own, dict)
             for key, value in own.items()
         ]
 
     def changed(self) -> str:
-        """What was changed since, in words; "" for nothing."""
-        weights = sum(version(weight) != before for weight, before in self._weights)
-        gradients = sum(version(gradient) != before for gradient, before in self._gradients)
+        """Changes since then, in words; "" for none."""
+        weights = sum(version_of(weight) != before for weight, before in self._weights)
+        gradients = sum(version_of(gradient) != before for gradient, before in self._gradients)
         values = sum(self._moved(*remembered) for remembered in self._values)
         found = [
-            f"{count} of {of} {name}"
+            _("{count} of {of} {name}", count=count, of=of, name=name)
             for count, of, name in (
-                (weights, len(self._weights), "weights"),
-                (values, len(self._values), "optimizer state entries"),
-                (gradients, len(self._gradients), "gradients"),
+                (weights, len(self._weights), _("weights")),
+                (values, len(self._values), _("optimizer state entries")),
+                (gradients, len(self._gradients), _("gradients")),
             )
             if count
         ]
@@ -225,5 +233,5 @@ class _OptimizerState:
     def _moved(self, owner: Any, key: Any, value: Any, before: int) -> bool:
         now = self._optimizer.state.get(owner, {}).get(key)
         if isinstance(value, torch.Tensor):
-            return now is not value or version(value) != before
+            return now is not value or version_of(value) != before
         return bool(now is not value and now != value)

@@ -12,9 +12,11 @@ for: an out-of-memory error is raised on the host when the allocation is asked f
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ BUCKET = 25 * 2**20
 
 
 class Verdict(IntEnum):
-    """How something went; the worst of all ranks counts."""
+    """Outcome on one rank; the worst of all ranks counts."""
 
     FINE = 0
     OUT_OF_MEMORY = 1
@@ -33,14 +35,19 @@ class Verdict(IntEnum):
     """The rank raises an error and takes part in nothing more."""
 
 
-class Agreement(Protocol):
-    """What the processes of one training settle among themselves. Every rank calls every method alike."""
+class RankCoordinator:
+    """Agreement of the processes of one training. Every rank calls every method alike.
+
+    As it stands here, there is one process.
+    """
 
     def agree(self, own: Verdict) -> Verdict:
         """The worst verdict of all ranks."""
+        return own
 
     def least(self, own: int) -> int:
         """The smallest number of all ranks."""
+        return own
 
     def average_gradients(self) -> None:
         """Every rank's gradients become the mean over all ranks."""
@@ -48,29 +55,29 @@ class Agreement(Protocol):
     def share_buffers(self) -> None:
         """Every rank gets the buffers of rank 0."""
 
+    def close(self) -> None:
+        """Let go of what the ranks talk over; nothing more is settled."""
 
-class Alone:
+
+class SingleProcess(RankCoordinator):
     """A training of one process."""
 
-    def agree(self, own: Verdict) -> Verdict:
-        """See :class:`Agreement`."""
-        return own
 
-    def least(self, own: int) -> int:
-        """See :class:`Agreement`."""
-        return own
-
-    def average_gradients(self) -> None:
-        """Nothing to average."""
-
-    def share_buffers(self) -> None:
-        """Nothing to share."""
+def coordinator_of(module: nn.Module, wrapper: Any) -> RankCoordinator:
+    """The coordinator of a module that may run inside DistributedDataParallel; on every rank at the same point."""
+    if wrapper is module:
+        return SingleProcess()
+    return DataParallel(module, broadcast_buffers=bool(wrapper.broadcast_buffers))
 
 
-class DataParallel:
+class DataParallel(RankCoordinator):
     """A training whose processes hold copies of one module, in torch.distributed's default group.
 
     Made on every rank at the same point. What takes memory is allocated here, not when memory is short.
+
+    The group over which the hosts talk ends with :meth:`close`, or else with this object, or before the interpreter
+    goes: worker threads of a living group that free Python's objects while it goes may end a finished rank with
+    SIGABRT (pytorch/pytorch issue 190489).
 
     Args:
         model: the module whose parameters and buffers are kept alike.
@@ -82,7 +89,9 @@ class DataParallel:
         import torch.distributed as dist
 
         self._dist = dist
-        self._hosts = dist.new_group(backend="gloo")
+        self._groups = [dist.new_group(backend="gloo")]
+        """The one over which the hosts talk, until it is closed."""
+        self._end = weakref.finalize(self, _destroy, self._groups)  # at exit at the latest
         self._ranks = dist.get_world_size()
         self._parameters = list(model.parameters())
         self._buffers = list(model.buffers()) if broadcast_buffers else []
@@ -93,16 +102,16 @@ class DataParallel:
         }
 
     def agree(self, own: Verdict) -> Verdict:
-        """See :class:`Agreement`."""
+        """See :class:`RankCoordinator`."""
         return Verdict(int(self._exchange([own], self._dist.ReduceOp.MAX)[0]))
 
     def least(self, own: int) -> int:
-        """See :class:`Agreement`."""
+        """See :class:`RankCoordinator`."""
         return int(self._exchange([own], self._dist.ReduceOp.MIN)[0])
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """See :class:`Agreement`. A gradient that no rank has stays None, as with ``find_unused_parameters``."""
+        """See :class:`RankCoordinator`. A gradient that no rank has stays None, as with ``find_unused_parameters``."""
         anywhere = self._exchange([p.grad is not None for p in self._parameters], self._dist.ReduceOp.MAX).tolist()
         used = [parameter for parameter, has in zip(self._parameters, anywhere, strict=True) if has]
         gradients = []
@@ -119,7 +128,7 @@ class DataParallel:
 
     @torch.no_grad()
     def share_buffers(self) -> None:
-        """See :class:`Agreement`. Does nothing where no optimizer step has gone by since the last time."""
+        """See :class:`RankCoordinator`. Does nothing where no optimizer step has gone by since the last time."""
         if not self._stale:
             return
         self._stale = False
@@ -128,10 +137,23 @@ class DataParallel:
                 # gloo knows no bool, and a byte is what one takes
                 self._dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, src=0)
 
+    def close(self) -> None:
+        """See :class:`RankCoordinator`. A second call does nothing."""
+        self._end()
+
     def _exchange(self, numbers: Sequence[int], operation: object) -> torch.Tensor:
         message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
-        self._dist.all_reduce(message, op=operation, group=self._hosts)
+        self._dist.all_reduce(message, op=operation, group=self._groups[0])
         return message
+
+
+def _destroy(groups: list[Any]) -> None:
+    """End process groups, unless the script has ended all of them before; their threads end with the last reference."""
+    import torch.distributed as dist
+
+    while groups:
+        with contextlib.suppress(ValueError):  # no longer known
+            dist.destroy_process_group(groups.pop())
 
 
 class _as_one:  # noqa: N801 - reads as a verb where it is used

@@ -12,15 +12,16 @@ Nothing here knows a framework: an adapter hands in a function that runs one att
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from vram_guard.errors import RecoveryFailedError
+from vram_guard.language import _
 from vram_guard.watch.gradients import SetAside
-from vram_guard.watch.memory import Failure, MemoryReader, free, let_go
+from vram_guard.watch.memory import Failure, MemoryReader, drop_traceback, free
 from vram_guard.watch.oom import is_out_of_memory
-from vram_guard.watch.rank_coordinator import Agreement, Alone, Verdict
-from vram_guard.watch.rollback import CannotRollBackError, StateKeeper
+from vram_guard.watch.rank_coordinator import RankCoordinator, SingleProcess, Verdict
+from vram_guard.watch.rollback import CannotRollBackError, StateSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +38,7 @@ class ElsewhereError(Exception):
 
 
 @dataclass
-class Ladder:
+class MicroBatchSchedule:
     """The micro-batch sizes of one kind of batch, from the one in use downwards."""
 
     size: int | None = None
@@ -62,9 +63,20 @@ class Attempt:
     """Samples of a micro-batch; None: the batch stays whole."""
     aside: SetAside
     synchronise: bool
-    """Whether the gradients of this batch complete those of an optimizer step."""
+    """True where the gradients of this batch complete those of an optimizer step."""
     stage: str = "forward"
     committed: bool = False
+    last: bool = True
+    """True where the next backward completes the gradients of the batch."""
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run the backward of one micro-batch; after the last one's, :meth:`commit`."""
+        self.before_backward()
+        run()
+        if self.last:
+            self.commit()
+        else:
+            self.stage = "forward"
 
     def before_backward(self) -> None:
         """To be called before each backward, once the gradients of the last optimizer step are freed."""
@@ -83,7 +95,7 @@ class Attempt:
         self.committed = True
         self.aside.merge()
         if self.synchronise:
-            self.recovery.agreement.average_gradients()
+            self.recovery.ranks.average_gradients()
 
     def meet(self) -> None:
         """Let the other ranks know that this one is fine so far; to be called before anything they wait for.
@@ -92,11 +104,16 @@ class Attempt:
             ElsewhereError: another rank is not.
             RecoveryFailedError: another rank has stopped.
         """
-        verdict = self.recovery.agreement.agree(Verdict.FINE)
+        verdict = self.recovery.ranks.agree(Verdict.FINE)
         if verdict is Verdict.STOPPED:
             raise self.recovery.stopped_elsewhere()
         if verdict is Verdict.OUT_OF_MEMORY:
             raise ElsewhereError
+
+
+@dataclass
+class _Tally:
+    recoveries: int = 0
 
 
 @dataclass
@@ -105,44 +122,52 @@ class Recovery:
 
     Attributes:
         model: everything whose state a batch changes.
-        agreement: how the ranks settle things.
+        ranks: how the ranks settle things.
         memory: the device's memory; None where PyTorch counts none.
         most: how many out-of-memory errors are recovered from, in all.
-        tell: called with a sentence at each recovery.
-        outlook: called for the text that a final error ends with: what was predicted, and what to do.
+        log: called with a sentence at each recovery.
+        prediction_text: called for the text that a final error ends with: what was predicted, and what to do.
         on_failure: called with the failure as soon as memory ran out on this rank.
-        count: how many there were.
     """
 
     model: nn.Module
-    agreement: Agreement = field(default_factory=Alone)
+    ranks: RankCoordinator = field(default_factory=SingleProcess)
     memory: MemoryReader | None = None
     most: int = MAX_RECOVERIES
-    tell: Callable[[str], None] = print
-    outlook: Callable[[], str] = str
+    log: Callable[[str], None] = print
+    prediction_text: Callable[[], str] = str
     on_failure: Callable[[Failure], None] = lambda _failure: None
-    count: int = 0
-    keeper: StateKeeper = field(init=False)
+    snapshot: StateSnapshot = field(init=False)
+    _tally: _Tally = field(default_factory=_Tally)
     _left: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.keeper = StateKeeper(self.model)
+        self.snapshot = StateSnapshot(self.model)
+
+    def of_this_rank(self) -> Recovery:
+        """The same for what a rank does by itself (validation); out-of-memory errors are counted together."""
+        return replace(self, ranks=SingleProcess())
+
+    def counted(self) -> tuple[int, bool]:
+        """Count one more out-of-memory error: the number of them, and whether that is too many."""
+        self._tally.recoveries += 1
+        return self._tally.recoveries, self._tally.recoveries > self.most
 
     def run(
         self,
         attempt: Callable[[Attempt], T],
-        ladder: Ladder,
+        schedule: MicroBatchSchedule,
         samples_of: Callable[[], int],
         *,
         synchronise: bool = False,
-        what: str = "this batch",
+        what: str,
     ) -> T:
-        """What ``attempt`` returns, once it gets through on all ranks.
+        """Call ``attempt`` until it gets through on all ranks; returns its value.
 
         Args:
             attempt: runs the batch's forward and backward at the attempt's micro-batch size; calls the attempt's
                 ``before_backward`` and ``commit``.
-            ladder: the sizes to take; a recovery moves it one notch down, for later batches too.
+            schedule: the sizes to take; a recovery makes them smaller, for later batches too.
             samples_of: counts the samples of the batch; raises ``CannotSplitError`` where it cannot be split.
             synchronise: whether the ranks' gradients are to be averaged at the commit.
             what: the batch, in words, for messages.
@@ -152,17 +177,17 @@ class Recovery:
                 attempt cannot be taken back. On every rank.
             BaseException: whatever else ``attempt`` raises, as it is.
         """
-        self.agreement.share_buffers()
+        self.ranks.share_buffers()
         while True:
-            self.keeper.take()
-            running = Attempt(self, ladder.size, SetAside(self.keeper.parameters), synchronise)
+            self.snapshot.take()
+            running = Attempt(self, schedule.size, SetAside(self.snapshot.parameters), synchronise)
             try:
                 outcome = self._try(attempt, running)
                 if not isinstance(outcome, Failure):
                     return outcome
-                self._take_back(outcome, running, ladder, samples_of, what)
+                self._take_back(outcome, running, schedule, samples_of, what)
             finally:
-                self.keeper.forget()
+                self.snapshot.forget()
 
     def _try(self, attempt: Callable[[Attempt], T], running: Attempt) -> T | Failure:
         """The attempt's value, or the out-of-memory error that all ranks now know of."""
@@ -170,51 +195,60 @@ class Recovery:
             value = attempt(running)
             running.commit()
         except ElsewhereError as error:
-            failure = let_go(error)
+            failure = replace(drop_traceback(error), elsewhere=True)
         except Exception as error:
             if running.committed or not is_out_of_memory(error):
                 self.leave(error)
                 if running.committed and is_out_of_memory(error):
                     raise self._after_commit() from error
                 raise
-            failure = let_go(error)
+            failure = drop_traceback(error)
             self.on_failure(failure)
-            if self.agreement.agree(Verdict.OUT_OF_MEMORY) is Verdict.STOPPED:
+            if self.ranks.agree(Verdict.OUT_OF_MEMORY) is Verdict.STOPPED:
                 raise self.stopped_elsewhere() from None
         else:
             return value
         return failure
 
     def _take_back(
-        self, failure: Failure, running: Attempt, ladder: Ladder, samples_of: Callable[[], int], what: str
+        self, failure: Failure, running: Attempt, schedule: MicroBatchSchedule, samples_of: Callable[[], int], what: str
     ) -> None:
         """As before the attempt, with more free memory and a smaller micro-batch size; or an error on all ranks."""
         running.aside.put_back()
         smaller, obstacle = 0, ""
         try:
-            self.keeper.check()
-            self.keeper.restore()
-            smaller = ladder.below(samples_of())
+            self.snapshot.check()
+            self.snapshot.restore()
+            smaller = schedule.below(samples_of())
         except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must hear of it
             kind = "" if isinstance(error, CannotRollBackError) else f"{type(error).__name__}: "
-            obstacle = f"the attempt cannot be repeated: {kind}{error}"
-        self.keeper.forget()
+            obstacle = _("the attempt cannot be repeated: {why}", why=f"{kind}{error}")
+        self.snapshot.forget()
         free(self.memory)
-        self.count += 1
-        if smaller and self.count > self.most:
-            smaller, obstacle = 0, f"that was out-of-memory error {self.count}, and max_recoveries is {self.most}"
-        smaller = self.agreement.least(smaller)
-        elsewhere = failure.kind == ElsewhereError.__name__
-        where = "on another rank" if elsewhere else f"in {running.stage}"
+        count, too_many = self.counted()
+        if smaller and too_many:
+            smaller = 0
+            obstacle = _(
+                "that was out-of-memory error {count}, and max_recoveries is {most}", count=count, most=self.most
+            )
+        smaller = self.ranks.least(smaller)
+        where = _("on another rank") if failure.elsewhere else _("in {stage}", stage=running.stage)
         if not smaller:
             raise self._given_up(failure, where, what, obstacle)
-        self.tell(
-            f"out of memory {where} of {what}"
-            + ("" if elsewhere else f" ({failure})")
-            + f": the attempt is taken back, and the same batch runs again in micro-batches of {smaller} "
-            f"(before: {ladder.size or 'whole'}), as do the next ones. Recovery {self.count} of {self.most}."
+        self.log(
+            _(
+                "out of memory {where} of {what}{error}: the attempt is taken back, and the same batch runs again in "
+                "micro-batches of {size} (before: {before}), as do the next ones. Recovery {count} of {most}.",
+                where=where,
+                what=what,
+                error="" if failure.elsewhere else f" ({failure})",
+                size=smaller,
+                before=schedule.size or _("whole"),
+                count=count,
+                most=self.most,
+            )
         )
-        ladder.size = smaller
+        schedule.size = smaller
 
     # --- errors ---------------------------------------------------------------------------------------------
 
@@ -222,37 +256,35 @@ class Recovery:
         """This rank is about to raise: the others learn of it where they next wait for each other."""
         if not self._left and not isinstance(error, RecoveryFailedError):  # which all ranks raise together
             self._left = True
-            self.agreement.agree(Verdict.STOPPED)
+            self.ranks.agree(Verdict.STOPPED)
 
     def stopped_elsewhere(self) -> RecoveryFailedError:
-        """What ranks raise when another one has stopped."""
-        return RecoveryFailedError("another rank stopped with an error; its own output says which")
+        """The error that ranks raise when another one has stopped."""
+        return RecoveryFailedError(_("another rank stopped with an error; its own output says which"))
 
     def final(self, message: str) -> RecoveryFailedError:
         """A clear end, with what was predicted."""
-        outlook = self.outlook()
-        return RecoveryFailedError(f"{message}\n{outlook}" if outlook else message)
+        prediction = self.prediction_text()
+        return RecoveryFailedError(f"{message}\n{prediction}" if prediction else message)
 
     def _given_up(self, failure: Failure, where: str, what: str, obstacle: str) -> RecoveryFailedError:
-        why = obstacle or "there is no smaller micro-batch"
         return self.final(
-            f"out of memory {where} of {what}, and {why}. The weights are those of the last optimizer step.\n"
-            f"The error was {failure}\n{failure.trace if failure.kind != ElsewhereError.__name__ else ''}"
+            _(
+                "out of memory {where} of {what}, and {why}. The weights are those of the last optimizer step.\n"
+                "The error was {error}\n{trace}",
+                where=where,
+                what=what,
+                why=obstacle or _("there is no smaller micro-batch"),
+                error=failure,
+                trace="" if failure.elsewhere else failure.trace,
+            )
         )
 
     def _after_commit(self) -> RecoveryFailedError:
         return self.final(
-            "out of memory after backward (in a hook, or in what was logged), when the gradients were already "
-            "complete and added up: the batch cannot be taken back. The weights are those of the last optimizer step."
+            _(
+                "out of memory after backward (in a hook, or in what was logged), when the gradients were already "
+                "complete and added up: the batch cannot be taken back. The weights are those of the last optimizer "
+                "step."
+            )
         )
-
-
-def samples_counter(batch: Any) -> Callable[[], int]:
-    """A ``samples_of`` for a batch whose size nobody said; see :func:`vram_guard.apply.microbatch.batch_size`."""
-
-    def count() -> int:
-        from vram_guard.apply.microbatch import batch_size
-
-        return batch_size(batch)
-
-    return count

@@ -1,4 +1,4 @@
-"""What a broken attempt at a batch leaves behind outside of gradients, and taking it back.
+"""Take back what a broken attempt at a batch leaves behind outside of gradients.
 
 Taken back are the random number generators of Python, NumPy and torch, and the state of the modules: buffers
 (BatchNorm's running statistics), metrics' states, plain attributes, lists that grew. Parameters are not copied: an
@@ -12,21 +12,22 @@ to the next (masks, tables) only a look at their version counter.
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from vram_guard.language import _
+from vram_guard.state.containers import MUTABLE, alike, look
+from vram_guard.state.modules import ModuleState
+from vram_guard.state.random_generators import RandomState
+from vram_guard.tensors import version_of
+
 #: Tensors up to so many bytes are copied where they are; larger ones to the host, and only while they change.
 COPIED_IN_PLACE = 2**20
 #: Lists longer than this are only cut back to their length, not compared; dicts and sets are not looked into.
 LOOKED_INTO = 64
-
 
 #: What every module has: looked at by identity alone, for looking into a dozen hook tables a module takes long.
 _EVERY_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
@@ -37,67 +38,7 @@ class CannotRollBackError(Exception):
     """The attempt changed something of which there is no copy; the message says what."""
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place (autograd's own counter); -1 where nothing counts (inference mode)."""
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - named in autograd's documentation
-
-
-class RandomState:
-    """The state of every process-wide random number generator, and of those that are handed in."""
-
-    def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> None:
-        self._python = random.getstate()
-        self._numpy_module = sys.modules.get("numpy")
-        self._numpy = self._numpy_module.random.get_state() if self._numpy_module is not None else None
-        self._torch = torch.get_rng_state()
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices if device.type == "cuda"]
-        self._generators = [(generator, generator.get_state()) for generator in generators]
-
-    def restore(self) -> None:
-        """All of them as they were."""
-        random.setstate(self._python)
-        if self._numpy_module is not None:
-            self._numpy_module.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        for device, state in self._cuda:
-            torch.cuda.set_rng_state(state, device)
-        for generator, state in self._generators:
-            generator.set_state(state)
-
-
-@dataclass
-class _Module:
-    """One module's attributes, and what its containers hold."""
-
-    module: nn.Module
-    attributes: dict[str, Any]
-    containers: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def restore(self) -> None:
-        own = vars(self.module)
-        for name in [name for name in own if name not in self.attributes]:
-            del own[name]
-        for name, value in self.attributes.items():
-            if own.get(name, self) is not value:
-                own[name] = value
-        for container, content in self.containers:
-            _refill(container, content)
-
-    def follow(self, before: dict[str, Any], contents: list[Any]) -> None:
-        """Remember what has changed since, instead of what it was."""
-        own = vars(self.module)
-        for name in before.keys() | own.keys():
-            if name not in own:
-                self.attributes.pop(name, None)
-            elif before.get(name, self) is not own[name]:
-                self.attributes[name] = own[name]
-        for at, (container, _) in enumerate(self.containers):
-            now = _look(container)
-            if not _alike(now, contents[at]):
-                self.containers[at] = (container, now)
-
-
-class StateKeeper:
+class StateSnapshot:
     """Remembers the state before each attempt; one per training, for it learns which tensors never change."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,12 +59,9 @@ class StateKeeper:
         tensors: dict[int, torch.Tensor] = {}
         generators: list[torch.Generator] = []
         for module in self._model.modules():
-            kept = _Module(module, dict(vars(module)))
-            for name, value in kept.attributes.items():
-                if value is not None and name not in _EVERY_MODULES and not isinstance(value, _IMMUTABLE):
-                    _note(value, kept, tensors, generators)
+            kept = _Module(module, tensors, generators)
             own = kept.attributes["_parameters"].values()
-            self._parameters += [(parameter, version(parameter)) for parameter in own if parameter is not None]
+            self._parameters += [(parameter, version_of(parameter)) for parameter in own if parameter is not None]
             self._modules.append(kept)
         self._copy(tensors.values())
         self._random = RandomState({parameter.device for parameter, _ in self._parameters}, generators)
@@ -139,46 +77,52 @@ class StateKeeper:
         self._copies, self._on_host, self._quiet = [], [], []
 
     def check(self) -> None:
-        """Whether the attempt can be taken back.
+        """Check that the attempt can be taken back.
 
         Raises:
             CannotRollBackError: it changed parameters, or a large tensor that never changed before.
         """
         for parameter, before in self._parameters:
-            if version(parameter) != before:
+            if version_of(parameter) != before:
                 names = [name for name, known in self._model.named_parameters() if known is parameter]
                 raise CannotRollBackError(
-                    f"the weights of {', '.join(names)} were already changed during forward or backward"
+                    _(
+                        "the weights of {names} were already changed during forward or backward",
+                        names=", ".join(names),
+                    )
                 )
         for tensor, before in self._quiet:
-            if version(tensor) != before:
+            if version_of(tensor) != before:
                 self._known.clear()  # from now on it is copied
                 raise CannotRollBackError(
-                    f"a buffer of shape {tuple(tensor.shape)} that had never changed before was changed"
+                    _(
+                        "a buffer of shape {shape} that had never changed before was changed",
+                        shape=tuple(tensor.shape),
+                    )
                 )
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """What changes inside the block stays so when the attempt is taken back (hooks that run once a batch)."""
+        """Keep what changes inside the block when the attempt is taken back (hooks that run once a batch)."""
         attributes = [dict(vars(kept.module)) for kept in self._modules]
-        contents = [[_look(container) for container, _ in kept.containers] for kept in self._modules]
-        parameters = [version(parameter) for parameter in self.parameters]
-        copied = [[version(tensor) for tensor in tensors] for tensors, _ in self._copies]
-        hosted = [version(tensor) for tensor, _ in self._on_host]
+        contents = [[look(container, LOOKED_INTO) for container, _before in kept.contents] for kept in self._modules]
+        parameters = [version_of(parameter) for parameter in self.parameters]
+        copied = [[version_of(tensor) for tensor in tensors] for tensors, _ in self._copies]
+        hosted = [version_of(tensor) for tensor, _ in self._on_host]
         yield
         for kept, known, looks in zip(self._modules, attributes, contents, strict=True):
             kept.follow(known, looks)
         self._parameters = [
-            (parameter, base + version(parameter) - before)
+            (parameter, base + version_of(parameter) - before)
             for (parameter, base), before in zip(self._parameters, parameters, strict=True)
         ]
         for (tensors, flat), versions in zip(self._copies, copied, strict=True):
             pieces = flat.split([tensor.numel() for tensor in tensors])
             for tensor, piece, seen in zip(tensors, pieces, versions, strict=True):
-                if version(tensor) != seen:
+                if version_of(tensor) != seen:
                     piece.copy_(tensor.detach().reshape(-1))
         for (tensor, copy), seen in zip(self._on_host, hosted, strict=True):
-            if version(tensor) != seen:
+            if version_of(tensor) != seen:
                 copy.copy_(tensor.detach())
 
     @torch.no_grad()
@@ -205,9 +149,9 @@ class StateKeeper:
                 small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
                 continue
             last = known.get(id(tensor))
-            self._known[id(tensor)] = (tensor, version(tensor))
-            if last is not None and last[0] is tensor and last[1] == version(tensor):
-                self._quiet.append((tensor, version(tensor)))
+            self._known[id(tensor)] = (tensor, version_of(tensor))
+            if last is not None and last[0] is tensor and last[1] == version_of(tensor):
+                self._quiet.append((tensor, version_of(tensor)))
             else:
                 self._on_host.append((tensor, tensor.detach().to("cpu", copy=True)))
         for key, group in small.items():
@@ -223,57 +167,44 @@ class StateKeeper:
         return flat
 
 
-def _note(
-    value: Any, kept: _Module, tensors: dict[int, torch.Tensor], generators: list[torch.Generator], *, deep: bool = True
-) -> None:
-    """What has to be remembered of one attribute beside the reference to it."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, nn.Parameter):
-            tensors[id(value)] = value
-    elif isinstance(value, torch.Generator):
-        generators.append(value)
-    elif isinstance(value, (list, dict, set, deque)) and (len(value) <= LOOKED_INTO or isinstance(value, list)):
-        kept.containers.append((value, _look(value)))
-    if deep and isinstance(value, (list, dict)) and 0 < len(value) <= LOOKED_INTO:
-        for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, torch.Tensor):
-                _note(item, kept, tensors, generators, deep=False)
+class _Module(ModuleState):
+    """One module; containers are looked into as far as that costs little for every batch.
+
+    Args:
+        module: whose.
+        tensors: buffers and other tensors of its attributes are added here, by id.
+        generators: generators among its attributes are added here.
+    """
+
+    def __init__(self, module: nn.Module, tensors: dict[int, torch.Tensor], generators: list[torch.Generator]) -> None:
+        super().__init__(module, [])
+        for name, value in self.attributes.items():
+            if value is None or name in _EVERY_MODULES or isinstance(value, _IMMUTABLE):
+                continue
+            items: Iterable[Any] = ()
+            if isinstance(value, MUTABLE) and (len(value) <= LOOKED_INTO or isinstance(value, list)):
+                self.contents.append((value, look(value, LOOKED_INTO)))
+            if isinstance(value, (list, dict)) and len(value) <= LOOKED_INTO:
+                items = [item for item in _items(value) if isinstance(item, torch.Tensor)]
+            for part in (value, *items):
+                if isinstance(part, torch.Generator):
+                    generators.append(part)
+                elif isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                    tensors[id(part)] = part
+
+    def follow(self, before: dict[str, Any], contents: list[Any]) -> None:
+        """Remember what has changed since, instead of what it was."""
+        own = vars(self.module)
+        for name in before.keys() | own.keys():
+            if name not in own:
+                self.attributes.pop(name, None)
+            elif before.get(name, self) is not own[name]:
+                self.attributes[name] = own[name]
+        for at, (container, _before) in enumerate(self.contents):
+            now = look(container, LOOKED_INTO)
+            if not alike(now, contents[at]):
+                self.contents[at] = (container, now)
 
 
-def _look(container: Any) -> Any:
-    """A copy of what a container holds; of a long list, its length."""
-    return len(container) if isinstance(container, list) and len(container) > LOOKED_INTO else container.copy()
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two looks at a container found the same."""
-    if isinstance(one, int) or isinstance(other, int):
-        return bool(type(one) is type(other) and one == other)
-    return _same(one.items(), other.items()) if isinstance(one, dict) else _same(one, other)
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Give a container the content it had; one that has it already is not touched."""
-    if isinstance(content, int):
-        del container[content:]
-    elif isinstance(container, dict):
-        if not _same(container.items(), content.items()):
-            container.clear()
-            container.update(content)
-    elif not _same(container, content):
-        container.clear()
-        container.update(content) if isinstance(container, set) else container.extend(content)
-
-
-def _same(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    """Whether two containers hold the same objects in the same order, without comparing tensors."""
-    one, other = list(_flattened(now)), list(_flattened(before))
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _flattened(items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        if type(item) is tuple:
-            yield from item
-        else:
-            yield item
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.loop import scalar_loss
-from vram_guard.watch.memory import free, let_go, reader_for
+from vram_guard.watch.memory import drop_traceback, free, reader_for
 from vram_guard.watch.oom import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -75,8 +76,6 @@ def measure(
     Raises:
         UnsupportedStepError: the step has no optimizer.
     """
-    if step.optimizer is None:
-        raise UnsupportedStepError("only a training step has a throughput to measure: give it an optimizer")
     device = torch.device(device)
     reader = reader_for(device)
     results: list[Measured] = []
@@ -106,7 +105,7 @@ def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        for _ in range(WARM_UP):
+        for _time in range(WARM_UP):
             loop.run(size)
         _synchronize(device)
         end = time.perf_counter() + seconds
@@ -118,7 +117,7 @@ def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        failure = let_go(error)
+        failure = drop_traceback(error)
     if failure is not None:
         loop.forget_gradients()
         free(reader_for(device))
@@ -139,6 +138,8 @@ class RealStep:
     """Model and optimizer of a step on a device, and one optimizer step at a time."""
 
     def __init__(self, step: TrainingStep, device: torch.device) -> None:
+        if step.optimizer is None:
+            raise UnsupportedStepError(_("only a training step has a throughput to measure: give it an optimizer"))
         self.step, self.device = step, device
         self._batch = batch_source(step.batch)
         self._dtype = _TRUE.get(step.precision)
@@ -146,14 +147,13 @@ class RealStep:
         self._model: nn.Module = model.to(device=device, dtype=self._dtype).train()
         if step.prepare is not None:
             step.prepare(self._model)
-        assert step.optimizer is not None
         self._optimizer = step.optimizer(self._model.parameters())
         scaled = step.precision == "16-mixed" and device.type == "cuda"
         self._scaler = torch.amp.GradScaler(device.type) if scaled else None
 
     def run(self, batch_size: int) -> None:
         """One optimizer step of ``step.accumulate`` micro-batches."""
-        for _ in range(self.step.accumulate):
+        for _time in range(self.step.accumulate):
             self._micro_batch(batch_size)
         self._update()
         self.forget_gradients()

@@ -227,7 +227,8 @@ class DryRun:
 
     def _first_batch(self, loader: Any) -> None:
         """Plan in the original; come back in every copy, with a task."""
-        from vram_guard.capture.loader import random_state_kept, read_loader
+        from vram_guard.capture.loader import read_loader
+        from vram_guard.state.random_generators import random_state_kept
 
         assert self.following is not None
         try:

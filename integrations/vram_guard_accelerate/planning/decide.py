@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from vram_guard.apply.microbatch import CannotSplitError, telling_example
+from vram_guard.apply.microbatch import CannotSplitError, probe_layout
 from vram_guard.budget.host import host_share
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan import plan
@@ -170,7 +170,7 @@ def _why_not_sliced(run: DryRun, facts: Facts, unclear: str) -> str:
         )
     assert run.sample is not None
     try:
-        telling_example(run.sample.make)
+        probe_layout(run.sample.make)
     except (CannotSplitError, UnsupportedStepError) as error:
         return str(error)
     return ""

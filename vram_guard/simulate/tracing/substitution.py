@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,18 +11,17 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.state.containers import contents_of, look
+from vram_guard.state.modules import ModuleState
+from vram_guard.state.random_generators import RandomState
 from vram_guard.tensors import is_dense
-
-_CONTAINERS = (list, dict, set, deque, tuple)
 
 
 @contextlib.contextmanager
 def process_state_restored() -> Iterator[None]:
     """RNG of torch, NumPy and Python, default dtype and device, and torch's switches (below): as before."""
-    torch_rng = torch.get_rng_state()
-    python_rng = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_rng = numpy.random.get_state() if numpy is not None else None
+    generators = RandomState()
     default_dtype = torch.get_default_dtype()
     grad_enabled = torch.is_grad_enabled()
     default_device = _default_device()
@@ -39,14 +35,11 @@ def process_state_restored() -> Iterator[None]:
             _set_default_device(default_device)
         torch.set_grad_enabled(grad_enabled)
         torch.set_default_dtype(default_dtype)
-        if numpy is not None:
-            numpy.random.set_state(numpy_rng)
-        random.setstate(python_rng)
-        torch.set_rng_state(torch_rng)
+        generators.restore()
 
 
 def _default_device() -> torch.device | None:
-    """What ``torch.set_default_device`` was last told; None where it never was."""
+    """Device that ``torch.set_default_device`` was last told; None where it never was."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
 
@@ -85,19 +78,30 @@ def check_module(model: nn.Module) -> None:
         kind = type(module).__name__
         if kind in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):
             raise UnsupportedStepError(
-                f"{path or 'the model'} is wrapped in {kind}, which cannot be run symbolically; give vram_guard the "
-                "model before it is wrapped"
+                _(
+                    "{path} is wrapped in {kind}, which cannot be run symbolically; give vram_guard the model before "
+                    "it is wrapped",
+                    path=path or _("the model"),
+                    kind=kind,
+                )
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise UnsupportedStepError(
-                f"{name} belongs to a lazy module whose shape is not known yet; run one real batch through the "
-                "model (on the CPU) or replace Lazy* layers by their sized kin"
+                _(
+                    "{name} belongs to a lazy module whose shape is not known yet; run one real batch through the "
+                    "model (on the CPU) or replace Lazy* layers by their sized kin",
+                    name=name,
+                )
             )
         if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around other tensors: DTensor, quantised weights
             raise UnsupportedStepError(
-                f"{name} is a {type(tensor).__name__}, which cannot be run symbolically; give vram_guard the model "
-                "before it is sharded or quantised"
+                _(
+                    "{name} is a {kind}, which cannot be run symbolically; give vram_guard the model before it is "
+                    "sharded or quantised",
+                    name=name,
+                    kind=type(tensor).__name__,
+                )
             )
 
 
@@ -162,18 +166,13 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         The symbolic parameters and buffers in the order in which ``module.to("cuda")`` would move them.
     """
     modules = list(model.modules())
-    saved = [(module, type(module), dict(vars(module)), _contents(module)) for module in modules]
+    saved = [ModuleState(module, _contents(module)) for module in modules]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         yield _substituted(modules, Substitution(dtype))
     finally:
-        for module, kind, attributes, contents in saved:
-            if type(module) is not kind:  # FSDP gives a module a class of its own
-                module.__class__ = kind
-            vars(module).clear()
-            vars(module).update(attributes)
-            for container, content in contents:
-                _refill(container, content)
+        for state in saved:
+            state.restore()
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:  # the user's own code may know the real parameters
                 parameter.grad = gradient
@@ -201,36 +200,10 @@ def _substituted(modules: list[nn.Module], substitution: Substitution) -> list[t
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The mutable containers among a module's attributes, nested ones too, each with a copy of what it holds."""
-    found: list[tuple[Any, Any]] = []
-    pending: list[Any] = [value for name, value in vars(module).items() if name != "_modules"]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen or not isinstance(value, _CONTAINERS):
-            continue
-        seen.add(id(value))
-        if not isinstance(value, tuple):
-            found.append((value, value.copy()))
-        pending += value.values() if isinstance(value, dict) else value
+    """The mutable containers among a module's attributes, each with a copy of what it holds."""
+    found = contents_of(value for name, value in vars(module).items() if name != "_modules")
     # The modules themselves are restored as they are, but which of them there are may change.
-    return [*found, (module._modules, module._modules.copy())]
-
-
-def _refill(container: Any, content: Any) -> None:
-    if isinstance(container, deque):
-        container.clear()
-        container.extend(content)
-    elif isinstance(container, list):
-        if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-            container[:] = content
-    elif isinstance(container, dict):
-        if list(container) != list(content) or any(container[key] is not content[key] for key in content):
-            container.clear()
-            container.update(content)
-    elif container != content:
-        container.clear()
-        container.update(content)
+    return [*found, (module._modules, look(module._modules))]
 
 
 def _followed(value: Any, substitution: Substitution) -> Any:
@@ -256,5 +229,5 @@ def build_symbolically(constructor: Any) -> nn.Module:
     with torch.device("meta"):
         model = constructor()
     if not isinstance(model, nn.Module):
-        raise UnsupportedStepError(f"model() returned a {type(model).__name__}, not an nn.Module")
+        raise UnsupportedStepError(_("model() returned a {kind}, not an nn.Module", kind=type(model).__name__))
     return model

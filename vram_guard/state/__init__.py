@@ -1,0 +1,1 @@
+"""State that a trace, a repeated forward or a recovered batch puts back. Imports nothing of the other rooms."""

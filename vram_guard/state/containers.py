@@ -1,0 +1,108 @@
+"""Nested containers, walked and rebuilt in one way; and what mutable ones hold, remembered and put back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+#: Containers whose content can change while they stay the same objects.
+MUTABLE = (list, dict, set, deque)
+
+# --- the walk ------------------------------------------------------------------------------------------------
+
+
+def children(part: Any) -> dict[Any, Any] | None:
+    """The parts of a container by key, index or field; None for what is no container that can be rebuilt."""
+    if isinstance(part, Mapping):
+        return dict(part.items())
+    if isinstance(part, (list, tuple)):
+        return dict(enumerate(part))
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return None
+
+
+def rebuilt(part: Any, parts: dict[Any, Any]) -> Any:
+    """The same container with other parts; its own type and further attributes are kept."""
+    if isinstance(part, (list, tuple)):
+        return type(part)(*parts.values()) if hasattr(part, "_fields") else type(part)(parts.values())
+    if isinstance(part, (dict, UserDict)):  # also Transformers' ModelOutput and BatchEncoding
+        clone: Any = copy.copy(part)
+        for key, value in parts.items():
+            clone[key] = value
+        return clone
+    if isinstance(part, Mapping):  # a shallow copy may share the original's content
+        return type(part)(parts)  # type: ignore[call-arg]
+    if all(field.init for field in dataclasses.fields(part)):
+        return dataclasses.replace(part, **parts)
+    clone = copy.copy(part)
+    for name, value in parts.items():
+        object.__setattr__(clone, name, value)
+    return clone
+
+
+def leaves(part: Any) -> Iterator[Any]:
+    """Everything in nested containers that is no container, in order."""
+    parts = children(part)
+    if parts is None:
+        yield part
+    else:
+        for child in parts.values():
+            yield from leaves(child)
+
+
+def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
+    """The same nested containers with ``function`` applied to what is no container."""
+    parts = children(part)
+    if parts is None:
+        return function(part)
+    return rebuilt(part, {key: mapped(child, function) for key, child in parts.items()})
+
+
+# --- content of mutable containers ----------------------------------------------------------------------------
+
+
+def look(container: Any, most: int | None = None) -> Any:
+    """A copy of a mutable container's content; of a list of more than ``most`` items, its length."""
+    too_long = most is not None and isinstance(container, list) and len(container) > most
+    return len(container) if too_long else container.copy()
+
+
+def refill(container: Any, content: Any) -> None:
+    """Put back the content that :func:`look` found; a container that has it already is not touched."""
+    if isinstance(content, int):
+        del container[content:]
+    elif not alike(container, content):
+        container.clear()
+        container.update(content) if isinstance(container, (dict, set)) else container.extend(content)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Check whether two looks found the same objects in the same order; nothing is compared by value but lengths."""
+    if isinstance(one, int) or isinstance(other, int):
+        return bool(type(one) is type(other) and one == other)
+    return _identities(one) == _identities(other)
+
+
+def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The mutable containers among values, nested ones too, each with a copy of what it holds."""
+    found: list[tuple[Any, Any]] = []
+    pending = list(values)
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or not isinstance(value, (*MUTABLE, tuple)):
+            continue
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            found.append((value, look(value)))
+        pending += value.values() if isinstance(value, dict) else value
+    return found
+
+
+def _identities(container: Any) -> list[int]:
+    items = [*container, *container.values()] if isinstance(container, dict) else container
+    return [id(item) for item in items]

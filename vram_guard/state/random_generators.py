@@ -1,0 +1,76 @@
+"""Random number generators of this process, saved and put back: torch's, NumPy's and Python's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+_Generator: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object]]"
+"""Getter and setter of a generator's state."""
+
+
+class RandomState:
+    """The state of every process-wide generator at this moment, and of those that are handed in.
+
+    Args:
+        devices: those whose CUDA generators are saved too; other devices are ignored.
+        generators: further generators of torch.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> None:
+        self._generators = tuple(_generators(devices, generators))
+        self._states = self._now()
+
+    @classmethod
+    def with_current_device(cls) -> RandomState:
+        """Also the generator of the CUDA device in use, where there is one."""
+        return cls([torch.device("cuda")] if torch.cuda.is_available() else [])
+
+    def restore(self) -> None:
+        """Put all generators back."""
+        self._set(self._states)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers once more inside the block; afterwards the generators go on where they were."""
+        now = self._now()
+        self.restore()
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _now(self) -> list[Any]:
+        return [get() for get, _ in self._generators]
+
+    def _set(self, states: list[Any]) -> None:
+        for (_, put), state in zip(self._generators, states, strict=True):
+            put(state)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The generators of torch (CPU), NumPy and Python are afterwards what they were before."""
+    before = RandomState()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _generators(devices: Iterable[torch.device], handed_in: Iterable[torch.Generator]) -> Iterator[_Generator]:
+    yield torch.get_rng_state, torch.set_rng_state
+    yield random.getstate, random.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:  # nobody draws from what is not imported
+        yield numpy.random.get_state, numpy.random.set_state
+    for device in devices:
+        if device.type == "cuda":
+            yield partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
+    for generator in handed_in:
+        yield generator.get_state, generator.set_state

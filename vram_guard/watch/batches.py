@@ -1,0 +1,130 @@
+"""Loaded batches, trained on or validated whole or in micro-batches, and in smaller ones after running out of memory.
+
+The loop over micro-batches, their weights, and what becomes of their outputs stand here once. An adapter hands in what
+its framework does with one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
+from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
+from vram_guard.apply.outputs import detached, last_of, merged
+from vram_guard.language import _
+from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One micro-batch of a batch; or the batch itself, where it stays whole."""
+
+    data: Any
+    samples: int
+    weight: Any
+    """Factor of its loss."""
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class BatchPass:
+    """One pass over a batch."""
+
+    parts: list[MicroBatch]
+    loss_weight: LossWeight
+    attempt: Attempt | None
+    """Where recovery is armed."""
+
+    @property
+    def whole(self) -> bool:
+        """True where the batch is in one part."""
+        return len(self.parts) == 1
+
+    def run(
+        self,
+        one: Callable[[Share], Any],
+        *,
+        rows: bool = True,
+        otherwise: Callable[[Sequence[Any]], Any] = last_of,
+    ) -> Any:
+        """Call ``one`` for each micro-batch and merge what it returns; see :func:`vram_guard.apply.outputs.merged`."""
+        if self.whole:
+            return one(Share(self.parts[0].data, self.parts[0].samples, 1.0, first=True, last=True))
+        weights = loss_weights(self.parts, self.loss_weight)
+        outputs: list[Any] = []
+        for at, (part, weight) in enumerate(zip(self.parts, weights, strict=True)):
+            share = Share(part.data, part.samples, weight, first=at == 0, last=at == len(self.parts) - 1)
+            if self.attempt is not None:
+                self.attempt.last = share.last
+            outputs.append(detached(one(share)))
+        return merged(outputs, self.parts, weights, rows=rows, otherwise=otherwise)
+
+
+class MicroBatches:
+    """The batches of one loader.
+
+    Args:
+        splitter: how they are cut; None: learned from the first batch that has to be.
+        loss_weight: what the loss is over the samples of a batch.
+        recovery: takes a batch through running out of memory; None: errors are left alone.
+        schedule: the sizes of micro-batches to take; None: the splitter's.
+    """
+
+    def __init__(
+        self,
+        splitter: Splitter | None,
+        loss_weight: LossWeight = "mean",
+        *,
+        recovery: Recovery | None = None,
+        schedule: MicroBatchSchedule | None = None,
+    ) -> None:
+        self.recovery = recovery
+        self.schedule = schedule or MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size)
+        self.never_cut = ""
+        """The reason for which batches must stay whole; "" for none."""
+        self._splitter = splitter
+        self._loss_weight = loss_weight
+
+    def for_validation(self) -> MicroBatches:
+        """Batches that each rank validates by itself: whole until memory runs out."""
+        recovery = None if self.recovery is None else self.recovery.of_this_rank()
+        return MicroBatches(copy.copy(self._splitter), recovery=recovery, schedule=MicroBatchSchedule())
+
+    def run(
+        self, batch: Any, work: Callable[[BatchPass], T], *, synchronise: bool = False, what: str | None = None
+    ) -> T:
+        """Call ``work`` until a pass over the batch gets through; see :meth:`Recovery.run`."""
+        if self.recovery is None:
+            return work(BatchPass(self._parts(batch, self.schedule.size), self._loss_weight, None))
+
+        def attempted(attempt: Attempt) -> T:
+            return work(BatchPass(self._parts(batch, attempt.micro_batch_size), self._loss_weight, attempt))
+
+        return self.recovery.run(
+            attempted,
+            self.schedule,
+            lambda: self._count(batch),
+            synchronise=synchronise,
+            what=_("this batch") if what is None else what,
+        )
+
+    def _parts(self, batch: Any, size: int | None) -> list[MicroBatch]:
+        if size is None or self._splitter is None:
+            return [MicroBatch(batch, 1, 1)]
+        self._splitter.micro_batch_size = size
+        return split_or_warn(self._splitter, batch)
+
+    def _count(self, batch: Any) -> int:
+        """The samples of a batch that is about to be cut, perhaps for the first time."""
+        if self.never_cut:
+            raise CannotSplitError("batch", self.never_cut)
+        if self._splitter is None:
+            size = batch_size(batch)
+            self._splitter = Splitter(self.schedule.full or size, size, None if self.schedule.full else batch)
+        return self._splitter.count(batch)
