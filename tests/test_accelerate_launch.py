@@ -23,15 +23,17 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
 
+from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
-from vram_guard_accelerate.apply.applying import Applied  # noqa: E402
-from vram_guard_accelerate.dry_run.results import state_of  # noqa: E402
-from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard.techniques import Recipe  # noqa: E402
+from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
+from vram_guard_accelerate.script_files import state_of  # noqa: E402
 
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
 LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion")
-SLICED = Orders(batch_size=16, grown_batch_size=16, micro_batch_size=5)
+SLICED = LaunchPlan(batch_size=16, grown_batch_size=16, micro_batch_size=5)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
     folder = tmp_path_factory.mktemp("one")
     guarded = ("-m", "vram_guard_accelerate")
     as_written = run_several(folder / "written", cache, ONE)
-    return as_written, run_several(folder / "sliced", cache, ONE, *guarded, **{VARIABLE: SLICED.text()}), 1
+    return as_written, run_several(folder / "sliced", cache, ONE, *guarded, **{VARIABLE: to_json(SLICED)}), 1
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +122,13 @@ def test_a_plan_is_forgotten_when_anything_imported_was_edited(launched: Any, ca
     module.write_text("width = 1")
     # Other tests' launches are remembered in the same folder.
     known = [json.loads(path.read_text()) for path in (cache / "launches").glob("*.json")]
-    answer = next(answer for answer in known if any(name.endswith("common.py") for name in answer["files"]))
-    answer["files"][str(module)] = state_of(str(module))
+    answer = next(one for one in known if any(name.endswith("common.py") for name in one["answer"]["files"]))
+    answer["answer"]["files"][str(module)] = state_of(str(module))
     copied = tmp_path / "answer.json"
     copied.write_text(json.dumps(answer))
-    assert prediction._remembered(copied) is not None
+    assert prediction.read_remembered(copied) is not None
     module.write_text("width = 1024")
-    assert prediction._remembered(copied) is None
+    assert prediction.read_remembered(copied) is None
 
 
 def test_plans_do_not_pile_up(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_plans_do_not_pile_up(tmp_path: Path) -> None:
             path = tmp_path / f"{number}.{kind}"
             path.touch()
             os.utime(path, (number, number))
-    prediction._forget_oldest(tmp_path)
+    prediction.forget_oldest(tmp_path)
     kept = {path.stem for path in tmp_path.iterdir()}
     assert kept == {str(number) for number in range(5, prediction.MOST_REMEMBERED + 5)}
 
@@ -156,7 +158,7 @@ def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, ty
     assert code == (7 if started else 0)
     if started:
         assert starts == [[*ONE, "-m", "vram_guard_accelerate", str(TRAINING), "plain", "--out", str(out)]]
-        assert Orders.read(os.environ.pop(VARIABLE)).micro_batch_size == 8
+        assert from_json(LaunchPlan, os.environ.pop(VARIABLE)).micro_batch_size == 8
 
 
 def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -195,8 +197,8 @@ def test_two_processes_agree_on_a_plan_where_nobody_planned_before(two_processes
 
 def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
     """Three steps, a checkpoint after each, and a run that goes on from the second: its rates are the third's."""
-    orders = Orders(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
-    more = {VARIABLE: orders.text()}
+    orders = LaunchPlan(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
+    more = {VARIABLE: to_json(orders)}
     first, second, folder = tmp_path / "first.pt", tmp_path / "second.pt", tmp_path / "checkpoints"
     own = (*ONE, "-m", "vram_guard_accelerate", TRAINING, "accumulate", "--batch_size", 8, "--samples", 200)
     done = launch(*own, "--out", first, "--checkpoints", folder, cache=cache, guarded=False, **more)
@@ -212,7 +214,7 @@ def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path
 
 @pytest.fixture
 def doubled_rates(monkeypatch: Any) -> Any:
-    """Orders to double learning rates, in this process, for one test."""
+    """LaunchPlan to double learning rates, in this process, for one test."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from torch.optim.lr_scheduler import LRScheduler
@@ -220,7 +222,7 @@ def doubled_rates(monkeypatch: Any) -> Any:
     for name in ("prepare", "prepare_model", "save_state", "load_state"):
         monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
     monkeypatch.setattr(LRScheduler, "__init__", LRScheduler.__init__)
-    Applied(Orders(learning_rate_factor=2.0)).install()
+    PlanInstaller(LaunchPlan(learning_rate_factor=2.0)).install()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -410,10 +412,10 @@ def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path:
     assert (one.ranks, one.simple) == (1, True)
 
 
-def test_orders_travel_as_text() -> None:
-    orders = Orders(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
-                    micro_batch_size=4, recipe={"checkpoint": ["blocks.0"]})  # fmt: skip
-    again = Orders.read(orders.text())
+def test_a_launch_plan_travels_as_text() -> None:
+    orders = LaunchPlan(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
+                    micro_batch_size=4, recipe=Recipe(checkpoint=("blocks.0",)))  # fmt: skip
+    again = LaunchPlan.read(to_json(orders))
     assert again == orders
-    assert again.technique().checkpoint == ("blocks.0",)
+    assert again.recipe.checkpoint == ("blocks.0",)
     assert again.script_arguments() == ["--mixed_precision", "bf16"]
