@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def run_several(out: Path, cache: Path, processes: tuple[str, ...], *own: object
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
-    """As written, and in slices under orders: 16 samples as 6, 5 and 5, or a last batch of 8 as 4 and 4."""
+    """As written, and in slices under a plan: 16 samples as 6, 5 and 5, or a last batch of 8 as 4 and 4."""
     folder = tmp_path_factory.mktemp("one")
     guarded = ("-m", "vram_guard_accelerate")
     as_written = run_several(folder / "written", cache, ONE)
@@ -197,8 +198,8 @@ def test_two_processes_agree_on_a_plan_where_nobody_planned_before(two_processes
 
 def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
     """Three steps, a checkpoint after each, and a run that goes on from the second: its rates are the third's."""
-    orders = LaunchPlan(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
-    more = {VARIABLE: to_json(orders)}
+    plan = LaunchPlan(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
+    more = {VARIABLE: to_json(plan)}
     first, second, folder = tmp_path / "first.pt", tmp_path / "second.pt", tmp_path / "checkpoints"
     own = (*ONE, "-m", "vram_guard_accelerate", TRAINING, "accumulate", "--batch_size", 8, "--samples", 200)
     done = launch(*own, "--out", first, "--checkpoints", folder, cache=cache, guarded=False, **more)
@@ -284,19 +285,20 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
 # --- how it ends ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "whom"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "script")], ids=["Ctrl-C", "killed script"]
-)
-def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
+@contextlib.contextmanager
+def waiting_script(cache: Path, interrupts: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A launch whose script waits, and the script's process; SIGINT is as given, however these tests were started."""
     out = cache / "pid"
     out.unlink(missing_ok=True)
     process = subprocess.Popen(
         [*LAUNCH, *ONE, "--budget", "1GiB", str(TRAINING), "waits", "--out", str(out)],
         env=cases.environment(VRAM_GUARD_CACHE=str(cache)),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
+        text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupts),  # noqa: PLW1509 - nothing else runs in the child
     )
     try:
         deadline = time.monotonic() + 120
@@ -304,7 +306,20 @@ def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        script = int(out.read_text())
+        yield process, int(out.read_text())
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "script")], ids=["Ctrl-C", "killed script"]
+)
+def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
+    with waiting_script(cache, signal.SIG_DFL) as (process, script):
         for _attempt in range(3):  # Python drops a Ctrl-C that arrives in a destructor: one presses again
             os.kill(process.pid if whom == "launcher" else script, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -313,10 +328,24 @@ def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
         assert process.wait(1) == 128 + number
         with pytest.raises(ProcessLookupError):
             os.kill(script, 0)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        assert process.stderr is not None
+        assert "ignored" not in process.stderr.read()
+
+
+def test_a_launch_that_was_started_with_interrupts_ignored_says_so_and_ignores_them(cache: Path) -> None:
+    """As a shell starts jobs in the background: its Ctrl-C is not meant for them."""
+    with waiting_script(cache, signal.SIG_IGN) as (process, script):
+        for whom in (process.pid, script):
+            os.kill(whom, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        os.kill(script, 0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(script, 0)
+        assert process.stderr is not None
+        assert process.stderr.read().count("SIGINT ignored") == 1
 
 
 # --- what is typed --------------------------------------------------------------------------------------------
@@ -413,9 +442,9 @@ def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path:
 
 
 def test_a_launch_plan_travels_as_text() -> None:
-    orders = LaunchPlan(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
+    plan = LaunchPlan(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
                     micro_batch_size=4, recipe=Recipe(checkpoint=("blocks.0",)))  # fmt: skip
-    again = LaunchPlan.read(to_json(orders))
-    assert again == orders
+    again = from_json(LaunchPlan, to_json(plan))
+    assert again == plan
     assert again.recipe.checkpoint == ("blocks.0",)
     assert again.script_arguments() == ["--mixed_precision", "bf16"]

@@ -60,7 +60,7 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
         accelerate=tuple(accelerates),
         script=found.training_script,
         arguments=tuple(found.training_script_args),
-        module=found.module,
+        module=bool(found.module),  # accelerate leaves None
     )
 
 
