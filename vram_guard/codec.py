@@ -72,8 +72,10 @@ def _read(kind: Any, value: Any) -> Any:
         return _read_fields(kind, value)
     if kind is type(None) and value is None:
         return None
-    if isinstance(kind, type) and (type(value) is kind or (kind is float and type(value) is int)):
-        return float(value) if kind is float else value
+    if kind is float and type(value) is int:
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
     raise ValueError(f"{value!r:.60} is no {kind}")
 
 

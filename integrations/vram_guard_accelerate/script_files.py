@@ -19,7 +19,7 @@ _OWN = tuple(str(Path(name).parent) + os.sep for name in (vram_guard.__file__, _
 def state_of(name: str) -> FileState:
     """The state of a file now."""
     try:
-        state = os.stat(name)  # noqa: PTH116 - asked for while a script's paths are silenced
+        state = os.stat(name)  # noqa: PTH116 - asked for while a script's paths lead nowhere
     except (OSError, ValueError):
         return None
     return [state.st_size, state.st_mtime_ns]
