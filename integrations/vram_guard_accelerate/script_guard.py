@@ -23,7 +23,7 @@ from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import DryRun
-from vram_guard_accelerate.dry_run.preparing import Preparing
+from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan
 from vram_guard_accelerate.settings import Settings
@@ -179,7 +179,7 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) ->
         parent.send(DryRunFailure.of(error))
     shape = LaunchShape(budget.compute_capability or (8, 0), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     run = DryRun(shape, lambda first: _decided(first, settings, budget, parent))
-    run.phase = Preparing(run)
+    run.phase = PreparingPhase(run)
 
     def failed(_kind: Any, error: BaseException, _traceback: Any) -> NoReturn:
         run.phase.failed(error, sys.argv[0])

@@ -10,7 +10,7 @@ from vram_guard.capture.loader import Sample, random_state_kept, read_loader
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run.fork_task import ForkTask
-from vram_guard_accelerate.dry_run.forked import Forked
+from vram_guard_accelerate.dry_run.forked import ForkedPhase
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.training_probe import TrainingProbe
@@ -19,7 +19,7 @@ from vram_guard_accelerate.dry_run.training_probe import TrainingProbe
 PATIENCE = 1800.0
 
 
-class Following(LoopPhase):
+class FollowingPhase(LoopPhase):
     """The script sets up its loop, evaluates, loads; at its first training batch it is planned for."""
 
     def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
@@ -44,7 +44,7 @@ class Following(LoopPhase):
             return False
         return any(model.training for model in self.loop.models) or self._probe.trains_from_here(PATIENCE)
 
-    def _forked(self, loader: Any) -> Forked:
+    def _forked(self, loader: Any) -> ForkedPhase:
         """Plan in the original, which does not return; the next phase in every copy."""
         loop, copy = self.loop, self.run.sharding.copy
         with random_state_kept():
@@ -62,5 +62,5 @@ class Following(LoopPhase):
         except ForkEntered as entered:
             return self._copy(sample, entered.task, entered.parent)
 
-    def _copy(self, sample: Sample, task: ForkTask, parent: ParentPipe) -> Forked:
-        return Forked(self.run, self.loop, sample, task, parent)
+    def _copy(self, sample: Sample, task: ForkTask, parent: ParentPipe) -> ForkedPhase:
+        return ForkedPhase(self.run, self.loop, sample, task, parent)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SLICES = 2
 
 
-class Forked(LoopPhase):
+class ForkedPhase(LoopPhase):
     """The training in a copy.
 
     Args:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from vram_guard_accelerate.dry_run.cuda_shim import CudaShim
-from vram_guard_accelerate.dry_run.following import Following
+from vram_guard_accelerate.dry_run.following import FollowingPhase
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
 
 
-class Preparing(Phase):
+class PreparingPhase(Phase):
     """The script builds its models, data and optimizers."""
 
     def __init__(self, run: DryRun) -> None:
@@ -22,5 +22,5 @@ class Preparing(Phase):
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
         """The first ``prepare``: from here on, the process is symbolic."""
-        self.run.phase = Following(self.run, accelerator, self._shim.end())
+        self.run.phase = FollowingPhase(self.run, accelerator, self._shim.end())
         return self.run.phase.prepare(original, accelerator, args, kwargs)

@@ -18,7 +18,7 @@ from vram_guard_accelerate import run_script
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
-from vram_guard_accelerate.dry_run.preparing import Preparing
+from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
 from vram_guard_accelerate.planning.decide import decide
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
@@ -69,7 +69,7 @@ def follow_script(run: DryRun, command: Sequence[str], *, module: bool) -> NoRet
         StoppedError, Exception: in the original process, what ended the script before.
     """
     forks.check_forks()
-    run.phase = Preparing(run)
+    run.phase = PreparingPhase(run)
     patches.install(run)
     try:
         run_script.run(command, module=module)
