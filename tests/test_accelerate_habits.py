@@ -93,7 +93,7 @@ def test_the_loaders_of_every_training_in_a_script_grow(answers: Any, tmp_path: 
     assert orders["learning_rate_factor"] == 2
     out = tmp_path / "folds.pt"
     own = (*ONE, "-m", "vram_guard_accelerate", HABITS, "folds", "--out", out)
-    done = launch(*own, cache=cache, guarded=False, **{VARIABLE: from_plain(LaunchPlan, orders).text()})
+    done = launch(*own, cache=cache, guarded=False, **{VARIABLE: to_json(from_plain(LaunchPlan, orders))})
     assert done.returncode == 0, done.stderr
     found = torch.load(out)
     assert found["steps"] == [2, 2]  # as written: 3
