@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.budget import Budget
+from vram_guard.codec import to_json
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
+from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunRequest
 from vram_guard_accelerate.settings import Settings
 
 HERE = Path(__file__).parent
@@ -53,19 +54,12 @@ def launch(
 def request(
     folder: Path, *command: object, budget: str = "1GiB", ranks: int = 1, gpu: str | None = None, **settings: Any
 ):
-    """What :mod:`vram_guard_accelerate.dry_run.worker` is to answer."""
+    """What :mod:`vram_guard_accelerate.planning.worker` is to answer."""
     folder.mkdir(parents=True)
     given = Budget.resolve(budget, gpu, margin=0.0)
     given = replace(given, compute_capability=given.compute_capability or (8, 0))
-    (folder / "budget.pickle").write_bytes(pickle.dumps(given))
-    asked = {
-        "command": [str(word) for word in command],
-        "module": False,
-        "settings": Settings.of(settings).as_dict(),
-        "ranks": ranks,
-        "local_ranks": ranks,
-    }
-    (folder / "request.json").write_text(json.dumps(asked), encoding="utf-8")
+    asked = DryRunRequest(tuple(map(str, command)), False, Settings.of(settings), given, ranks, local_ranks=ranks)
+    (folder / REQUEST).write_text(to_json(asked), encoding="utf-8")
 
 
 def dry_runs(folder: Path, **more: str) -> dict[str, dict[str, Any]]:
@@ -82,7 +76,10 @@ def dry_runs(folder: Path, **more: str) -> dict[str, dict[str, Any]]:
     assert done.returncode == 0, done.stderr[-2000:]
     answers = {}
     for one in folder.iterdir():
-        answers[one.name] = json.loads((one / "answer.json").read_text(encoding="utf-8"))
+        answers[one.name] = json.loads((one / ANSWER).read_text(encoding="utf-8"))
+        tried = one / "tried.json"
+        if tried.is_file():
+            answers[one.name]["tried"] = json.loads(tried.read_text(encoding="utf-8"))
         answers[one.name]["printed"] = (one / "log.txt").read_text(encoding="utf-8")
     return answers
 

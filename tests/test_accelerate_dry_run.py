@@ -126,7 +126,7 @@ def test_several_processes_have_gradient_buckets(answers: Any) -> None:
 
 
 def test_a_batch_that_is_too_large_passes_in_slices(answers: Any) -> None:
-    plan, orders = answers["slices"]["plan"], answers["slices"]["orders"]
+    plan, orders = answers["slices"]["plan"], answers["slices"]["launch_plan"]
     assert plan["fits"]
     assert plan["micro_batch_size"] == {"before": 16, "after": orders["micro_batch_size"]}
     assert orders["micro_batch_size"] in (4, 8)
@@ -137,7 +137,7 @@ def test_a_loss_outside_the_model_costs_a_second_forward(answers: Any) -> None:
     outside, inside, beside = (answers[name] for name in ("slices", "sliced_inside", "beside"))
     for answer in (outside, beside):
         assert any("forward twice" in note for note in answer["notes"])
-        assert not answer["orders"]["returns_loss"]
+        assert not answer["launch_plan"]["returns_loss"]
     assert not any("forward twice" in note for note in inside["notes"])
     assert outside["plan"]["slowdown"] > inside["plan"]["slowdown"]
 
@@ -145,12 +145,12 @@ def test_a_loss_outside_the_model_costs_a_second_forward(answers: Any) -> None:
 def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:
     answer = answers["blocks"]
     assert answer["fits"]
-    assert answer["orders"]["recipe"]["checkpoint"]
-    assert set(answer["orders"]["recipe"]["checkpoint"]) <= {f"blocks.{number}" for number in range(4)}
+    assert answer["launch_plan"]["recipe"]["checkpoint"]
+    assert set(answer["launch_plan"]["recipe"]["checkpoint"]) <= {f"blocks.{number}" for number in range(4)}
 
 
 def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:
-    assert answers["mixed"]["orders"]["precision"] == "bf16"
+    assert answers["mixed"]["launch_plan"]["precision"] == "bf16"
     assert answers["mixed"]["fits"]
 
 
@@ -164,16 +164,16 @@ def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
 def test_a_model_that_compares_its_samples_is_not_sliced(answers: Any) -> None:
     answer = answers["contrastive"]
     assert "error" not in answer, answer
-    assert answer["orders"]["micro_batch_size"] == 16
+    assert answer["launch_plan"]["micro_batch_size"] == 16
     assert any("micro-batches are not possible" in note and "compares the samples" in note for note in answer["notes"])
 
 
 def test_a_loss_that_sums_over_the_batch_is_added_up(answers: Any) -> None:
     assert "error" not in answers["summed"], answers["summed"]
     assert answers["summed"]["fits"]
-    assert answers["summed"]["orders"]["micro_batch_size"] < 16
-    assert answers["summed"]["orders"]["loss_weight"] == "sum"
-    assert answers["sliced_inside"]["orders"]["loss_weight"] == "mean"
+    assert answers["summed"]["launch_plan"]["micro_batch_size"] < 16
+    assert answers["summed"]["launch_plan"]["loss_weight"] == "sum"
+    assert answers["sliced_inside"]["launch_plan"]["loss_weight"] == "mean"
 
 
 def test_a_loss_of_which_it_cannot_be_told_is_not_sliced(answers: Any) -> None:
@@ -187,12 +187,12 @@ def test_a_loss_of_which_it_cannot_be_told_is_not_sliced(answers: Any) -> None:
 
 def test_whoever_knows_what_a_loss_is_can_say_so(answers: Any) -> None:
     assert "error" not in answers["told"], answers["told"]
-    assert answers["told"]["orders"]["micro_batch_size"] < 16
+    assert answers["told"]["launch_plan"]["micro_batch_size"] < 16
 
 
 def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:
     assert "error" not in answers["half"], answers["half"]
-    assert answers["half"]["orders"]["precision"] == "fp16"
+    assert answers["half"]["launch_plan"]["precision"] == "fp16"
     assert answers["half"]["fits"]
 
 
@@ -203,19 +203,19 @@ def test_a_scripts_own_precision_wins_and_that_is_said(answers: Any) -> None:
 
 
 def test_a_scripts_own_option_for_precision_is_set(answers: Any) -> None:
-    orders = answers["offered_mixed"]["orders"]
+    orders = answers["offered_mixed"]["launch_plan"]
     assert (orders["precision"], orders["precision_option"]) == ("bf16", "--mixed_precision")
 
 
 def test_growth_multiplies_batch_and_learning_rate(answers: Any) -> None:
-    orders = answers["grown"]["orders"]
+    orders = answers["grown"]["launch_plan"]
     factor = orders["grown_batch_size"] / 16
     assert factor >= 2
     assert orders["learning_rate_factor"] == factor
     assert orders["batch_option"] == "--batch_size"  # the script offers it
     # It would multiply its rates by that option itself: once is enough.
-    assert answers["scaling"]["orders"]["learning_rate_factor"] == factor
-    assert answers["scaling"]["orders"]["batch_option"] == ""
+    assert answers["scaling"]["launch_plan"]["learning_rate_factor"] == factor
+    assert answers["scaling"]["launch_plan"]["batch_option"] == ""
 
 
 def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:

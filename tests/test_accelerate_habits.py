@@ -20,10 +20,11 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
 
+from vram_guard.codec import from_plain, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
 from vram_guard_accelerate.apply.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
 from vram_guard_accelerate.dry_run.subprocess_policy import only_tells  # noqa: E402
-from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.script_guard import guard  # noqa: E402
 
 HABITS = cases.HERE / "accelerate_scripts" / "habits.py"
@@ -31,7 +32,7 @@ LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes
 #: Whose models do not say at the first batch that they train.
 TOLD_LATE = ("ahead", "evaluated_first", "in_evaluation_mode")
 REFUSED = ("runs", "runs_in_a_shell", "starts")
-SLICED = Orders(batch_size=8, grown_batch_size=8, micro_batch_size=3)
+SLICED = LaunchPlan(batch_size=8, grown_batch_size=8, micro_batch_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +88,12 @@ def test_nothing_is_saved_by_any_librarys_own_means(answers: Any, folder: Path) 
 
 def test_the_loaders_of_every_training_in_a_script_grow(answers: Any, tmp_path: Path, cache: Path) -> None:
     """Rates are multiplied in all of them."""
-    orders = answers["folds_grow"]["orders"]
+    orders = answers["folds_grow"]["launch_plan"]
     assert orders["grown_batch_size"] == 16  # of the 20 samples of a fold
     assert orders["learning_rate_factor"] == 2
     out = tmp_path / "folds.pt"
     own = (*ONE, "-m", "vram_guard_accelerate", HABITS, "folds", "--out", out)
-    done = launch(*own, cache=cache, guarded=False, **{VARIABLE: Orders(**orders).text()})
+    done = launch(*own, cache=cache, guarded=False, **{VARIABLE: to_json(from_plain(LaunchPlan, orders))})
     assert done.returncode == 0, done.stderr
     found = torch.load(out)
     assert found["steps"] == [2, 2]  # as written: 3
@@ -184,20 +185,20 @@ def _alive(process: int) -> bool:
 def test_a_checkpoint_of_a_larger_batch_is_seen_before_it_is_loaded(answers: Any, folder: Path) -> None:
     answer = answers["resumes"]
     assert answer["changed"]
-    assert answer["orders"]["resumes_grown"]
-    assert answer["orders"]["learning_rate_factor"] == 1
+    assert answer["launch_plan"]["resumes_grown"]
+    assert answer["launch_plan"]["learning_rate_factor"] == 1
     assert any("multiplied by 4" in note for note in answer["notes"])
     assert str((folder / "grown" / "checkpoints" / "checkpoint_0" / "vram_guard.json").resolve()) in answer["files"]
 
 
 def test_rates_of_a_larger_batch_come_back_to_the_scripts_own(tmp_path: Path, cache: Path) -> None:
     """Two steps with four times the rate and a checkpoint; two more under a plan that changes nothing."""
-    grown = Orders(batch_size=8, grown_batch_size=8, micro_batch_size=8, learning_rate_factor=4.0)
+    grown = LaunchPlan(batch_size=8, grown_batch_size=8, micro_batch_size=8, learning_rate_factor=4.0)
     out = tmp_path / "project"
     out.mkdir()
     own = (*ONE, "--budget", "1GiB", HABITS, "resumes", "--out", out)
     guarded = (*ONE, "-m", "vram_guard_accelerate", HABITS, "resumes", "--out", out)
-    first = launch(*guarded, cache=cache, guarded=False, **{VARIABLE: grown.text()})
+    first = launch(*guarded, cache=cache, guarded=False, **{VARIABLE: to_json(grown)})
     assert first.returncode == 0, first.stderr
     assert _rates(out) == pytest.approx([0.4 / 2, 0.4 / 3])
     again = launch(*own, cache=cache)
@@ -238,7 +239,7 @@ def test_which_checkpoint_is_loaded(tmp_path: Path) -> None:
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
     """All loops as written, and in slices of 3 of 8 samples, in one process or two."""
     processes, results = ONE if request.param == 1 else TWO, []
-    for own, more in (((), {}), (("-m", "vram_guard_accelerate"), {VARIABLE: SLICED.text()})):
+    for own, more in (((), {}), (("-m", "vram_guard_accelerate"), {VARIABLE: to_json(SLICED)})):
         out = tmp_path_factory.mktemp("loops")
         given = {**more, "ACCELERATE_USE_CPU": "true"}
         done = launch(*processes, *own, HABITS, "all_loops", "--out", out, cache=cache, guarded=False, **given)

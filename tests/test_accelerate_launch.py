@@ -7,9 +7,11 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,18 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
 
+from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
-from vram_guard_accelerate.apply.applying import Applied  # noqa: E402
-from vram_guard_accelerate.dry_run.results import state_of  # noqa: E402
-from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard.techniques import Recipe  # noqa: E402
+from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
+from vram_guard_accelerate.script_files import state_of  # noqa: E402
 
+LEAVES_GROUP = cases.HERE / "accelerate_scripts" / "leaves_group.py"
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
 LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion")
-SLICED = Orders(batch_size=16, grown_batch_size=16, micro_batch_size=5)
+SLICED = LaunchPlan(batch_size=16, grown_batch_size=16, micro_batch_size=5)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +55,11 @@ def run_several(out: Path, cache: Path, processes: tuple[str, ...], *own: object
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
-    """As written, and in slices under orders: 16 samples as 6, 5 and 5, or a last batch of 8 as 4 and 4."""
+    """As written, and in slices under a plan: 16 samples as 6, 5 and 5, or a last batch of 8 as 4 and 4."""
     folder = tmp_path_factory.mktemp("one")
     guarded = ("-m", "vram_guard_accelerate")
     as_written = run_several(folder / "written", cache, ONE)
-    return as_written, run_several(folder / "sliced", cache, ONE, *guarded, **{VARIABLE: SLICED.text()}), 1
+    return as_written, run_several(folder / "sliced", cache, ONE, *guarded, **{VARIABLE: to_json(SLICED)}), 1
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +125,13 @@ def test_a_plan_is_forgotten_when_anything_imported_was_edited(launched: Any, ca
     module.write_text("width = 1")
     # Other tests' launches are remembered in the same folder.
     known = [json.loads(path.read_text()) for path in (cache / "launches").glob("*.json")]
-    answer = next(answer for answer in known if any(name.endswith("common.py") for name in answer["files"]))
-    answer["files"][str(module)] = state_of(str(module))
+    answer = next(one for one in known if any(name.endswith("common.py") for name in one["answer"]["files"]))
+    answer["answer"]["files"][str(module)] = state_of(str(module))
     copied = tmp_path / "answer.json"
     copied.write_text(json.dumps(answer))
-    assert prediction._remembered(copied) is not None
+    assert prediction.read_remembered(copied) is not None
     module.write_text("width = 1024")
-    assert prediction._remembered(copied) is None
+    assert prediction.read_remembered(copied) is None
 
 
 def test_plans_do_not_pile_up(tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ def test_plans_do_not_pile_up(tmp_path: Path) -> None:
             path = tmp_path / f"{number}.{kind}"
             path.touch()
             os.utime(path, (number, number))
-    prediction._forget_oldest(tmp_path)
+    prediction.forget_oldest(tmp_path)
     kept = {path.stem for path in tmp_path.iterdir()}
     assert kept == {str(number) for number in range(5, prediction.MOST_REMEMBERED + 5)}
 
@@ -156,7 +161,7 @@ def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, ty
     assert code == (7 if started else 0)
     if started:
         assert starts == [[*ONE, "-m", "vram_guard_accelerate", str(TRAINING), "plain", "--out", str(out)]]
-        assert Orders.read(os.environ.pop(VARIABLE)).micro_batch_size == 8
+        assert from_json(LaunchPlan, os.environ.pop(VARIABLE)).micro_batch_size == 8
 
 
 def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -195,8 +200,8 @@ def test_two_processes_agree_on_a_plan_where_nobody_planned_before(two_processes
 
 def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
     """Three steps, a checkpoint after each, and a run that goes on from the second: its rates are the third's."""
-    orders = Orders(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
-    more = {VARIABLE: orders.text()}
+    plan = LaunchPlan(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
+    more = {VARIABLE: to_json(plan)}
     first, second, folder = tmp_path / "first.pt", tmp_path / "second.pt", tmp_path / "checkpoints"
     own = (*ONE, "-m", "vram_guard_accelerate", TRAINING, "accumulate", "--batch_size", 8, "--samples", 200)
     done = launch(*own, "--out", first, "--checkpoints", folder, cache=cache, guarded=False, **more)
@@ -212,7 +217,7 @@ def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path
 
 @pytest.fixture
 def doubled_rates(monkeypatch: Any) -> Any:
-    """Orders to double learning rates, in this process, for one test."""
+    """LaunchPlan to double learning rates, in this process, for one test."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from torch.optim.lr_scheduler import LRScheduler
@@ -220,7 +225,7 @@ def doubled_rates(monkeypatch: Any) -> Any:
     for name in ("prepare", "prepare_model", "save_state", "load_state"):
         monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
     monkeypatch.setattr(LRScheduler, "__init__", LRScheduler.__init__)
-    Applied(Orders(learning_rate_factor=2.0)).install()
+    PlanInstaller(LaunchPlan(learning_rate_factor=2.0)).install()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -282,19 +287,20 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
 # --- how it ends ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "whom"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "script")], ids=["Ctrl-C", "killed script"]
-)
-def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
+@contextlib.contextmanager
+def waiting_script(cache: Path, interrupts: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A launch whose script waits, and the script's process; SIGINT is as given, however these tests were started."""
     out = cache / "pid"
     out.unlink(missing_ok=True)
     process = subprocess.Popen(
         [*LAUNCH, *ONE, "--budget", "1GiB", str(TRAINING), "waits", "--out", str(out)],
         env=cases.environment(VRAM_GUARD_CACHE=str(cache)),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
+        text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupts),  # noqa: PLW1509 - nothing else runs in the child
     )
     try:
         deadline = time.monotonic() + 250
@@ -302,7 +308,20 @@ def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        script = int(out.read_text())
+        yield process, int(out.read_text())
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"), [(signal.SIGINT, "launcher"), (signal.SIGKILL, "script")], ids=["Ctrl-C", "killed script"]
+)
+def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
+    with waiting_script(cache, signal.SIG_DFL) as (process, script):
         for _attempt in range(3):  # Python drops a Ctrl-C that arrives in a destructor: one presses again
             os.kill(process.pid if whom == "launcher" else script, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -311,10 +330,64 @@ def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
         assert process.wait(20) == 128 + number
         with pytest.raises(ProcessLookupError):
             os.kill(script, 0)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        assert process.stderr is not None
+        assert "ignored" not in process.stderr.read()
+
+
+def test_a_launch_that_was_started_with_interrupts_ignored_says_so_and_ignores_them(cache: Path) -> None:
+    """As a shell starts jobs in the background: its Ctrl-C is not meant for them."""
+    with waiting_script(cache, signal.SIG_IGN) as (process, script):
+        for whom in (process.pid, script):
+            os.kill(whom, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        os.kill(script, 0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.kill(script, 0)
+        assert process.stderr is not None
+        assert process.stderr.read().count("SIGINT ignored") == 1
+
+
+# --- process groups -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "code"), [((), 0), (("--raises",), 3)], ids=["ends", "raises"])
+def test_process_groups_that_a_script_leaves_alive_are_ended_after_its_own_exit_handlers(
+    tmp_path: Path, own: tuple[str, ...], code: int
+) -> None:
+    """Each with operations that still run: without an end, threads of gloo abort about one process in six."""
+    for _run in range(3):
+        processes = rendezvous(tmp_path, own)
+        for process in processes:
+            said, _errors = process.communicate(timeout=120)
+            assert process.returncode == code, said
+            assert "terminate called" not in said
+            assert said.splitlines()[-2:] == ["the script's own exit handler: True", "the group is ended"]
+
+
+def rendezvous(folder: Path, own: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+    """Two ranks of a launch, as torchrun starts them, under a plan that changes nothing."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        port = str(tried.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    shared[VARIABLE] = to_json(LaunchPlan())
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "vram_guard_accelerate", str(LEAVES_GROUP), *own],
+            env=cases.environment(
+                **{VARIABLE: to_json(LaunchPlan()), "RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
+            ),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
 
 
 # --- what is typed --------------------------------------------------------------------------------------------
@@ -410,10 +483,10 @@ def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path:
     assert (one.ranks, one.simple) == (1, True)
 
 
-def test_orders_travel_as_text() -> None:
-    orders = Orders(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
-                    micro_batch_size=4, recipe={"checkpoint": ["blocks.0"]})  # fmt: skip
-    again = Orders.read(orders.text())
-    assert again == orders
-    assert again.technique().checkpoint == ("blocks.0",)
+def test_a_launch_plan_travels_as_text() -> None:
+    plan = LaunchPlan(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
+                    micro_batch_size=4, recipe=Recipe(checkpoint=("blocks.0",)))  # fmt: skip
+    again = from_json(LaunchPlan, to_json(plan))
+    assert again == plan
+    assert again.recipe.checkpoint == ("blocks.0",)
     assert again.script_arguments() == ["--mixed_precision", "bf16"]

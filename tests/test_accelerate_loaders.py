@@ -13,7 +13,8 @@ pytest.importorskip("accelerate")
 
 from torch.utils.data import DataLoader  # noqa: E402 - what is tested has to be there
 
-from vram_guard_accelerate.dry_run.loaders import Found, Made, Which  # noqa: E402
+from vram_guard_accelerate.apply.loaders import LoaderMatcher, LoadersMade  # noqa: E402
+from vram_guard_accelerate.launch_plan import LoaderPlace  # noqa: E402
 
 TRAINING, EVALUATION = list(range(8)), list(range(4))
 
@@ -29,7 +30,7 @@ def make(see: Any, sizes: dict[str, int]) -> dict[str, DataLoader[int]]:
 
 
 def test_loaders_are_known_again_by_where_they_are_made() -> None:
-    seen = Made()
+    seen = LoadersMade()
 
     def remember(loader: Any, frame: Any) -> Any:
         seen.add(loader, frame)
@@ -38,20 +39,20 @@ def test_loaders_are_known_again_by_where_they_are_made() -> None:
     sizes = {"evaluation": 4, "training": 4, "test": 2}
     loaders = make(remember, sizes)
     sample: Any = SimpleNamespace(loader=loaders["training"], batch_size=4)
-    which = seen.which(sample)
+    which = seen.place_of_training(sample)
     assert which is not None
     assert (which.number, which.of) == (1, 2)
-    found = Found(which)
+    found = LoaderMatcher(which)
     kept: list[bool] = []
     for _ in range(3):
-        make(lambda _loader, frame: kept.append(found.is_it(frame)), sizes)
+        make(lambda _loader, frame: kept.append(found.matches(frame)), sizes)
     assert kept == [False, True, False] * 3
 
 
 def test_a_loader_of_another_batch_size_is_not_the_trainings() -> None:
-    seen = Made()
+    seen = LoadersMade()
     loader = DataLoader(TRAINING, batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
     seen.add(loader, sys._getframe())
     sample: Any = SimpleNamespace(loader=loader, batch_size=2)
-    assert seen.which(sample) is None
-    assert not Found(Which()).is_it(sys._getframe())
+    assert seen.place_of_training(sample) is None
+    assert not LoaderMatcher(LoaderPlace()).matches(sys._getframe())

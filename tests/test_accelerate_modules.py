@@ -16,7 +16,8 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import difference, launch  # noqa: E402
 
-from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard.codec import to_json  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 
 MODULE = ("-m", "packaged.train")
 CONFIG = """\
@@ -68,6 +69,6 @@ def test_a_module_of_a_package_runs_under_the_plan_as_its_config_file_says(confi
 
 def test_a_module_behind_the_guards_own(configs: Any, tmp_path: Path) -> None:
     """``accelerate launch -m vram_guard_accelerate -m package.module``, two processes by the config file."""
-    sliced = {VARIABLE: Orders(batch_size=16, grown_batch_size=16, micro_batch_size=8).text()}
+    sliced = {VARIABLE: to_json(LaunchPlan(batch_size=16, grown_batch_size=16, micro_batch_size=8))}
     found = run(configs, 2, tmp_path / "out.pt", "-m", "vram_guard_accelerate", *MODULE, **sliced)
     assert (found["package"], found["precision"], found["processes"]) == ("packaged", "bf16", 2)

@@ -59,7 +59,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def planned(answer: dict[str, Any]) -> dict[str, Any]:
     assert "error" not in answer, answer
     assert answer["fits"], answer["text"]
-    assert answer["orders"]["recipe"]["parameters_on_host"], answer["text"]
+    assert answer["launch_plan"]["recipe"]["parameters_on_host"], answer["text"]
     return answer["plan"]["estimate"]
 
 
@@ -93,7 +93,7 @@ def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> Non
         assert found["breakdown"][category] == ours.breakdown[category], category
     before = answers["clipping1"]["plan"]["before"]
     assert found["peak_allocated"] < before["peak_allocated"] / 3
-    assert answers["clipping1"]["orders"]["wrapped"] == ["Block"]
+    assert answers["clipping1"]["launch_plan"]["wrapped"] == ["Block"]
 
 
 def test_more_processes_hold_less_each_on_the_host(answers: Any) -> None:
@@ -117,21 +117,21 @@ def test_accumulation_keeps_whole_gradients_on_the_gpu(answers: Any) -> None:
 
 def test_bf16_is_accelerates_own_policy_and_that_is_said(answers: Any) -> None:
     found, whole = planned(answers["mixed"]), planned(answers["clipping1"])
-    assert answers["mixed"]["orders"]["precision"] == "bf16"
+    assert answers["mixed"]["launch_plan"]["precision"] == "bf16"
     assert found["peak_allocated"] < whole["peak_allocated"]
     assert any("no autocast" in note for note in answers["mixed"]["notes"])
 
 
 def test_checkpointing_goes_with_it_and_slices_do_not(answers: Any) -> None:
     planned(answers["checkpointed"])
-    orders = answers["checkpointed"]["orders"]
+    orders = answers["checkpointed"]["launch_plan"]
     assert orders["recipe"]["checkpoint"]
     assert orders["micro_batch_size"] == 1024
 
 
 def test_smaller_batches_by_the_scripts_own_options_go_with_it(answers: Any) -> None:
     planned(answers["in_batches"])
-    orders = answers["in_batches"]["orders"]
+    orders = answers["in_batches"]["launch_plan"]
     assert orders["accumulation"] * orders["batch_size"] == 1024
     assert orders["accumulation_option"] == "--gradient_accumulation_steps"
     # The dry run of the changed launch itself: whole gradients wait on the GPU for the last batch.
@@ -183,7 +183,7 @@ def test_what_the_host_lacks_is_not_promised(answers: Any) -> None:
 @pytest.mark.parametrize("name", ["transformers", "checkpoints", "trainer"])
 def test_models_of_transformers_with_tied_embeddings_are_followed(answers: Any, name: str) -> None:
     planned(answers[name])
-    assert answers[name]["orders"]["wrapped"] == ["GPT2Block"]
+    assert answers[name]["launch_plan"]["wrapped"] == ["GPT2Block"]
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

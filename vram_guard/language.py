@@ -61,6 +61,11 @@ class Message:
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "values", tuple(values.items()))
 
+    @classmethod
+    def of(cls, text: str, values: Mapping[str, object]) -> Message:
+        """The message of a text in English and its values, for those that were written down."""
+        return cls(text, **values)
+
     def __str__(self) -> str:
         return _(self.text, **dict(self.values))
 

@@ -80,7 +80,12 @@ def format_bytes(count: int) -> str:
 
 
 class Amount(int):
-    """Bytes that a message shows as people read them."""
+    """Bytes that a message shows as people read them.
+
+    Example:
+        >>> f"{Amount(3 * 2**30)} too much"
+        '3.00 GiB too much'
+    """
 
     def __str__(self) -> str:
         return format_bytes(self)

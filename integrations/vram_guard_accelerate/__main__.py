@@ -1,50 +1,62 @@
 """``python -m vram_guard_accelerate script.py ...``: one process of a launch, under the guard.
 
-``vram-guard launch`` hands its orders to every process. ``accelerate launch ... -m vram_guard_accelerate [options]
-script.py ...`` has no one to plan beforehand: the first process plans, and the others wait for what it says.
+``vram-guard launch`` hands its plan to every process. ``accelerate launch ... -m vram_guard_accelerate [options]
+script.py ...`` has no one to plan beforehand: the first process plans, and the others wait for its plan.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_USAGE
+from vram_guard.codec import from_json
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.settings import disabled
 from vram_guard_accelerate import run_script
 from vram_guard_accelerate.cli.arguments import own_arguments
-from vram_guard_accelerate.launch_plan import VARIABLE, Orders
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan
 from vram_guard_accelerate.messages import say
+from vram_guard_accelerate.settings import Settings
 
 
 def main() -> None:
-    """Run the script under the orders of this launch."""
+    """Run the script under the plan of this launch."""
     try:
         settings, module, command = own_arguments(sys.argv[1:])
-        text = os.environ.get(VARIABLE)
-        if text is None and disabled():
-            orders = None
-        elif text is None:
-            from vram_guard_accelerate.planning.ranks import agreed_orders
-
-            orders = agreed_orders(settings, command, module=module)
-        else:
-            orders = Orders.read(text)
+        plan = _plan(settings, command, module=module)
     except VramGuardError as error:
         say(f"vram-guard: {error}")
         sys.exit(_exit_code(error))
-    if orders is not None:
-        from vram_guard_accelerate.apply.applying import Applied
-        from vram_guard_accelerate.apply.fsdp import announce
-
-        if orders.precision:
-            os.environ["ACCELERATE_MIXED_PRECISION"] = orders.precision
-        if orders.sharded:
-            announce(orders.wrapped)
-        Applied(orders).install()
-        command = [*command, *orders.script_arguments()]
+    run_script.end_process_groups_at_exit()
+    if plan is not None:
+        _install(plan)
+        command = [*command, *plan.script_arguments()]
     run_script.run(command, module=module)
+
+
+def _plan(settings: Settings, command: Sequence[str], *, module: bool) -> LaunchPlan | None:
+    """The launcher's plan, or one that all processes agree on; None where nothing is changed."""
+    text = os.environ.get(VARIABLE)
+    if text is not None:
+        return from_json(LaunchPlan, text)
+    if disabled():
+        return None
+    from vram_guard_accelerate.cli.agreed_plan import agreed_plan
+
+    return agreed_plan(settings, command, module=module)
+
+
+def _install(plan: LaunchPlan) -> None:
+    from vram_guard_accelerate.apply.applying import PlanInstaller
+    from vram_guard_accelerate.apply.fsdp import announce
+
+    if plan.precision:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = plan.precision
+    if plan.sharded:
+        announce(plan.wrapped)
+    PlanInstaller(plan).install()
 
 
 def _exit_code(error: VramGuardError) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -10,12 +12,26 @@ from pathlib import Path
 
 def run(command: Sequence[str], *, module: bool) -> None:
     """Run ``script arguments...``; returns when the script does. Whatever it raises is raised."""
-    script = command[0]
-    if module:
-        sys.argv = list(command)
-        sys.path[0] = str(Path.cwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
     sys.argv = list(command)
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    if module:
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def end_process_groups_at_exit() -> None:
+    """End process groups that are alive after the script's own exit handlers. Call it before the script starts.
+
+    FSDP2 needs a process group, which Accelerate makes and scripts rarely end. Threads of gloo that still free the
+    tensors of its last operation while the interpreter goes end the process with SIGABRT (PyTorch's issue 190489).
+    """
+    atexit.register(_end_process_groups)  # handlers run in reverse order: this one is the last
+
+
+def _end_process_groups() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        with contextlib.suppress(Exception):  # the training is over, and its exit code stays its own
+            distributed.destroy_process_group()

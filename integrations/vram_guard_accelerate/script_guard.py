@@ -2,7 +2,7 @@
 
 There is no launcher that could plan beforehand. So at the first ``prepare`` the first process makes a copy of itself,
 which becomes the dry run: it prepares symbolically, runs on to the first training batch, plans, and sends the plan
-home. Then the real ``prepare`` goes on, under the plan, on every rank alike.
+back. Then the real ``prepare`` goes on, under the plan, on every rank alike.
 """
 
 from __future__ import annotations
@@ -11,29 +11,41 @@ import atexit
 import logging
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.language import _
 from vram_guard.settings import disabled
 from vram_guard_accelerate.apply import techniques
-from vram_guard_accelerate.apply.applying import Applied
-from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.forks import BecomeCopy, Home
-from vram_guard_accelerate.dry_run.results import Failure
-from vram_guard_accelerate.dry_run.run import DryRun
-from vram_guard_accelerate.launch_plan import Orders
+from vram_guard_accelerate.apply.applying import PlanInstaller
+from vram_guard_accelerate.dry_run import forks, patches
+from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
+from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.phases import DryRun
+from vram_guard_accelerate.dry_run.preparing import PreparingPhase
+from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan
 from vram_guard_accelerate.settings import Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from vram_guard_accelerate.planning.decide import Decision
+    from vram_guard.budget import Budget
 
 #: Seconds that planning may take.
 PATIENCE = 1800.0
 
 _logger = logging.getLogger("vram_guard")
+
+
+@dataclass(frozen=True)
+class GuardAnswer:
+    """The plan that the copy sends back."""
+
+    text: str
+    fits: bool
+    launch_plan: LaunchPlan
 
 
 class guard:  # noqa: N801 - used like a function: `with guard(...):`
@@ -69,20 +81,27 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
     """
 
     def __init__(self, **settings: Any) -> None:
-        known = Settings().as_dict()
+        known = [field.name for field in fields(Settings)]
         for name in settings:
             if name not in known:
-                raise InvalidInputError(f"guard: unknown setting {name!r}, known are {', '.join(known)}")
+                raise InvalidInputError(
+                    _("guard: unknown setting {name}, known are {known}", name=repr(name), known=", ".join(known))
+                )
         if settings.get("grow"):
             raise InvalidInputError(
-                "guard: a larger batch has to be known before loaders and schedules are made; use vram-guard launch "
-                "--grow"
+                _(
+                    "guard: a larger batch has to be known before loaders and schedules are made; use vram-guard "
+                    "launch --grow"
+                )
             )
         self.settings = Settings.of(settings)
         if self.settings.grow:
             _logger.warning(
-                "guard: the project's settings say grow, which is left out here: a larger batch has to be known before "
-                "loaders and schedules are made (vram-guard launch --grow)"
+                "%s",
+                _(
+                    "guard: the project's settings say grow, which is left out here: a larger batch has to be known "
+                    "before loaders and schedules are made (vram-guard launch --grow)"
+                ),
             )
             self.settings = replace(self.settings, grow=False)
         self.text = ""
@@ -93,8 +112,6 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
 
     def __enter__(self) -> Self:
         from accelerate import Accelerator
-
-        from vram_guard_accelerate.launch_plan import VARIABLE
 
         self._original, self._original_of_one = Accelerator.prepare, Accelerator.prepare_model
         if VARIABLE not in os.environ and not disabled():
@@ -122,44 +139,42 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         Accelerator.prepare = self._original
         try:
             answer = self._agreed(accelerator)
-        except BecomeCopy as copy:
-            self._original = None  # the copy keeps the doors of its dry run
-            _become_dry_run(copy.home, accelerator, self.settings)
+        except ForkEntered as entered:
+            self._original = None  # the copy keeps the patches of its dry run
+            _become_dry_run(entered.parent, accelerator, self.settings)
             return accelerator.prepare(*args, **kwargs)
-        self.text, self.fits = answer["text"], answer["fits"]
+        self.text, self.fits = answer.text, answer.fits
         _logger.info("%s", self.text)
         if not self.fits:
-            raise DoesNotFitError(f"the training does not fit, and was not prepared.\n{self.text}")
-        orders = Orders.read(answer["orders"])
-        if orders.precision:
-            techniques.set_precision(accelerator, orders.precision)
-        applied = Applied(orders)
-        applied.install()
+            raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
+        if answer.launch_plan.precision:
+            techniques.set_precision(accelerator, answer.launch_plan.precision)
+        PlanInstaller(answer.launch_plan).install()
         return accelerator.prepare(*args, **kwargs)
 
-    def _agreed(self, accelerator: Any) -> dict[str, Any]:
+    def _agreed(self, accelerator: Any) -> GuardAnswer:
         """The first rank's answer, on every rank."""
         from accelerate.utils import broadcast_object_list
 
-        answer: list[Any] = [None]
+        answers: list[Any] = [None]
         if accelerator.is_main_process:
             try:
-                answer = [forks.Copy(None).answer(PATIENCE)]
+                answers = [forks.fork(None).answer(PATIENCE)]
             except VramGuardError as error:
-                answer = [Failure(type(error).__name__, str(error))]
+                answers = [DryRunFailure.of(error)]
         if accelerator.num_processes > 1:
-            broadcast_object_list(answer)
-        if isinstance(answer[0], Failure):
-            raise answer[0].as_error()
-        return dict(answer[0])
+            broadcast_object_list(answers)
+        if isinstance(answers[0], GuardAnswer):
+            return answers[0]
+        failure: DryRunFailure = answers[0]
+        raise failure.as_error()
 
 
-def _become_dry_run(home: Home, accelerator: Any, settings: Settings) -> None:
+def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) -> None:
     """In the copy: nothing is said or written from here on, and there is one process with a GPU."""
     import torch
 
     from vram_guard_accelerate.cli.target import budget_for
-    from vram_guard_accelerate.dry_run import patches
 
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -168,40 +183,32 @@ def _become_dry_run(home: Home, accelerator: Any, settings: Settings) -> None:
     try:
         budget = budget_for(settings, ranks, "all")
     except VramGuardError as error:
-        home.send(Failure(type(error).__name__, str(error)))
-    run = DryRun(budget.compute_capability or (8, 0), ranks, lambda run: _decided(run, settings, budget, home))
-    run.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    ends = _Ends(run, home)
-    sys.excepthook = ends.failed
-    atexit.register(ends.ended)
+        parent.send(DryRunFailure.of(error))
+    shape = LaunchShape(budget.compute_capability or (8, 0), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent))
+    run.phase = PreparingPhase(run)
+
+    def failed(_kind: Any, error: BaseException, _traceback: Any) -> NoReturn:
+        run.phase.failed(error, sys.argv[0])
+        parent.send(DryRunFailure.of(error, sys.argv[0]))
+
+    def ended() -> NoReturn:
+        run.phase.ended()
+        parent.send(DryRunFailure.unsupported(_("the script ended without asking for a training batch")))
+
+    sys.excepthook = failed
+    atexit.register(ended)
     for state in (accelerator.state._shared_state, type(accelerator.state)._shared_state):  # noqa: SLF001 - see private_api.py
         state.update(device=torch.device("cuda", 0), distributed_type="NO", num_processes=1, process_index=0)
         state.update(local_process_index=0, backend=None)
-    patches.open_for(run)
-    patches.before.begin()
-    run.accelerator = accelerator
+    patches.install(run)
+    run.phase.state_made()
 
 
-def _decided(run: DryRun, settings: Settings, budget: Any, home: Home) -> NoReturn:
+def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:
     from vram_guard_accelerate.planning.decide import decide
 
-    made: Decision = decide(run, settings, budget)
+    made = decide(first, settings, budget)
     forks.end_all()
     lines = [made.plan.explain(), *(f"  - {note}" for note in made.notes)]
-    home.send({"text": "\n".join(lines), "fits": made.plan.fits, "orders": made.orders.text()})
-
-
-class _Ends:
-    """How a copy that came to no plan ended: its script failed, or was over."""
-
-    def __init__(self, run: DryRun, home: Home) -> None:
-        self._run, self._home = run, home
-
-    def failed(self, _kind: Any, error: BaseException, _traceback: Any) -> NoReturn:
-        home = self._run.home or self._home
-        home.send(Failure.of(error, sys.argv[0]))
-
-    def ended(self) -> NoReturn:
-        if self._run.home is not None:
-            self._run.home.send(self._run.ended_early())
-        self._home.send(Failure("UnsupportedStepError", "the script ended without asking for a training batch"))
+    parent.send(GuardAnswer("\n".join(lines), made.plan.fits, made.launch_plan))

@@ -1,24 +1,27 @@
-"""What the guard may do to a script, checked before any work."""
+"""Settings: what the guard may do to a script, checked before any work."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _, marked
 from vram_guard.plan.checks import check_amounts, check_growth, check_switches
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.settings import filled
 
-#: What a plan may not use in a script, which makes model and optimizer by its own hands, and why.
+#: Techniques that cannot be used in a script, which makes model and optimizer by itself, and why.
 NOT_HERE: dict[str, str] = {
-    "half": "the script makes its weights itself, in the precision that it chooses",
-    "offload_frozen": "the script moves its frozen models itself",
-    "offload_optimizer": "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters "
-    "(offload_parameters), and DeepSpeed, which can part them, is not followed",
-    "8bit": "the script has made its optimizer before Accelerate sees it",
+    "half": marked("the script makes its weights itself, in the precision that it chooses"),
+    "offload_frozen": marked("the script moves its frozen models itself"),
+    "offload_optimizer": marked(
+        "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters (offload_parameters), and "
+        "DeepSpeed, which can part them, is not followed"
+    ),
+    "8bit": marked("the script has made its optimizer before Accelerate sees it"),
 }
 
 #: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
@@ -54,7 +57,6 @@ class Settings:
     loss_weight: Literal["mean", "sum"] | None = None
 
     def __post_init__(self) -> None:
-
         allow: object = self.allow  # text where it comes from a command line
         names = allow.split(",") if isinstance(allow, str) else list(self.allow)
         given = tuple(name.strip() for name in names if name.strip())
@@ -64,7 +66,7 @@ class Settings:
         check_growth(self.target_utilization, self.lr_rule)
         check_switches(grow=self.grow)
         if self.loss_weight not in (None, "mean", "sum"):
-            raise InvalidInputError(f"loss_weight must be 'mean' or 'sum', not {self.loss_weight!r}")
+            raise InvalidInputError(_("loss_weight must be 'mean' or 'sum', not {value}", value=repr(self.loss_weight)))
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -74,15 +76,19 @@ class Settings:
     @property
     def refused(self) -> tuple[str, ...]:
         """What was asked for by its own name and cannot be done here, in words."""
-        return tuple(f"{name} is not possible here: {NOT_HERE[name]}" for name in self.allow if name in NOT_HERE)
+        return tuple(
+            _("{technique} is not possible here: {reason}", technique=name, reason=_(NOT_HERE[name]))
+            for name in self.allow
+            if name in NOT_HERE
+        )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for another process; :meth:`of` reads them back."""
-        return asdict(self)
+    def asks(self, technique: str) -> bool:
+        """Whether a technique, or "grow", was asked for by its name, or is by default."""
+        return self.grow if technique == "grow" else technique in self.allow
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
-        """Settings from :meth:`as_dict`, or from the parsed options; other names are left alone.
+        """Settings from the parsed options; other names are left alone.
 
         What is not given comes from the project's settings, see :mod:`vram_guard.settings`.
         """

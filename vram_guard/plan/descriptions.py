@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from vram_guard.language import Message, _, marked
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vram_guard.techniques.recipe import Recipe
 
 
@@ -98,6 +100,11 @@ class Reason(Message):
     def __init__(self, kind: Why, /, **values: object) -> None:
         super().__init__(kind.value, **values)
         object.__setattr__(self, "kind", kind)
+
+    @classmethod
+    def of(cls, text: str, values: Mapping[str, object]) -> Reason:
+        """The reason of this kind, by its sentence in English."""
+        return cls(Why(text), **values)
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,51 @@
-"""Puts orders into a process of the real launch: before the script starts, for everything that it will prepare."""
+"""A launch plan in a process of the real launch: installed before the script starts, for all that it will prepare."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vram_guard_accelerate.apply import checkpoints, techniques
 from vram_guard_accelerate.apply.fsdp import sharding
-from vram_guard_accelerate.dry_run.loaders import Found, Which
+from vram_guard_accelerate.apply.loaders import LoaderMatcher
+from vram_guard_accelerate.patching import made_by_script, wrap
 
 if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.techniques import Recipe
-    from vram_guard_accelerate.launch_plan import Orders
+    from vram_guard_accelerate.launch_plan import LaunchPlan
 
 
-class Applied:
-    """The orders of one process, as they are carried out."""
+class PlanInstaller:
+    """The launch plan of one process, as it is carried out."""
 
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
+    def __init__(self, plan: LaunchPlan) -> None:
+        self.plan = plan
         self._models: list[nn.Module] = []
         self._scaled: set[int] = set()
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Every scheduler of torch: a script need not hand its own to ``prepare``."""
 
     def install(self) -> None:
-        """From now on whatever the script hands to ``Accelerator.prepare`` follows the orders."""
+        """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
         from accelerate import Accelerator
 
         wrap(Accelerator, "prepare", self._prepare)
         wrap(Accelerator, "prepare_model", self._prepare)
-        if self.orders.grown_batch_size != self.orders.batch_size and not self.orders.batch_option:
+        if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
             from torch.utils.data import DataLoader
 
             wrap(DataLoader, "__init__", self._larger_batches)
-        if self.orders.learning_rate_factor != 1:
+        if self.plan.learning_rate_factor != 1:
             from torch.optim.lr_scheduler import LRScheduler
 
             wrap(LRScheduler, "__init__", self._remember_scheduler)
-        if self.orders.learning_rate_factor != 1 or self.orders.resumes_grown:
+        if self.plan.learning_rate_factor != 1 or self.plan.resumes_grown:
             wrap(Accelerator, "save_state", self._say_in_checkpoint)
             wrap(Accelerator, "load_state", self._after_checkpoint)
 
@@ -62,11 +61,11 @@ class Applied:
                 if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
             ]
             self._models += new  # before: prepare itself calls prepare_model
-            with sharding(accelerator, new) if self.orders.sharded else nullcontext():
+            with sharding(accelerator, new) if self.plan.sharded else nullcontext():
                 prepared = original(accelerator, *args, **kwargs)
             for model in new:
                 self._treat(accelerator, model)
-            techniques.set_optimizers(accelerator, self.orders.technique())
+            techniques.set_optimizers(accelerator, self.plan.recipe)
             self._scale(accelerator)
             return prepared
 
@@ -76,16 +75,16 @@ class Applied:
         from vram_guard.techniques import install
 
         install(model, self._recipe_of(model))
-        orders = self.orders
-        if orders.slices:
-            size, micro = orders.grown_batch_size, orders.micro_batch_size
-            about = {"loss_weight": orders.loss_weight, "returns_loss": orders.returns_loss}
+        plan = self.plan
+        if plan.slices:
+            size, micro = plan.grown_batch_size, plan.micro_batch_size
+            about = {"loss_weight": plan.loss_weight, "returns_loss": plan.returns_loss}
             techniques.set_slices(accelerator, [model], size, micro, **about)  # type: ignore[arg-type]
 
     def _recipe_of(self, model: nn.Module) -> Recipe:
         """Of several models, names begin with the model's number in the order of ``prepare``."""
-        recipe = self.orders.technique()
-        if self.orders.models == 1:
+        recipe = self.plan.recipe
+        if self.plan.models == 1:
             return recipe if model is self._models[0] else recipe.with_(checkpoint=(), offload_activations=())
         number = next(at for at, known in enumerate(self._models) if known is model)
         names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
@@ -101,14 +100,14 @@ class Applied:
     def _larger_batches(self, original: Any) -> Any:
         """The training's loaders, told by where the script makes them, deliver more at once."""
         signature = inspect.signature(original)
-        found = Found(Which(**self.orders.loader))
+        training = LoaderMatcher(self.plan.loader)
 
         def made(loader: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(loader, *args, **kwargs)
             maker = sys._getframe(1)  # noqa: SLF001 - who makes it is the question
-            its_size = given.arguments.get("batch_size") == self.orders.batch_size
-            if made_by_script(maker) and found.is_it(maker) and its_size:
-                given.arguments["batch_size"] = self.orders.grown_batch_size
+            its_size = given.arguments.get("batch_size") == self.plan.batch_size
+            if made_by_script(maker) and training.matches(maker) and its_size:
+                given.arguments["batch_size"] = self.plan.grown_batch_size
             original(*given.args, **given.kwargs)
 
         return made
@@ -119,7 +118,7 @@ class Applied:
         """Multiply the rates of what is prepared, once each; with a factor: of all of it, by that."""
         from vram_guard.apply.learning_rate import scale_learning_rates
 
-        wanted = self.orders.learning_rate_factor if factor is None else factor
+        wanted = self.plan.learning_rate_factor if factor is None else factor
         if wanted == 1:
             return
         optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]  # noqa: SLF001
@@ -147,7 +146,7 @@ class Applied:
         def save_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             folder = original(accelerator, *args, **kwargs)
             if accelerator.is_main_process and folder is not None:
-                checkpoints.write_factor(Path(folder), self.orders.learning_rate_factor)
+                checkpoints.write_factor(Path(folder), self.plan.learning_rate_factor)
             return folder
 
         return save_state
@@ -163,7 +162,7 @@ class Applied:
             finally:
                 handle.remove()
             contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
-            self._scale(accelerator, self.orders.learning_rate_factor / contained)
+            self._scale(accelerator, self.plan.learning_rate_factor / contained)
             return loaded
 
         return load_state
@@ -182,15 +181,3 @@ def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:
     bases = [getattr(one, "base_lrs", None) for one in schedulers]
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     return factor == 1 or all(base is None or list(base) == rates for base in bases)
-
-
-def made_by_script(frame: Any) -> bool:
-    """Whether whoever calls is neither Accelerate nor torch."""
-    name = str(frame.f_globals.get("__name__", ""))
-    return not name.startswith(("accelerate", "torch."))
-
-
-def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Put what ``around`` makes of a function in its place, under its name."""
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(around(original)))

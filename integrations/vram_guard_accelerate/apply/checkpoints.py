@@ -1,4 +1,4 @@
-"""What checkpoints of ``save_state`` say about their learning rates, in a file beside them.
+"""The factor that the learning rates in a checkpoint of ``save_state`` contain, in a file beside it.
 
 A checkpoint of a run with a larger batch brings back rates that were multiplied. Whoever loads it has to know by what:
 the guard that grows again, by another factor or by none, and the dry run of a launch that changes nothing else.
@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vram_guard_accelerate.dry_run.results import state_of
+from vram_guard.language import _
+from vram_guard_accelerate.script_files import FileState, state_of
 
 #: The file in a checkpoint.
 STATE = "vram_guard.json"
@@ -19,25 +20,27 @@ STATE = "vram_guard.json"
 _KEY = "learning_rates_contain"
 
 
-class Resumed:
-    """What is known of the checkpoint that a script loads in its dry run, where nothing of it is loaded."""
+class ResumedCheckpoint:
+    """The checkpoint that a script loads, as its dry run sees it, where nothing of it is loaded."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         """By what its learning rates were multiplied."""
-        self.files: dict[str, list[int] | None] = {}
-        """What that was read from -> its size and time of change; None where it was not there."""
+        self.files: dict[str, FileState] = {}
+        """The files that this was read from."""
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the plan should know."""
+        """Notes for a reader of the plan."""
         if self.factor == 1:
             return []
-        note = (
-            f"the learning rates in the checkpoint that is loaded were multiplied by {self.factor:g}, for a larger "
-            "batch; the guard multiplies them by what this plan says instead"
-        )
-        return [note]
+        return [
+            _(
+                "the learning rates in the checkpoint that is loaded were multiplied by {factor}, for a larger batch; "
+                "the guard multiplies them by what this plan says instead",
+                factor=f"{self.factor:g}",
+            )
+        ]
 
     def look(self, accelerator: Any, folder: Any) -> None:
         """The script calls ``load_state(folder)``. The weights' values do not matter, its learning rates do."""

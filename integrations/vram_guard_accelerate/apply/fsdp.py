@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import _
 from vram_guard_accelerate.apply.sharded_saving import save_whole
 
 if TYPE_CHECKING:
@@ -91,9 +92,12 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
 
     if not accelerator.is_fsdp2:
         raise UnsupportedTechniqueError(
-            "the plan keeps parameters on the host by FSDP2, which Accelerate did not switch on: it does so for GPUs "
-            f"only, and here it found {accelerator.distributed_type} on {accelerator.device}. Leave offload_parameters "
-            "out of --allow"
+            _(
+                "the plan keeps parameters on the host by FSDP2, which Accelerate did not switch on: it does so for "
+                "GPUs only, and here it found {kind} on {device}. Leave offload_parameters out of --allow",
+                kind=accelerator.distributed_type,
+                device=accelerator.device,
+            )
         )
     if accelerator.num_processes > 1:
         for model in models:
@@ -103,8 +107,10 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
     for model, tied in zip(models, before, strict=True):
         if _tied(model) != tied:
             raise UnsupportedTechniqueError(
-                "FSDP2 would part weights that are tied (one of them lies in a block, or in an embedding that "
-                "Accelerate takes for a group of its own): leave offload_parameters out of --allow"
+                _(
+                    "FSDP2 would part weights that are tied (one of them lies in a block, or in an embedding that "
+                    "Accelerate takes for a group of its own): leave offload_parameters out of --allow"
+                )
             )
         keep_parameters_in_place(model)
         save_whole(accelerator, model)

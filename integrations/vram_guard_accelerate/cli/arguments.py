@@ -1,4 +1,4 @@
-"""Which arguments are ours, which are accelerate's, and where the script begins: accelerate's own parser decides."""
+"""Arguments of a launch: ours, accelerate's, and the script's; accelerate's own parser decides where it begins."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError
+from vram_guard.language import _
 from vram_guard_accelerate.settings import Settings, add_options
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What a person typed after ``vram-guard launch``, sorted."""
+class LaunchArguments:
+    """The words after ``vram-guard launch``, sorted."""
 
     settings: Settings
     options: argparse.Namespace
@@ -31,7 +32,7 @@ class Launch:
     """Whether ``script`` names a module (``-m``)."""
 
 
-def parsed(arguments: Sequence[str]) -> Launch:
+def parsed(arguments: Sequence[str]) -> LaunchArguments:
     """The arguments of ``vram-guard launch``.
 
     Raises:
@@ -44,20 +45,22 @@ def parsed(arguments: Sequence[str]) -> Launch:
     with _named(both.prog):
         found = both.parse_args(list(arguments))
     if found.yes and found.ask:
-        raise InvalidInputError("--yes and --ask contradict each other: give one of them")
+        raise InvalidInputError(_("--yes and --ask contradict each other: give one of them"))
     if found.no_python:
-        raise InvalidInputError("--no_python: a program that is not Python cannot be followed; use accelerate launch")
+        raise InvalidInputError(
+            _("--no_python: a program that is not Python cannot be followed; use accelerate launch")
+        )
     # What follows the script is the script's own, whatever it looks like.
     head = list(arguments[: len(arguments) - len(found.training_script_args) - 1])
-    _, accelerates = _own_parser().parse_known_args(head)
+    _found, accelerates = _own_parser().parse_known_args(head)
     check_script(found.training_script, module=found.module)
-    return Launch(
+    return LaunchArguments(
         settings=Settings.of(vars(found)),
         options=found,
         accelerate=tuple(accelerates),
         script=found.training_script,
         arguments=tuple(found.training_script_args),
-        module=found.module,
+        module=bool(found.module),  # accelerate leaves None
     )
 
 
@@ -71,7 +74,7 @@ def launch_parser() -> argparse.ArgumentParser:
         from accelerate.commands.launch import launch_command_parser
     except ImportError as error:
         raise MissingLibraryError(
-            f"vram-guard launch needs accelerate: pip install 'vram-guard[accelerate]' ({error})"
+            _("vram-guard launch needs accelerate: pip install 'vram-guard[accelerate]' ({error})", error=error)
         ) from error
     parser: argparse.ArgumentParser = launch_command_parser()
     return parser
@@ -124,11 +127,14 @@ def check_script(script: str, *, module: bool) -> None:
         finally:
             sys.path.pop(0)
         if not there:
-            raise InvalidInputError(f"there is no module {script!r} (-m names a module, not a file)")
+            raise InvalidInputError(_("there is no module {name} (-m names a module, not a file)", name=repr(script)))
         return
     path = Path(script)
     if path.is_dir():
-        raise InvalidInputError(f"{script} is a folder: name the script in it")
+        raise InvalidInputError(_("{path} is a folder: name the script in it", path=script))
     if not path.is_file():
-        hint = "; options of vram-guard and accelerate come before the script" if script.startswith("-") else ""
-        raise InvalidInputError(f"there is no script {script}{hint}")
+        if script.startswith("-"):
+            raise InvalidInputError(
+                _("there is no script {path}; options of vram-guard and accelerate come before the script", path=script)
+            )
+        raise InvalidInputError(_("there is no script {path}", path=script))

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.codec import to_json
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.settings import disabled
-from vram_guard_accelerate import messages
+from vram_guard_accelerate import messages, signals
 from vram_guard_accelerate.cli import launchers
-from vram_guard_accelerate.cli.arguments import Launch, parsed
+from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
 from vram_guard_accelerate.cli.target import Target, budget_for, target_of
-from vram_guard_accelerate.launch_plan import VARIABLE
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan
 from vram_guard_accelerate.messages import say
-from vram_guard_accelerate.planning.prediction import Prediction, Question, predict
+from vram_guard_accelerate.planning.prediction import Prediction, predict
+from vram_guard_accelerate.planning.requests import DryRunRequest
 
 if TYPE_CHECKING:
     from rich.status import Status
-
-    from vram_guard_accelerate.launch_plan import Orders
-
-#: Exit code of a launch that a signal ended: this and the signal's number, as shells have it.
-SIGNAL_BASE = 128
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -38,73 +37,80 @@ def launch(arguments: Sequence[str]) -> int:
     given = parsed(arguments)
     target = target_of(given)
     if disabled():
-        say("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed")
+        say(_("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed"))
         return EXIT_DONE if given.options.dry_run else _launch(given, target, None)
     if target.machines > 1 and not given.options.dry_run:
         raise UnsupportedStepError(
-            "on several machines every launcher would plan for itself, and the plans might differ; let the first "
-            "process plan for all of them: accelerate launch [accelerate's options] -m vram_guard_accelerate [the "
-            "guard's options] script.py ..."
+            _(
+                "on several machines every launcher would plan for itself, and the plans might differ; let the first "
+                "process plan for all of them: accelerate launch [accelerate's options] -m vram_guard_accelerate [the "
+                "guard's options] script.py ..."
+            )
         )
     if given.options.cpu and "offload_parameters" in given.settings.techniques and not given.options.dry_run:
         raise InvalidInputError(
-            "--cpu and --allow offload_parameters contradict each other: Accelerate shards on GPUs only; leave one out"
+            _(
+                "--cpu and --allow offload_parameters contradict each other: Accelerate shards on GPUs only; leave one "
+                "out"
+            )
         )
     local = max(1, target.ranks // target.machines)
     budget = budget_for(given.settings, local, target.gpu_ids)
     command = (given.script, *given.arguments)
-    question = Question(command, given.module, given.settings, budget, target.ranks, target.environment, local)
+    request = DryRunRequest(command, given.module, given.settings, budget, target.ranks, target.environment, local)
+    launchers.say_what_is_ignored()
     try:
         with waiting() as status:
-            prediction = predict(question, fresh=given.options.fresh, progress=lambda line: _again(status, line))
+            prediction = predict(request, fresh=given.options.fresh, progress=lambda line: _again(status, line))
     except KeyboardInterrupt:
-        say("vram-guard: stopped while planning; nothing was started")
-        return SIGNAL_BASE + 2
+        say(_("vram-guard: stopped while planning; nothing was started"))
+        return signals.EXIT_BASE + signal.SIGINT
     show(prediction, as_json=given.options.json)
-    if not prediction.fits:
-        say("vram-guard: it does not fit, and is not started")
+    if not prediction.answer.fits:
+        say(_("vram-guard: it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
     if given.options.dry_run:
         return EXIT_DONE
     if given.options.ask and not _agreed():
-        say("vram-guard: nothing was started")
+        say(_("vram-guard: nothing was started"))
         return EXIT_DONE
-    return _launch(given, target, prediction.orders if prediction.changed else None)
+    return _launch(given, target, prediction.answer.launch_plan if prediction.answer.changed else None)
 
 
 def waiting() -> Status:
     """A sign of life on a terminal, nothing elsewhere."""
     from rich.console import Console
 
-    return Console(stderr=True).status("vram-guard: running the script symbolically, up to two optimizer steps")
+    return Console(stderr=True).status(_("vram-guard: running the script symbolically, up to two optimizer steps"))
 
 
 def _again(status: Status, options: str) -> None:
-    status.update(f"vram-guard: running the script symbolically once more, launched with {options}")
+    status.update(_("vram-guard: running the script symbolically once more, launched with {options}", options=options))
 
 
 def show(prediction: Prediction, *, as_json: bool) -> None:
     """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own."""
+    answer = prediction.answer
     if as_json:
         found = {
-            **prediction.plan,
-            "notes": list(prediction.notes),
-            "script_arguments": prediction.orders.script_arguments(),
-            "seconds": dict(prediction.seconds),
-            "host_memory": dict(prediction.host_memory),
+            **answer.plan,
+            "notes": list(answer.notes),
+            "script_arguments": answer.launch_plan.script_arguments(),
+            "seconds": dict(answer.seconds),
+            "host_memory": dict(answer.host_memory),
             "log": prediction.log,
             "remembered": prediction.remembered,
         }
         messages.answer(json.dumps(found, indent=2))
         return
-    lines = [prediction.text.rstrip(), *(f"  - {note}" for note in prediction.notes)]
+    lines = [answer.text.rstrip(), *(f"  - {note}" for note in answer.notes)]
     if prediction.remembered:
-        lines.append("vram-guard: the plan of an equal launch before (--fresh plans anew)")
+        lines.append(_("vram-guard: the plan of an equal launch before (--fresh plans anew)"))
     say("\n".join(lines))
 
 
 def _agreed() -> bool:
-    say("Launch with this plan? [Y/n]")
+    say(_("Launch with this plan? [Y/n]"))
     try:
         answer = input()
     except EOFError:
@@ -112,17 +118,17 @@ def _agreed() -> bool:
     return answer.strip().lower() in ("", "y", "yes")
 
 
-def _launch(given: Launch, target: Target, orders: Orders | None) -> int:
+def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> int:
     """The real thing. A plan that changes nothing leaves the launch to accelerate alone."""
-    if orders is None:
+    if plan is None:
         module = ["-m"] if given.module else []
         return launchers.run(_without_module(given), [*module, given.script, *given.arguments], simple=target.simple)
-    os.environ[VARIABLE] = orders.text()
-    environment = ["--mixed_precision", orders.precision] if orders.precision else []
+    os.environ[VARIABLE] = to_json(plan)
+    environment = ["--mixed_precision", plan.precision] if plan.precision else []
     own = ["--module"] if given.module else []
     command = ["-m", "vram_guard_accelerate", *own, given.script, *given.arguments]
     return launchers.run(_without_module(given), [*environment, *command], simple=target.simple)
 
 
-def _without_module(given: Launch) -> list[str]:
+def _without_module(given: LaunchArguments) -> list[str]:
     return [word for word in given.accelerate if word not in ("-m", "--module")]

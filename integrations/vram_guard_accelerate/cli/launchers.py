@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from vram_guard.language import _
+from vram_guard_accelerate import signals
 from vram_guard_accelerate.cli.arguments import launch_parser
 from vram_guard_accelerate.messages import say
-
-#: Signals that end a launch, and are passed on to the script.
-PASSED_ON = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
-
-SIGNAL_BASE = 128
 
 
 def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
@@ -32,33 +29,35 @@ def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
     return _one_process(arguments) if simple else _torchrun(arguments)
 
 
+def say_what_is_ignored() -> None:
+    """Tell whoever started this launch with signals switched off that they do not end it."""
+    names = ", ".join(number.name for number in signals.ignored())
+    if names:
+        say(
+            _(
+                "vram-guard: {signals} ignored, as this launch was started so (nohup, or a job in the background): "
+                "SIGTERM ends it",
+                signals=names,
+            )
+        )
+
+
 def _one_process(arguments: Any) -> int:
     from accelerate.commands.launch import _validate_launch_command
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    arguments, _, _ = _validate_launch_command(arguments)
+    arguments, *_defaults = _validate_launch_command(arguments)
     command, environment = prepare_simple_launcher_cmd_env(arguments)
     process = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own script
-    with _passing_on(process):
-        code = process.wait()
-    return code if code >= 0 else SIGNAL_BASE - code
-
-
-@contextlib.contextmanager
-def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Signals that reach us reach the script; what the terminal sends reaches it by itself."""
 
     def pass_on(number: int, _frame: Any) -> None:
+        """Signals that reach us reach the script; what the terminal sends reaches it by itself."""
         if not (number == signal.SIGINT and _in_front(process)):
             with contextlib.suppress(OSError):
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with signals.handled(pass_on):
+        return signals.exit_code(process.wait())
 
 
 def _in_front(process: subprocess.Popen[bytes]) -> bool:
@@ -74,16 +73,18 @@ def _torchrun(arguments: Any) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # torchrun's own handlers would react to signals that are ignored (torch 2.9 and later have the option).
+    kept = [number.name for number in signals.ENDING if number not in signals.ignored()]
+    arguments.signals_to_handle = ",".join(kept)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
         say(str(error))
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode >= 0 else SIGNAL_BASE - failure.exitcode
+        return signals.exit_code(error.get_first_failure()[1].exitcode)
     except SignalException as error:
-        return SIGNAL_BASE + int(error.sigval)
+        return signals.EXIT_BASE + int(error.sigval)
     except KeyboardInterrupt:
-        return SIGNAL_BASE + signal.SIGINT
+        return signals.EXIT_BASE + signal.SIGINT
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     return 0

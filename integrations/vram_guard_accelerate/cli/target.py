@@ -1,4 +1,4 @@
-"""What accelerate would do with its options: which launcher, how many processes, which environment. It is asked."""
+"""The target of a launch, as accelerate makes it of its options: launcher, processes, environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
-from vram_guard_accelerate.cli.arguments import Launch, launch_parser
+from vram_guard.language import _, marked
+from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -19,19 +20,12 @@ if TYPE_CHECKING:
 
 #: Launchers that hand the model to somebody else, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {
-    "use_deepspeed": "DeepSpeed builds an engine of its own around the model",
-    "use_fsdp": "FSDP shards the model over the processes",
-    "use_megatron_lm": "Megatron-LM builds the model itself",
-    "tpu": "a TPU has another memory",
-    "use_parallelism_config": "parallel dimensions beyond data parallelism shard the model",
+    "use_deepspeed": marked("DeepSpeed builds an engine of its own around the model"),
+    "use_fsdp": marked("FSDP shards the model over the processes"),
+    "use_megatron_lm": marked("Megatron-LM builds the model itself"),
+    "tpu": marked("a TPU has another memory"),
+    "use_parallelism_config": marked("parallel dimensions beyond data parallelism shard the model"),
 }
-
-#: What accelerate and torchrun put into the environment of a rank; a dry run is no rank.
-OF_A_RANK = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
-    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK", "MV2_COMM_WORLD_SIZE"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Target:
     """Whether accelerate starts one process by itself, without torchrun."""
 
 
-def target_of(launch: Launch) -> Target:
+def target_of(launch: LaunchArguments) -> Target:
     """What accelerate makes of its options, its config file and the environment.
 
     Raises:
@@ -63,10 +57,14 @@ def target_of(launch: Launch) -> Target:
     for name, why in NOT_FOLLOWED.items():
         if getattr(arguments, name, False) and not arguments.cpu:
             raise UnsupportedStepError(
-                f"--{name}: {why}, which the guard cannot follow; start it with accelerate launch"
+                _(
+                    "--{option}: {reason}, which the guard cannot follow; start it with accelerate launch",
+                    option=name,
+                    reason=_(why),
+                )
             )
     if str(arguments.mixed_precision).lower() == "fp8":
-        raise UnsupportedStepError("--mixed_precision fp8 cannot be predicted; start it with accelerate launch")
+        raise UnsupportedStepError(_("--mixed_precision fp8 cannot be predicted; start it with accelerate launch"))
     distributed = (arguments.multi_gpu and not arguments.cpu) or arguments.mpirun_hostfile is not None
     return Target(
         ranks=max(1, arguments.num_processes or 1) if distributed else 1,
@@ -77,7 +75,7 @@ def target_of(launch: Launch) -> Target:
     )
 
 
-def parsed(launch: Launch, command: list[str]) -> argparse.Namespace:
+def parsed(launch: LaunchArguments, command: list[str]) -> argparse.Namespace:
     """What accelerate reads in its options, with this command in the script's place."""
     return launch_parser().parse_args([*launch.accelerate, *command])
 
@@ -87,11 +85,15 @@ def _asked(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Mapping[s
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     try:
-        arguments, _, _ = _validate_launch_command(arguments)
-        _, environment = prepare_simple_launcher_cmd_env(arguments)
+        arguments, *_defaults = _validate_launch_command(arguments)
+        _command, environment = prepare_simple_launcher_cmd_env(arguments)
     except Exception as error:  # accelerate raises ValueError, YAML's errors, OSError, AssertionError, ...
-        where = f" (config file {arguments.config_file})" if arguments.config_file else ""
-        raise InvalidInputError(f"accelerate refuses its options{where}: {error}") from error
+        if arguments.config_file:
+            file = arguments.config_file
+            message = _("accelerate refuses its options (config file {file}): {error}", file=file, error=error)
+        else:
+            message = _("accelerate refuses its options: {error}", error=error)
+        raise InvalidInputError(message) from error
     return arguments, environment
 
 

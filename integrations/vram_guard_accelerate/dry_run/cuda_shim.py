@@ -29,7 +29,7 @@ _ANSWERED = (
 )
 
 
-class BeforePrepare(TorchFunctionMode):
+class CudaShim(TorchFunctionMode):
     """Turns "cuda" into the CPU in every call, and remembers which memory was meant to be on the GPU."""
 
     def __init__(self, capability: tuple[int, int]) -> None:

@@ -1,81 +1,88 @@
-"""What copies of a script's process would have allocated: asked for by the planner, one copy for each answer."""
+"""Timelines from copies of a script's process: asked for by the planner, one copy for each answer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from vram_guard.errors import VramGuardError
+from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard.language import _
 from vram_guard.plan.source import TraceRequest
 from vram_guard.simulate import TRACED_SIZES
+from vram_guard.timeline import Timeline
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.results import Answer, Facts, Failure
+from vram_guard_accelerate.dry_run.first_batch import FirstBatch
+from vram_guard_accelerate.dry_run.fork_task import ForkTask
+from vram_guard_accelerate.dry_run.forks import Fork
+from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult
 
-if TYPE_CHECKING:
-    from vram_guard.timeline import Timeline
-    from vram_guard_accelerate.dry_run.fork_server import FarCopy
-    from vram_guard_accelerate.dry_run.run import DryRun
+T = TypeVar("T", bound=TraceResult)
+
+#: Seconds that one copy may take.
+PATIENCE = 300.0
 
 
-class Traces:
-    """The answers of one dry run's copies, each asked for once.
+class ForkedTraces:
+    """The answers of a script's copies, each asked for once.
 
     Args:
-        run: at its first training batch, when any of the methods is called.
+        first: the script at its first training batch.
     """
 
-    def __init__(self, run: DryRun) -> None:
-        self._run = run
-        self._traced: dict[TraceRequest, Answer | forks.Copy | FarCopy] = {}
+    def __init__(self, first: FirstBatch) -> None:
+        self._first = first
+        self._compares_samples = False
+        self._answers: dict[TraceRequest, TraceResult] = {}
+        self._running: dict[TraceRequest, Fork] = {}
         self.why_not_sliced = ""
-        """Why a copy that worked in slices came to no answer; "" where none failed."""
+        """The reason why a copy that worked in slices came to no answer; "" where none failed."""
         self.why_not_sharded = ""
-        """Why a copy whose parameters wait on the host came to no answer; "" where none failed."""
+        """The same of a copy whose parameters wait on the host."""
 
-    def first_look(self) -> Facts:
+    def first_look(self) -> FirstLook:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
-        assert self._run.sample is not None
-        as_written = TraceRequest(self._run.sample.batch_size, self._run.precision)
-        answer = self._traced[as_written] = self._answer_of(forks.Copy(as_written))
-        self._run.compares = answer.facts.compares
-        return answer.facts
+        request = TraceRequest(self._first.sample.batch_size, self._first.precision)
+        found = _answer_of(forks.fork(ForkTask(request, first_look=True)), FirstLook)
+        self._answers[request] = found
+        self._compares_samples = found.facts.compares_samples
+        return found
 
-    def facts_at(self, batch_size: int) -> Facts:
+    def facts_at(self, batch_size: int) -> LoopFacts:
         """The loop as written, at another size of batches."""
-        return self._answer(TraceRequest(batch_size, self._run.precision)).facts
+        return self._answer(TraceRequest(batch_size, self._first.precision)).facts
 
     def trace(self, request: TraceRequest) -> Timeline:
         """:attr:`vram_guard.plan.source.Source.trace` of the script's loop."""
         return self._answer(request).timeline
 
-    def _answer(self, request: TraceRequest) -> Answer:
-        if request not in self._traced:
-            # The planner asks for these two one after the other: they run side by side.
-            sizes = TRACED_SIZES if request.batch_size == TRACED_SIZES[0] else (request.batch_size,)
-            for wanted in (replace(request, batch_size=size) for size in sizes):
-                if wanted not in self._traced:
-                    self._traced[wanted] = self._copy_for(wanted)
-        waiting = self._traced[request]
-        if isinstance(waiting, Answer):
-            return waiting
+    def _answer(self, request: TraceRequest) -> TraceResult:
+        if request in self._answers:
+            return self._answers[request]
+        # The planner asks for these two one after the other: they run side by side.
+        sizes = TRACED_SIZES if request.batch_size == TRACED_SIZES[0] else (request.batch_size,)
+        for wanted in (replace(request, batch_size=size) for size in sizes):
+            if wanted not in self._answers and wanted not in self._running:
+                self._running[wanted] = self._fork(wanted)
         try:
-            answer = self._traced[request] = self._answer_of(waiting)
+            answer = self._answers[request] = _answer_of(self._running.pop(request), TraceResult)
         except VramGuardError as error:
             self.why_not_sliced = str(error) if request.slices_of_model > 1 else self.why_not_sliced
             self.why_not_sharded = str(error) if request.recipe.parameters_on_host else self.why_not_sharded
             raise
         return answer
 
-    def _copy_for(self, request: TraceRequest) -> forks.Copy | FarCopy:
+    def _fork(self, request: TraceRequest) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
-        if not request.recipe.parameters_on_host:
-            return forks.Copy(request)
-        assert self._run.standby is not None
-        return self._run.standby.copy(request)
+        task = ForkTask(request, self._compares_samples)
+        if request.recipe.parameters_on_host and self._first.fork_server is not None:
+            return self._first.fork_server.fork(task)
+        return forks.fork(task)
 
-    def _answer_of(self, copy: forks.Copy | FarCopy) -> Answer:
-        answer = copy.answer(self._run.patience)
-        if isinstance(answer, Failure):
-            raise answer.as_error()
-        assert isinstance(answer, Answer)
-        return answer
+
+def _answer_of(copy: Fork, kind: type[T]) -> T:
+    answer = copy.answer(PATIENCE)
+    if isinstance(answer, DryRunFailure):
+        raise answer.as_error()
+    if not isinstance(answer, kind):
+        raise UnsupportedStepError(_("a copy of the script gave no answer that is understood"))
+    return answer

@@ -1,7 +1,7 @@
-"""Run the rest of this process several times over: each time in a forked copy of it.
+"""Copies of this process, which run the rest of a script several times over.
 
 A script's loop is there once. A copy of the process, made where the loop asks for its first batch, runs it with another
-batch size, another precision, other techniques, and sends home what came out; the original has not moved, and can be
+batch size, another precision, other techniques, and sends back what came out; the original has not moved, and can be
 copied again. Memory is shared between the copies until written to, and symbolic tensors have none.
 """
 
@@ -18,25 +18,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vram_guard.errors import UnsupportedStepError
-
-
-class BecomeCopy(BaseException):
-    """Raised in a copy, to leave the frames of whoever asked for it; holds what the copy is to do."""
-
-    def __init__(self, task: Any, home: Home) -> None:
-        super().__init__()
-        self.task = task
-        self.home = home
+from vram_guard.language import _
 
 
 @dataclass(frozen=True)
-class Home:
-    """The way from a copy back to the original."""
+class ParentPipe:
+    """The way from a copy back to the process that asked for it."""
 
     pipe: int
 
     def send(self, answer: Any) -> NoReturn:
-        """Send the answer home and end this copy at once, without any of the script's own goodbyes."""
+        """Send the answer and end this copy at once, without the script's own exit handlers."""
         data = memoryview(pickle.dumps(answer))
         try:
             while data:
@@ -45,86 +37,112 @@ class Home:
             os._exit(0)
 
 
-def check_forks() -> None:
-    """Raises UnsupportedStepError where processes cannot be copied (Windows)."""
-    if not hasattr(os, "fork"):
-        raise UnsupportedStepError(
-            "a script's loop is followed in copies of its process (fork), which this system does not have; run "
-            "vram-guard launch --dry-run on Linux or macOS with --gpu or --budget"
-        )
+class ForkEntered(BaseException):
+    """Raised in a copy, to leave the frames of whoever asked for it; holds what the copy is to do."""
 
-
-class Copy:
-    """A copy of this process, on its way; :class:`BecomeCopy` is raised in the copy itself.
-
-    Args:
-        task: what the copy is to do, see :class:`BecomeCopy`.
-    """
-
-    def __init__(self, task: Any) -> None:
-        self._pipe, writing = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()  # or a copy would say again what waits to be written
-        self._process = os.fork()
-        if self._process == 0:
-            os.close(self._pipe)
-            raise BecomeCopy(task, Home(writing))
-        os.close(writing)
-        running[self._process] = self
-
-    def answer(self, seconds: float, *, may_be_silent: bool = False) -> Any:
-        """What the copy sends home, once.
-
-        Args:
-            seconds: when to give up.
-            may_be_silent: None is an answer too: the copy ended by itself and had nothing to say.
-
-        Raises:
-            UnsupportedStepError: the copy died, or did not answer in time.
-        """
-        data = None
-        try:
-            data = read_to_end(self._pipe, time.monotonic() + seconds)
-        finally:
-            if data is None:
-                os.kill(self._process, signal.SIGKILL)
-            code = self._ended()
-        if data is None:
-            raise UnsupportedStepError(f"the script did not get through two optimizer steps in {seconds:.0f} s")
-        if not data and code == 0 and may_be_silent:
-            return None
-        if not data:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise UnsupportedStepError(f"the script {how} while it was followed")
-        return pickle.loads(data)  # noqa: S301 - from our own copy
-
-    def _ended(self) -> int:
-        os.close(self._pipe)
-        del running[self._process]
-        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+    def __init__(self, task: Any, parent: ParentPipe) -> None:
+        super().__init__()
+        self.task = task
+        self.parent = parent
 
 
 running: dict[int, object] = {}
 """Copies that have not answered yet, and those that wait to be asked, by process number."""
 
 
+class Fork:
+    """A copy of this process, as its original sees it.
+
+    Args:
+        process: its number.
+        pipe: where its answer comes from.
+        is_child: False for a child of the fork server, which waits for it.
+    """
+
+    def __init__(self, process: int, pipe: int, *, is_child: bool = True) -> None:
+        self._process = process
+        self._pipe = pipe
+        self._is_child = is_child
+        running[process] = self
+
+    def answer(self, seconds: float, *, may_be_silent: bool = False) -> Any:
+        """The answer that the copy sends, once.
+
+        Args:
+            seconds: when to give up.
+            may_be_silent: None is an answer too: the copy ended by itself and sent nothing.
+
+        Raises:
+            UnsupportedStepError: the copy died, or did not answer in time.
+        """
+        data = None
+        try:
+            data = _read_to_end(self._pipe, time.monotonic() + seconds)
+        finally:
+            if data is None:
+                with contextlib.suppress(OSError):
+                    os.kill(self._process, signal.SIGKILL)
+            os.close(self._pipe)
+            del running[self._process]
+            code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1]) if self._is_child else None
+        if data is None:
+            raise UnsupportedStepError(
+                _("the script did not get through two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}")
+            )
+        if data:
+            return pickle.loads(data)  # noqa: S301 - from our own copy
+        if code == 0 and may_be_silent:
+            return None
+        if code is None:
+            raise UnsupportedStepError(_("the script died while it was followed"))
+        if code < 0:
+            raise UnsupportedStepError(
+                _("the script was killed by signal {number} while it was followed", number=-code)
+            )
+        raise UnsupportedStepError(_("the script ended with exit code {code} while it was followed", code=code))
+
+
+def fork(task: Any) -> Fork:
+    """A copy that begins here: :class:`ForkEntered` is raised in it, with what it is to do."""
+    reading, writing = os.pipe()
+    process = flushed_fork()
+    if process == 0:
+        os.close(reading)
+        raise ForkEntered(task, ParentPipe(writing))
+    os.close(writing)
+    return Fork(process, reading)
+
+
+def flushed_fork() -> int:
+    """``os.fork``, with nothing in the buffers of the output that a copy would write once more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.fork()
+
+
+def check_forks() -> None:
+    """Raises UnsupportedStepError where processes cannot be copied (Windows)."""
+    if not hasattr(os, "fork"):
+        raise UnsupportedStepError(
+            _(
+                "a script's loop is followed in copies of its process (fork), which this system does not have; run "
+                "vram-guard launch --dry-run on Linux or macOS with --gpu or --budget"
+            )
+        )
+
+
 def end_all() -> None:
-    """No copy outlives its original."""
+    """End all copies: none outlives its original."""
     for process in list(running):
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)
 
 
-def read_to_end(pipe: int, deadline: float) -> bytes | None:
-    """Everything until the other end of a pipe closes; None where the time is up.
-
-    Args:
-        pipe: a descriptor.
-        deadline: by ``time.monotonic()``, in seconds.
-    """
+def _read_to_end(pipe: int, deadline: float) -> bytes | None:
+    """All bytes until the other end of a pipe closes; None where ``time.monotonic()`` passes the deadline."""
     parts: list[bytes] = []
     while True:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        ready, *_rest = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return None
         part = os.read(pipe, 2**20)

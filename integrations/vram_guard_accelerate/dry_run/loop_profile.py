@@ -1,4 +1,4 @@
-"""What a script's loop does in an optimizer step, beside taking memory: what it differentiates, clips and schedules.
+"""The profile of a script's loop: what it differentiates, clips and schedules in an optimizer step.
 
 A launch with other options is another training, unless it is shown to be the same: two dry runs are compared by this
 (:mod:`vram_guard_accelerate.relaunch.equivalence`).
@@ -12,27 +12,38 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
+from vram_guard.language import marked
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vram_guard.capture.loader import Sample
 
 #: Optimizer steps for which learning rates are foretold.
 FORETOLD = 2000
 
 
+#: Reasons why the learning rates of later steps are not known.
+UnknownRates = Literal["", "measured", "set by the loop"]
+UNKNOWN_RATES: dict[UnknownRates, str] = {
+    "measured": marked("a schedule that follows a measured value moves at every optimizer step"),
+    "set by the loop": marked("the loop sets learning rates by itself"),
+}
+
+
 @dataclass(frozen=True)
-class Conduct:
-    """What was seen of a loop between its first optimizer step and its second, and what follows from it."""
+class LoopProfile:
+    """A loop between its first optimizer step and its second, and what follows from it."""
 
     complete: bool
-    """Whether there was a second step."""
+    """There was a second step."""
     batch_size: int
     batches_per_step: int
     losses: tuple[tuple[Term, ...], ...]
@@ -41,18 +52,18 @@ class Conduct:
     """How often gradients were clipped, and how often set to zero."""
     rates: tuple[tuple[float, ...], ...]
     """The learning rates at every optimizer step, each once: the first two as seen, the others as schedules go on."""
-    rates_unknown: str
-    """Why they could not be foretold; "" where they were."""
+    rates_unknown: UnknownRates
+    """The reason why they could not be foretold; "" where they were."""
     batches: int | None
     """Of an epoch, where one process has all of it; None: it has no known end."""
     samples: int | None
     """That the sampler hands out in an epoch; None: not known."""
     drops_last: bool
-    """Whether a short batch at the end is left out."""
+    """A short batch at the end is left out."""
     bars: tuple[int, ...]
     """Lengths of the progress bars that were made."""
     counts_items: bool
-    """Whether losses are divided by the number of items of the whole optimizer step (Transformers' Trainer)."""
+    """Losses are divided by the number of items of the whole optimizer step (Transformers' Trainer)."""
 
 
 class _Event(NamedTuple):
@@ -60,11 +71,11 @@ class _Event(NamedTuple):
     what: Any = None
 
 
-class Watcher:
-    """Watches one process."""
+class LoopObserver:
+    """Observes the loop of one process."""
 
-    def __init__(self, returned: Returned) -> None:
-        self._returned = returned
+    def __init__(self) -> None:
+        self.returned = ReturnedLosses()
         self._events: list[_Event] = []
         self._ends: list[int] = []
         """Where optimizer steps end among the events."""
@@ -116,11 +127,6 @@ class Watcher:
 
     # --- events -----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The training begins: what was seen before is not its own."""
-        self._events.clear()
-        self._ends.clear()
-
     def stepped(self) -> None:
         """An optimizer step of the loop has ended."""
         self._ends.append(len(self._events))
@@ -143,7 +149,7 @@ class Watcher:
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             loss = self._scaled[1] if root is self._scaled[0] else root
             self._events.append(_Event("loss", loss_terms(loss)))
-            self._returned.differentiated(loss)
+            self.returned.differentiated(loss)
         self._scaled = (None, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
@@ -175,23 +181,16 @@ class Watcher:
 
     # --- what follows -----------------------------------------------------------------------------------------
 
-    def conduct(self, loader: Any, batch_size: int, batches_per_step: int, *, counts_items: bool) -> Conduct:
-        """What was seen. Moves the schedules on: for a copy that is about to end.
-
-        Args:
-            loader: the training's.
-            batch_size: samples of one of its batches.
-            batches_per_step: of an optimizer step.
-            counts_items: see :class:`Conduct`.
-        """
+    def profile(self, sample: Sample, batches_per_step: int) -> LoopProfile:
+        """The profile so far. Moves the schedules on: for a copy that is about to end."""
         complete = len(self._ends) > 1
         window = self._events[self._ends[0] : self._ends[1]] if complete else self._events
         happened = Counter(event.kind for event in window)
         rates, unknown = _Schedules(self._schedulers, self._events, window).foretold()
-        batches, samples = _epoch(loader)
-        return Conduct(
+        batches, samples = _epoch(sample.loader)
+        return LoopProfile(
             complete=complete,
-            batch_size=batch_size,
+            batch_size=sample.batch_size,
             batches_per_step=batches_per_step,
             losses=tuple(event.what for event in window if event.kind == "loss"),
             counts=tuple((kind, happened[kind]) for kind in ("clip", "zero")),
@@ -199,9 +198,9 @@ class Watcher:
             rates_unknown=unknown,
             batches=batches,
             samples=samples,
-            drops_last=bool(getattr(loader, "drop_last", False)),
+            drops_last=bool(getattr(sample.loader, "drop_last", False)),
             bars=tuple(self._bars),
-            counts_items=counts_items,
+            counts_items=self.returned.items,
         )
 
 
@@ -215,7 +214,7 @@ class _Schedules:
         self._window = window
         self._optimizers = list(dict.fromkeys(event.what[0] for event in events if event.kind == "rates"))
 
-    def foretold(self) -> tuple[tuple[tuple[float, ...], ...], str]:
+    def foretold(self) -> tuple[tuple[tuple[float, ...], ...], UnknownRates]:
         """The rates at every optimizer step, and why they are not known ("" where they are)."""
         seen = [
             [what[1] for kind, what in self._events if kind == "rates" and what[0] == key] for key in self._optimizers
@@ -226,14 +225,14 @@ class _Schedules:
             return tuple(_distinct(rates) for rates in steps), unknown
         return tuple(_distinct(rates) for rates in (*steps, *self._further())), ""
 
-    def _why_unknown(self) -> str:
+    def _why_unknown(self) -> UnknownRates:
         moved = self._moved()
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in moved):
-            return "a schedule that follows a measured value moves at every optimizer step"
+            return "measured"
         latest: dict[int, Any] = {}
         for kind, what in self._events:
             if kind == "rates" and latest.get(what[0], what[1]) != what[1]:
-                return "the loop sets learning rates by itself"
+                return "set by the loop"
             if kind in ("rates", "scheduled"):
                 latest[what[0]] = what[1]
         return ""
@@ -288,7 +287,7 @@ def _epoch(loader: Any) -> tuple[int | None, int | None]:
         return batches, None
 
 
-class Returned:
+class ReturnedLosses:
     """The terms of the numbers that models return and that carry gradient: their losses."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The dry run leaves nothing behind: what a script writes, saves, logs and pushes goes nowhere."""
+"""Side effects of a script, kept from happening in a dry run: what it writes, saves, logs and pushes goes nowhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
+
+from vram_guard.language import _
+from vram_guard_accelerate.patching import wrap
 
 #: Methods of the Accelerator that write.
 ACCELERATOR = ("save", "save_state", "save_model", "init_trackers", "log", "end_training")
@@ -54,21 +57,19 @@ SILENT_ENVIRONMENT = {
 }
 
 
-def silence_accelerate() -> None:
+def discard_library_writes() -> None:
     """Before the script starts: the Accelerator, the Hub and models write nothing."""
     from accelerate import Accelerator
     from huggingface_hub import HfApi
 
-    for name in ACCELERATOR:
-        setattr(Accelerator, name, _nothing(getattr(Accelerator, name, None)))
-    for name in HUB:
-        if hasattr(HfApi, name):
-            setattr(HfApi, name, _nothing(getattr(HfApi, name)))
+    for owner, names in ((Accelerator, ACCELERATOR), (HfApi, HUB)):
+        for name in names:
+            wrap(owner, name, _nothing())
     setattr(HfApi, "create_repo", _made_repository)  # noqa: B010 - a type checker forbids the other way
     setattr(sys.modules["huggingface_hub"], "create_repo", _made_repository)  # noqa: B010 - the same
 
 
-def silence_files() -> None:
+def discard_file_writes() -> None:
     """From ``prepare`` on: what is opened for writing is thrown away, and no file is made, moved or removed.
 
     But for the caches of Hugging Face's libraries, which read back what they wrote: metrics, data sets that are mapped.
@@ -78,29 +79,25 @@ def silence_files() -> None:
     in_cache = _below(_caches())
     for module, names in FILES.items():
         for name in names:
-            setattr(module, name, _nothing_outside(getattr(module, name), in_cache))
+            wrap(module, name, _nothing_outside(in_cache))
     builtins.open = io.open = _opened(io.open, in_cache)
-    pathlib.Path.touch = _nothing(pathlib.Path.touch)  # type: ignore[method-assign]
+    wrap(pathlib.Path, "touch", _nothing())
     accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of `os` and `io` there
     if accessor is not None:
         accessor.open = staticmethod(io.open)
         for name in FILES[os]:
             if hasattr(accessor, name):
                 setattr(accessor, name, staticmethod(getattr(os, name)))
-    torch.save = _nothing(torch.save)
-    numpy = sys.modules.get("numpy")
+    wrap(torch, "save", _nothing())
     for name in ("save", "savez", "savez_compressed", "savetxt"):
-        if numpy is not None:
-            setattr(numpy, name, _nothing(getattr(numpy, name)))
-    for module_name in ("safetensors.torch", "safetensors.numpy"):
-        library = sys.modules.get(module_name)
+        wrap(sys.modules.get("numpy"), name, _nothing())
+    for library in ("safetensors.torch", "safetensors.numpy"):
         for name, answer in SAFETENSORS.items():
-            if hasattr(library, name):
-                setattr(library, name, _nothing(getattr(library, name), answer))
+            wrap(sys.modules.get(library), name, _nothing(answer))
     for cls in _classes():
         for name in SAVING:
             if name in vars(cls):
-                setattr(cls, name, _nothing(getattr(cls, name)))
+                wrap(cls, name, _nothing())
 
 
 def _caches() -> tuple[str, ...]:
@@ -134,7 +131,7 @@ def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
     """Nobody is there to answer: a script that asks is stopped, and told why."""
 
     def asked(*_args: Any, **_kwargs: Any) -> NoReturn:
-        stopped("it reads from standard input, where nobody answers during a dry run")
+        stopped(_("it reads from standard input, where nobody answers during a dry run"))
 
     stand_in: Any = SimpleNamespace(
         **dict.fromkeys(("read", "readline", "readlines", "__iter__", "__next__"), asked),
@@ -148,24 +145,23 @@ def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
     builtins.input = asked
 
 
-def _nothing(original: Any, answer: Any = None) -> Callable[..., Any]:
-    def silent(*_args: Any, **_kwargs: Any) -> Any:
-        return answer
-
-    silent.__name__ = getattr(original, "__name__", "silent")
-    return silent
+def _nothing(answer: Any = None) -> Callable[[Any], Any]:
+    """In place of a function: does nothing."""
+    return lambda _original: lambda *_args, **_kwargs: answer
 
 
-def _nothing_outside(original: Any, allowed: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Works where every path that it is given is allowed, and does nothing elsewhere."""
+def _nothing_outside(allowed: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """In place of a function: does nothing, except where every path that it is given is allowed."""
 
-    def silent(*args: Any, **kwargs: Any) -> Any:
-        paths = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, bytes, os.PathLike))]
-        inside = kwargs.get("dir_fd") is not None  # a step of rmtree, which is allowed itself
-        return original(*args, **kwargs) if inside or (paths and all(map(allowed, paths))) else None
+    def around(original: Any) -> Any:
+        def discarding(*args: Any, **kwargs: Any) -> Any:
+            paths = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, bytes, os.PathLike))]
+            inside = kwargs.get("dir_fd") is not None  # a step of rmtree, which is allowed itself
+            return original(*args, **kwargs) if inside or (paths and all(map(allowed, paths))) else None
 
-    silent.__name__ = getattr(original, "__name__", "silent")
-    return silent
+        return discarding
+
+    return around
 
 
 def _made_repository(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Programs that a script starts itself: from ``prepare`` on only those that tell something, and change nothing.
+"""Programs that a script may start by itself from ``prepare`` on: those that tell something, and change nothing.
 
 Until ``prepare`` a script runs for real, and so does what it starts. From then on its loop runs in several copies of
 its process, each of which would start the program again. Which commit it is or what ``nvidia-smi`` says may be asked
@@ -7,7 +7,6 @@ all the same: trackers and log lines do. Anything else ends the dry run, and the
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import shlex
@@ -16,6 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, NoReturn
+
+from vram_guard.language import _
+from vram_guard_accelerate.patching import wrap
 
 #: Programs that only tell something, whatever their arguments are.
 TELLING = frozenset(
@@ -83,43 +85,38 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
             words = " ".join(words_of(command)) or "a program"
             short = words if len(words) <= 60 else f"{words[:57]}..."
             stopped(
-                f"it starts a process of its own after Accelerator.prepare ({short}), which a dry run would start "
-                "several times over; start it before prepare, or after the training"
+                _(
+                    "it starts a process of its own after Accelerator.prepare ({command}), which a dry run would start "
+                    "several times over; start it before prepare, or after the training",
+                    command=short,
+                )
             )
 
-    _watch_popen(check)
-    _wrap(os, "system", lambda command: check(command, in_shell=True))
-    for name in ("posix_spawn", "posix_spawnp"):
-        _wrap(os, name, lambda _path, argv, *_args, **_kwargs: check(argv))
-    for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
-        _wrap(os, name, lambda _mode, _file, argv, *_args: check(argv))
-    for name in ("multiprocessing.process", "multiprocess.process"):  # the second: what `datasets` uses
-        library = sys.modules.get(name)
-        if library is not None:
-            _wrap(library.BaseProcess, "start", lambda process: check([type(process).__name__]))
+    signature = inspect.signature(subprocess.Popen.__init__)
 
-
-def _watch_popen(check: Callable[..., None]) -> None:
-    original = subprocess.Popen.__init__
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def started(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
+    def check_popen(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
         check(given["args"], in_shell=bool(given.get("shell")))
-        original(self, *args, **kwargs)
 
-    subprocess.Popen.__init__ = started  # type: ignore[method-assign]
+    wrap(subprocess.Popen, "__init__", _checked(check_popen))
+    wrap(os, "system", _checked(lambda command: check(command, in_shell=True)))
+    for name in ("posix_spawn", "posix_spawnp"):
+        wrap(os, name, _checked(lambda _path, argv, *_args, **_kwargs: check(argv)))
+    for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
+        wrap(os, name, _checked(lambda _mode, _file, argv, *_args: check(argv)))
+    for name in ("multiprocessing.process", "multiprocess.process"):  # the second: what `datasets` uses
+        process = getattr(sys.modules.get(name), "BaseProcess", None)
+        wrap(process, "start", _checked(lambda process: check([type(process).__name__])))
 
 
-def _wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
-    original = getattr(owner, name, None)
-    if original is None:  # not on this system
-        return
+def _checked(before: Callable[..., None]) -> Callable[[Any], Any]:
+    """Around a function: its arguments are checked before it is called."""
 
-    @functools.wraps(original)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
-        return original(*args, **kwargs)
+    def around(original: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            before(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    setattr(owner, name, checked)
+        return checked
+
+    return around

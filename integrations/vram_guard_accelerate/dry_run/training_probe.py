@@ -1,4 +1,4 @@
-"""Whether a loop over batches trains, where the models' mode does not say so.
+"""A probe for loops over batches that train, where the models' mode does not say so.
 
 Models come from ``from_pretrained`` in evaluation mode, Transformers' Trainer loads the batches of a step before it
 calls ``train()``, and adapters are trained in evaluation mode altogether; on the other hand, evaluations often run
@@ -12,17 +12,17 @@ from __future__ import annotations
 import os
 
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.forks import BecomeCopy, Home
+from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 
 
-class Probe:
+class TrainingProbe:
     """One process's knowledge of its loops."""
 
     def __init__(self) -> None:
         self._asked = 0
         self._latest = 0
         self._training: int | None = None
-        self._home: Home | None = None
+        self._parent: ParentPipe | None = None
         self._tried = False
 
     def asked(self, began: int | None) -> int:
@@ -47,9 +47,9 @@ class Probe:
         if not self._tried:
             self._tried = True
             try:
-                copy = forks.Copy(None)
-            except BecomeCopy as became:
-                self._home = became.home
+                copy = forks.fork(None)
+            except ForkEntered as entered:
+                self._parent = entered.parent
                 return False
             self._training = copy.answer(patience, may_be_silent=True)
             if self._training is None:
@@ -58,5 +58,5 @@ class Probe:
 
     def differentiated(self) -> None:
         """A backward pass, before anything was planned; a copy has seen enough then."""
-        if self._home is not None:
-            self._home.send(self._latest)
+        if self._parent is not None:
+            self._parent.send(self._latest)

@@ -5,30 +5,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vram_guard.errors import UnsupportedStepError, VramGuardError
-from vram_guard_accelerate.cli.target import OF_A_RANK
-from vram_guard_accelerate.dry_run.results import state_of
+from vram_guard.codec import from_json, to_json
+from vram_guard.language import _
+from vram_guard_accelerate import signals
+from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
-from vram_guard_accelerate.launch_plan import Orders
-from vram_guard_accelerate.relaunch.relaunch import Variant, settled
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
-    from vram_guard_accelerate.settings import Settings
+from vram_guard_accelerate.planning.best_relaunch import best_of
+from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
+from vram_guard_accelerate.script_files import state_of
 
 #: Libraries whose version decides what a step allocates, or how a script is launched.
 LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
@@ -39,89 +34,34 @@ MOST_REMEMBERED = 64
 #: Files that say what a model or a training is, rather than hold what came of it.
 DESCRIPTIONS = (".json", ".yaml", ".yml", ".toml", ".py", ".cfg")
 
+#: Variables that accelerate and torchrun put into the environment of a rank; a dry run is no rank.
+OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK", "MV2_COMM_WORLD_SIZE"),
+)
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a dry run came to."""
+    """The answer of a dry run, now or before."""
 
-    plan: Mapping[str, Any]
-    """As :mod:`vram_guard.report.as_json` has it."""
-    text: str
-    """The same for people."""
-    orders: Orders
-    notes: tuple[str, ...]
-    fits: bool
-    changed: bool
-    seconds: Mapping[str, float]
-    """Of the script until its first batch, and of the planning."""
-    host_memory: Mapping[str, int]
-    """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
+    answer: DryRunAnswer
     log: str
     """Where the script's own prints are."""
     remembered: bool = False
-    """Whether an earlier dry run of an equal launch said it."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A script, how it is to be launched, and what may be changed."""
-
-    command: tuple[str, ...]
-    module: bool
-    settings: Settings
-    budget: Budget
-    ranks: int
-    environment: Mapping[str, str]
-    """What accelerate adds to the environment."""
-    local_ranks: int = 1
-    """Processes that share a machine, and its memory."""
-
-    def key(self) -> str:
-        """A stable name of everything that the answer depends on, as far as it can be known beforehand."""
-        digest = hashlib.sha256()
-        all_of_it = {**os.environ, **self.environment}
-        kept = {name: value for name, value in all_of_it.items() if name.startswith("ACCELERATE_")}
-        launch = (self.command, self.module, self.settings.as_dict(), sorted(kept.items()), str(Path.cwd()))
-        machine = (self.ranks, self.local_ranks, self.budget.usable, self.budget.compute_capability, sys.version)
-        digest.update(repr((launch, machine)).encode())
-        for name in LIBRARIES:
-            with contextlib.suppress(PackageNotFoundError):
-                digest.update(f"{name}=={version(name)}\n".encode())
-        for path in self._files():
-            with contextlib.suppress(OSError):
-                state = path.stat()
-                digest.update(f"{path} {state.st_size} {state.st_mtime_ns}\n".encode())
-        return digest.hexdigest()[:32]
-
-    def varied(self, variant: Variant) -> Question:
-        """The same for a variant of the launch."""
-        environment = {**self.environment, **variant.environment}
-        return replace(self, command=(*self.command, *variant.arguments), environment=environment)
-
-    def _files(self) -> list[Path]:
-        """The script, its neighbours (which it may import), and descriptions that its arguments name.
-
-        Not everything that they name: a script writes into some of it, and is still the same script.
-        """
-        script = Path(self.command[0])
-        if self.module:
-            found = importlib.util.find_spec(self.command[0])
-            script = Path(found.origin) if found is not None and found.origin else script
-        named = [Path(word.partition("=")[2] or word) for word in self.command[1:]]
-        described = [path for path in named if path.suffix in DESCRIPTIONS]
-        folders = [path / "config.json" for path in named]
-        return [*sorted(script.resolve().parent.glob("*.py")), *described, *folders]
+    """Whether an earlier dry run of an equal launch gave it."""
 
 
 def predict(
-    question: Question, *, fresh: bool = False, progress: Callable[[str], None] = lambda _line: None
+    request: DryRunRequest, *, fresh: bool = False, progress: Callable[[str], None] = lambda _line: None
 ) -> Prediction:
     """Run the script dry, or remember what came of it.
 
     Args:
-        question: what is asked.
+        request: the launch.
         fresh: do not look for a remembered answer.
-        progress: called with the options of every variant of the launch that is run dry too.
+        progress: called with the options of every relaunch that is run dry too.
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
@@ -131,56 +71,76 @@ def predict(
     from vram_guard.watch.corrections import cache_folder
 
     base = cache_folder()
-    remembered = None if base is None else base / "launches" / f"{question.key()}.json"
+    remembered = None if base is None else base / "launches" / f"{key_of(request)}.json"
     if remembered is not None and not fresh:
-        known = _remembered(remembered)
+        known = read_remembered(remembered)
         if known is not None:
             return known
     log = _log_beside(remembered)
     if remembered is not None:
-        _forget_oldest(remembered.parent)
-    answer = _run(question, log)
-    if "error" in answer:
-        raise _error(answer, log)
-    answer = settled(answer, lambda asked: _run(question.varied(Variant(**asked["variant"])), log, asked), progress)
-    prediction = _read(answer, str(log))
+        forget_oldest(remembered.parent)
+    first = _run(request, log)
+    if isinstance(first, DryRunFailure):
+        raise _with_log(first, log).as_error()
+    best = best_of(first, lambda relaunch: _run(request.relaunched(relaunch), log), progress)
+    prediction = Prediction(best, str(log))
     if remembered is not None and remembered.parent.is_dir():
         with contextlib.suppress(OSError):
-            write_atomically(remembered, json.dumps({**answer, "log": str(log)}))
+            write_atomically(remembered, to_json(prediction))
     return prediction
 
 
-def _remembered(path: Path) -> Prediction | None:
+# --- answers that are remembered --------------------------------------------------------------------------------
+
+
+def key_of(request: DryRunRequest) -> str:
+    """A stable name of everything that the answer depends on, as far as it can be known beforehand."""
+    digest = hashlib.sha256()
+    variables = {**os.environ, **request.environment}
+    kept = sorted((name, value) for name, value in variables.items() if name.startswith("ACCELERATE_"))
+    launch = (request.command, request.module, request.settings, kept, str(Path.cwd()))
+    budget = (request.budget.usable, request.budget.compute_capability)
+    digest.update(repr((launch, budget, request.ranks, request.local_ranks, sys.version)).encode())
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            digest.update(f"{name}=={version(name)}\n".encode())
+    for path in _files_of(request):
+        digest.update(f"{path} {state_of(str(path))}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _files_of(request: DryRunRequest) -> list[Path]:
+    """The script, its neighbours (which it may import), and descriptions that its arguments name.
+
+    Not everything that they name: a script writes into some of it, and is still the same script.
+    """
+    script = Path(request.command[0])
+    if request.module:
+        found = importlib.util.find_spec(request.command[0])
+        script = Path(found.origin) if found is not None and found.origin else script
+    named = [Path(word.partition("=")[2] or word) for word in request.command[1:]]
+    described = [path for path in named if path.suffix in DESCRIPTIONS]
+    folders = [path / "config.json" for path in named]
+    return [*sorted(script.resolve().parent.glob("*.py")), *described, *folders]
+
+
+def read_remembered(path: Path) -> Prediction | None:
+    """The prediction in a file; None where there is none, or where what it was made from was edited since."""
     try:
-        answer = json.loads(path.read_text(encoding="utf-8"))
-        if any(state_of(name) != state for name, state in answer["files"].items()):
-            return None  # what the script imports, from folders below or elsewhere, was edited since
-        return _read(answer, answer.get("log", ""), remembered=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = from_json(Prediction, path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    # What the script imports may lie in folders below, or elsewhere.
+    edited = any(state_of(name) != state for name, state in found.answer.files.items())
+    return None if edited else replace(found, remembered=True)
 
 
-def _forget_oldest(folder: Path) -> None:
-    """Where free memory decides the budget, hardly two launches are equal: their plans must not pile up."""
+def forget_oldest(folder: Path) -> None:
+    """Remove old files: where free memory decides the budget, hardly two launches are equal."""
     with contextlib.suppress(OSError):
         for kind in ("*.json", "*.log"):
             for path in sorted(folder.glob(kind), key=lambda path: path.stat().st_mtime)[:-MOST_REMEMBERED]:
                 path.unlink(missing_ok=True)
-
-
-def _read(answer: Mapping[str, Any], log: str, *, remembered: bool = False) -> Prediction:
-    return Prediction(
-        plan=answer["plan"],
-        text=answer["text"],
-        orders=Orders(**answer["orders"]),
-        notes=tuple(answer["notes"]),
-        fits=bool(answer["fits"]),
-        changed=bool(answer["changed"]),
-        seconds=answer["seconds"],
-        host_memory=answer["host_memory"],
-        log=log,
-        remembered=remembered,
-    )
 
 
 def _log_beside(remembered: Path | None) -> Path:
@@ -196,58 +156,48 @@ def _log_beside(remembered: Path | None) -> Path:
     return Path(name)
 
 
-def _run(question: Question, log: Path, varied: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Start the process of the dry run and wait for its answer; ``varied``: of what the question is a variant."""
+# --- the process ------------------------------------------------------------------------------------------------
+
+
+def _run(request: DryRunRequest, log: Path) -> DryRunAnswer | DryRunFailure:
+    """Start the process of the dry run and wait for its answer."""
     with tempfile.TemporaryDirectory(prefix="vram-guard-") as name:
         folder = Path(name)
-        request = {
-            "command": list(question.command),
-            "module": question.module,
-            "settings": question.settings.as_dict(),
-            "ranks": question.ranks,
-            "local_ranks": question.local_ranks,
-            "varied": varied,
-        }
-        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        (folder / "budget.pickle").write_bytes(pickle.dumps(question.budget))
+        (folder / REQUEST).write_text(to_json(request), encoding="utf-8")
         with log.open("ab") as out:
             process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-m", "vram_guard_accelerate.dry_run.worker", str(folder)],
-                env=_environment(question.environment),
+                [sys.executable, "-m", "vram_guard_accelerate.planning.worker", str(folder)],
+                env=_environment(request.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches it through us
             )
             try:
-                with _ending_with_us():
+                with signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
                     code = process.wait()
             finally:
                 _end(process)  # and what the script had started
-        answer = folder / "answer.json"
-        if answer.is_file():
-            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-            return found
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return {"error": "UnsupportedStepError", "message": f"the dry run of the script {how}", "traceback": ""}
+        return read_answer(folder) or DryRunFailure.unsupported(_how_it_ended(code))
 
 
-@contextlib.contextmanager
-def _ending_with_us() -> Iterator[None]:
-    """Whoever ends us ends the dry run too: SIGTERM and SIGHUP become exceptions, as SIGINT is one."""
+def read_answer(folder: Path) -> DryRunAnswer | DryRunFailure | None:
+    """The answer of a dry run to the request in a folder; None where it gave none."""
+    answer = folder / ANSWER
+    kinds: Any = DryRunAnswer | DryRunFailure
+    found: DryRunAnswer | DryRunFailure | None = from_json(kinds, answer.read_bytes()) if answer.is_file() else None
+    return found
 
-    def leave(number: int, _frame: Any) -> None:
-        sys.exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return _("the dry run of the script was killed by signal {number}", number=-code)
+    return _("the dry run of the script ended with exit code {code}", code=code)
+
+
+def _leave(number: int, _frame: Any) -> None:
+    """SIGTERM and SIGHUP become exceptions, as SIGINT is one: whoever ends us ends the dry run too."""
+    sys.exit(signals.EXIT_BASE + number)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -258,20 +208,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    """The script's own environment, on a machine without a GPU: no driver is touched, the GPU is a pretence."""
+    """The script's own environment, on a machine without a GPU: no driver is touched, the GPU is pretended."""
     environment = {name: value for name, value in {**os.environ, **added}.items() if name not in OF_A_RANK}
     environment.update(SILENT_ENVIRONMENT)
     environment.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="False", PYTHONUNBUFFERED="1")
     return environment
 
 
-def _error(answer: Mapping[str, Any], log: Path) -> VramGuardError:
-    from vram_guard import errors
-
-    if answer.get("traceback"):
-        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
-            out.write(answer["traceback"])
-    kind = getattr(errors, answer["error"], UnsupportedStepError)
-    message = f"no plan for this script, which is not started: {answer['message']}. What it printed: {log}"
-    made: VramGuardError = kind(message)
-    return made
+def _with_log(failure: DryRunFailure, log: Path) -> DryRunFailure:
+    """A failure that names the log, which has the traceback then."""
+    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
+        out.write(failure.traceback)
+    message = _(
+        "no plan for this script, which is not started: {reason}. What it printed: {log}",
+        reason=failure.message,
+        log=log,
+    )
+    return replace(failure, message=message)

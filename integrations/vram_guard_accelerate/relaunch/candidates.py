@@ -1,4 +1,4 @@
-"""Which variants of a launch are worth a dry run of their own, and whether one that was run is what was meant."""
+"""Candidates for relaunches: changed launches of a script that are worth a dry run of their own."""
 
 from __future__ import annotations
 
@@ -6,138 +6,113 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vram_guard.errors import UnsupportedStepError
-from vram_guard.plan.step_time import seconds_as_written
+from vram_guard.language import _
 from vram_guard.plan.techniques import mixed_precision, splits_of
-from vram_guard_accelerate.dry_run.script_options import accumulation_option, batch_size_option, precision_option
+from vram_guard_accelerate.dry_run.first_batch import FirstBatch
+from vram_guard_accelerate.dry_run.results import FirstLook
+from vram_guard_accelerate.precision import ACCELERATES
 from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
-from vram_guard_accelerate.relaunch.relaunch import Origin, Variant, Varied
+from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
-    from vram_guard.plan.source import Source
-    from vram_guard_accelerate.dry_run.results import Facts
-    from vram_guard_accelerate.dry_run.run import DryRun
     from vram_guard_accelerate.settings import Settings
 
 #: Of batches in smaller parts, how many sizes are asked for: the largest that is thought to fit, and the next smaller.
 SIZES = 2
 
 
-class Wishes:
-    """What a launch would have to be launched with.
+class RelaunchCandidates:
+    """Finds changes of a launch.
 
     Args:
-        run: the script, at its first training batch.
+        first: the script, at its first training batch.
+        look: what its loop was seen to do.
         settings: what may be changed.
-        facts: what the loop was seen to do.
-        refused: technique -> why it cannot be put on the script from outside.
     """
 
-    def __init__(self, run: DryRun, settings: Settings, facts: Facts, refused: dict[str, str]) -> None:
-        self._run = run
+    def __init__(self, first: FirstBatch, look: FirstLook, settings: Settings) -> None:
+        self._first = first
+        self._look = look
         self._settings = settings
-        self._facts = facts
-        self._refused = refused
         self.notes: list[str] = []
-        """Why the script's own options are not set, where they could have been."""
+        """The reasons why the script's own options are not set, where they could have been."""
 
     @property
-    def to_be_varied(self) -> set[str]:
-        """What the script itself acts on before it trains: that cannot be had from outside, only by a variant."""
-        run = self._run
-        acts = run.precision_read or run.by_trainer or precision_option(run) is not None
+    def reserved(self) -> set[str]:
+        """Techniques that the script itself acts on before it trains: only a relaunch can have them."""
+        script = self._first.script
+        acts = script.reads_precision or script.by_trainer or script.precision_option
         return {"precision"} if acts and self._mixed else set()
 
     @property
     def _mixed(self) -> str:
         """The mixed precision that may replace the script's own, in Accelerate's words; "" where none may."""
-        from vram_guard_accelerate.dry_run.run import ACCELERATES
-
-        run = self._run
-        fixed = run.precision_given and precision_option(run) is None and not run.by_trainer
+        script = self._first.script
+        fixed = script.precision_given and not script.precision_option and not script.by_trainer
         if fixed or "precision" not in self._settings.techniques:
             return ""
-        name, _ = mixed_precision(run.precision, run.capability)
+        name, _why = mixed_precision(self._first.precision, self._first.shape.capability)
         return ACCELERATES[name] if name is not None else ""
 
-    def wanted(
-        self, made: Plan, source: Source, planned: Callable[..., Plan], varied: Varied | None
-    ) -> tuple[Varied, ...]:
-        """The variants that may be better than the plan of the launch as it is, the likeliest first.
+    def find(self, made: Plan, accumulated: Callable[[], Plan], current: Relaunch | None) -> tuple[Relaunch, ...]:
+        """Relaunches that may be better than the plan of the launch as it is, the likeliest first.
 
         Args:
             made: that plan.
-            source: the script's loop.
-            planned: makes plans, as :func:`vram_guard_accelerate.planning.decide.decide` does.
-            varied: of which launch this one is a variant itself.
+            accumulated: makes a plan whose micro-batches are the script's own smaller batches.
+            current: the relaunch that this launch is itself.
         """
-        assert self._facts.conduct is not None
-        if varied is None:
-            shown = replace(made, timeline=None, timeline_before=None)
-            origin = Origin(shown, seconds_as_written(made), self._facts.conduct)
+        if current is None:
+            baseline, change = Baseline.of(made, self._look.profile), LaunchChange()
         else:
-            origin = replace(varied.origin, conduct=self._facts.conduct)
-        so_far = Variant() if varied is None else varied.variant
+            baseline, change = replace(current.baseline, profile=self._look.profile), current.change
         found = []
-        if self.to_be_varied:
-            mixed = replace(so_far, precision=self._mixed, precision_option=precision_option(self._run) or "")
-            found.append(Varied(mixed, origin))
-        if so_far.splits == 1:
-            found += [
-                Varied(variant, origin, variant.splits) for variant in self._in_parts(so_far, made, source, planned)
-            ]
+        if self.reserved:
+            option = self._first.script.precision_option
+            found.append(Relaunch(replace(change, precision=self._mixed, precision_option=option), baseline))
+        if change.splits == 1:
+            smaller = self._smaller_batches(change, made, accumulated)
+            found += [Relaunch(one, baseline, one.splits) for one in smaller]
         return tuple(found)
 
-    # --- the script's own options for batch size and accumulation -----------------------------------------------
-
-    def _in_parts(self, so_far: Variant, made: Plan, source: Source, planned: Callable[..., Plan]) -> list[Variant]:
+    def _smaller_batches(self, change: LaunchChange, made: Plan, accumulated: Callable[[], Plan]) -> list[LaunchChange]:
         """Smaller batches, more of them: where slices would run forwards twice, or cannot be made."""
-        run, facts = self._run, self._facts
-        assert run.sample is not None
-        assert facts.conduct is not None
-        batch, accumulation = batch_size_option(run), accumulation_option(run, facts.batches_per_step)
+        facts, options, size = self._look.facts, self._first.script.options, self._first.sample.batch_size
+        batch, accumulation = self._first.batch_size_option, options.accumulation(facts.batches_per_step)
         if not (batch and accumulation and "accumulate" in self._settings.techniques):
             return []
-        if facts.inside and made.splits > 1:
+        names = {"batch": batch, "accumulation": accumulation}
+        if facts.returns_loss and made.splits > 1:
             self.notes.append(
-                f"the models return their loss: slices inside their forward cost nothing, so the script's own options "
-                f"({batch}, {accumulation}) stay as they are"
+                _(
+                    "the models return their loss: slices inside their forward cost nothing, so the script's own "
+                    "options ({batch}, {accumulation}) stay as they are",
+                    **names,
+                )
             )
             return []
         # Memory that grows otherwise than with the batch: a table of all samples against all samples.
         uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
-        compares = "samples of a batch are compared with each other" if facts.compares or uneven else ""
-        why = compares or why_not_accumulated(facts.conduct, run.ranks)
+        if facts.compares_samples or uneven:
+            why = _("samples of a batch are compared with each other")
+        else:
+            why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
         if why:
-            self.notes.append(f"the script's own options ({batch}, {accumulation}) are not set: {why}")
+            note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=why)
+            self.notes.append(note)
             return []
-        gathered = replace(source, sliced_by="loader", forward_again=False)
-        found = planned(gathered, possible=("accumulate",), growing=False)
+        found = accumulated()
         if not found.fits or found.splits == 1 or (made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)):
             return []
-        counts = [count for count in splits_of(run.sample.batch_size) if count >= found.splits][:SIZES]
         return [
             replace(
-                so_far,
+                change,
                 splits=count,
-                batch_size=run.sample.batch_size // count,
+                batch_size=size // count,
                 batch_option=batch,
                 accumulation=facts.batches_per_step * count,
                 accumulation_option=accumulation,
             )
-            for count in counts
+            for count in [count for count in splits_of(size) if count >= found.splits][:SIZES]
         ]
-
-
-def check(varied: Varied, run: DryRun, facts: Facts) -> None:
-    """Raises UnsupportedStepError where a variant is not what was meant by it, or another training."""
-    from vram_guard_accelerate.dry_run.run import ACCELERATES
-
-    assert facts.conduct is not None
-    precision, wanted = ACCELERATES[run.precision], varied.variant.precision
-    if wanted and precision != wanted:
-        raise UnsupportedStepError(f"launched so, it trains in {precision}, not in {wanted}")
-    why = varied.disagreement(facts.conduct, run.ranks)
-    if why:
-        raise UnsupportedStepError(f"launched so, {why}")

@@ -1,4 +1,4 @@
-"""Whether a launch with other options is the same training: two dry runs of a script, held against each other."""
+"""Equivalence of two launches of a script as trainings, by the profiles of their loops in two dry runs."""
 
 from __future__ import annotations
 
@@ -8,78 +8,89 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vram_guard.apply.loss_terms import reduction_of
+from vram_guard.language import _, marked
+from vram_guard_accelerate.dry_run.loop_profile import UNKNOWN_RATES
 
 if TYPE_CHECKING:
     from vram_guard.apply.loss_terms import Term
-    from vram_guard_accelerate.dry_run.loop_profile import Conduct
+    from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 
 #: Learning rates that differ by less are equal: schedules multiply and divide in floating point.
 RATE_TOLERANCE = 1e-6
 
 
-def why_not_accumulated(conduct: Conduct, ranks: int) -> str:
-    """Why a script cannot deliver its batches in smaller parts and still be the same training ("" where it can).
+def why_not_accumulated(profile: LoopProfile, ranks: int) -> str:
+    """The reason why smaller batches of a script could not be the same training ("" where they can).
 
     Args:
-        conduct: of the script as written.
+        profile: of the script as written.
         ranks: processes of the launch.
     """
-    if not conduct.complete:
-        return "it takes no second optimizer step"
-    if conduct.rates_unknown:
-        return conduct.rates_unknown
-    if conduct.samples is None or conduct.batches is None:
-        return "the end of its data is not known, and a short batch at the end would count for more than its share"
-    full = conduct.batch_size * ranks
-    if conduct.samples % full and not conduct.drops_last:
-        return (
-            f"the last batch of an epoch is short ({conduct.samples} samples in batches of {full}), and its samples "
-            "would count for less than they do"
+    if not profile.complete:
+        return _("it takes no second optimizer step")
+    if profile.rates_unknown:
+        return _(UNKNOWN_RATES[profile.rates_unknown])
+    if profile.samples is None or profile.batches is None:
+        return _("the end of its data is not known, and a short batch at the end would count for more than its share")
+    full = profile.batch_size * ranks
+    if profile.samples % full and not profile.drops_last:
+        return _(
+            "the last batch of an epoch is short ({samples} samples in batches of {size}), and its samples would count "
+            "for less than they do",
+            samples=profile.samples,
+            size=full,
         )
-    return "; ".join(dict.fromkeys(_unequal(conduct)))
+    return "; ".join(dict.fromkeys(_unequal(profile)))
 
 
-def _unequal(conduct: Conduct) -> Iterator[str]:
+def _unequal(profile: LoopProfile) -> Iterator[str]:
     """Losses whose parts would not weigh the same in smaller batches."""
-    for terms in conduct.losses:
+    for terms in profile.losses:
         for term in terms:
-            if not term.known and not conduct.counts_items:
-                yield f"its loss comes out of {term.reduction}, which may be a mean or a sum or neither"
-            elif not conduct.counts_items and (term.weighed or (term.labels and term.elements != conduct.batch_size)):
-                yield "its loss is a mean over labels of which some may not count, more in one part than in another"
+            if not term.known and not profile.counts_items:
+                yield _(
+                    "its loss comes out of {operator}, which may be a mean or a sum or neither", operator=term.reduction
+                )
+            elif not profile.counts_items and (term.weighed or (term.labels and term.elements != profile.batch_size)):
+                yield _("its loss is a mean over labels of which some may not count, more in one part than in another")
 
 
-def disagreement(written: Conduct, varied: Conduct, splits: int, ranks: int, *, losses: bool = True) -> str:
-    """What a changed launch does otherwise than the launch as written; "" where it is the same training.
+def disagreement(written: LoopProfile, changed: LoopProfile, splits: int, ranks: int, *, losses: bool = True) -> str:
+    """The difference between a changed launch and the launch as written; "" where it is the same training.
 
     Args:
         written: what the script does as written.
-        varied: what it does when it is launched with other options.
+        changed: what it does when it is launched with other options.
         splits: by how much its batches are smaller there, and its optimizer steps more batches long.
         ranks: processes of the launch.
         losses: whether losses are compared too (another precision makes them of other operators).
     """
-    if varied.batch_size * splits != written.batch_size:
-        return f"its batches hold {varied.batch_size} samples, not {written.batch_size // splits}"
-    if varied.batches_per_step != written.batches_per_step * splits:
-        return (
-            f"it takes an optimizer step every {varied.batches_per_step} batches, not every "
-            f"{written.batches_per_step * splits}"
+    if changed.batch_size * splits != written.batch_size:
+        return _(
+            "its batches hold {count} samples, not {meant}",
+            count=changed.batch_size,
+            meant=written.batch_size // splits,
         )
-    epoch, other = _of_a_rank(written.batches, ranks), _of_a_rank(varied.batches, ranks)
+    if changed.batches_per_step != written.batches_per_step * splits:
+        return _(
+            "it takes an optimizer step every {count} batches, not every {meant}",
+            count=changed.batches_per_step,
+            meant=written.batches_per_step * splits,
+        )
+    epoch, other = _of_a_rank(written.batches, ranks), _of_a_rank(changed.batches, ranks)
     if epoch is not None and other != epoch * splits:
-        return f"an epoch has {other} batches, not {epoch * splits}"
-    if varied.rates_unknown != written.rates_unknown:
-        return varied.rates_unknown
-    step = _first_difference(written.rates, varied.rates)
+        return _("an epoch has {count} batches, not {meant}", count=other, meant=epoch * splits)
+    if changed.rates_unknown and changed.rates_unknown != written.rates_unknown:
+        return _(UNKNOWN_RATES[changed.rates_unknown])
+    step = _first_difference(written.rates, changed.rates)
     if step is not None:
-        return f"learning rates differ, from optimizer step {step + 1} on"
-    for (kind, count), (_, other) in zip(written.counts, varied.counts, strict=True):
+        return _("learning rates differ, from optimizer step {number} on", number=step + 1)
+    for (kind, count), (_kind_too, other) in zip(written.counts, changed.counts, strict=True):
         if count != other:
-            return f"it {_DOES[kind]} {other / max(1, count):g} times as often in an optimizer step"
-    if not _same_bars(written, varied, splits):
-        return "its own count of steps is another one (the lengths of its progress bars)"
-    return _other_losses(written, varied, splits) if losses else ""
+            return _(_MORE_OFTEN[kind], factor=f"{other / max(1, count):g}")
+    if not _same_bars(written, changed, splits):
+        return _("its own count of steps is another one (the lengths of its progress bars)")
+    return _other_losses(written, changed, splits) if losses else ""
 
 
 def _of_a_rank(batches: int | None, ranks: int) -> int | None:
@@ -87,7 +98,10 @@ def _of_a_rank(batches: int | None, ranks: int) -> int | None:
     return None if batches is None else batches // ranks
 
 
-_DOES = {"clip": "clips gradients", "zero": "sets gradients to zero"}
+_MORE_OFTEN = {
+    "clip": marked("it clips gradients {factor} times as often in an optimizer step"),
+    "zero": marked("it sets gradients to zero {factor} times as often in an optimizer step"),
+}
 
 
 def _first_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> int | None:
@@ -100,32 +114,34 @@ def _first_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[f
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def _same_bars(written: Conduct, varied: Conduct, splits: int) -> bool:
+def _same_bars(written: LoopProfile, changed: LoopProfile, splits: int) -> bool:
     """Bars over steps have equal lengths; one over the loader is as much longer as that is."""
-    if len(written.bars) != len(varied.bars):
+    if len(written.bars) != len(changed.bars):
         return False
     return all(
         other == bar or (bar == written.batches and other == splits * bar)
-        for bar, other in zip(written.bars, varied.bars, strict=True)
+        for bar, other in zip(written.bars, changed.bars, strict=True)
     )
 
 
-def _other_losses(written: Conduct, varied: Conduct, splits: int) -> str:
+def _other_losses(written: LoopProfile, changed: LoopProfile, splits: int) -> str:
     """Each sample must count in the loss of a small batch what it counts in that of a whole one.
 
     How a script divides (``accumulate()``, by hand, by the number of items) does not matter: the losses that
     ``backward`` is called for are read, with all that they were divided by.
     """
     as_written = Counter({parts: count * splits for parts, count in _counted(written.losses, 1).items()})
-    if as_written == _counted(varied.losses, splits):
+    if as_written == _counted(changed.losses, splits):
         return ""
-    pairs = zip(written.losses, varied.losses, strict=False)
-    if len(varied.losses) == splits * len(written.losses) and all(
-        _kind(one, written) == _kind(other, varied) for one, other in pairs
+    pairs = zip(written.losses, changed.losses, strict=False)
+    if len(changed.losses) == splits * len(written.losses) and all(
+        _kind(one, written) == _kind(other, changed) for one, other in pairs
     ):
-        factor = _times(written.losses[0], varied.losses[0])
-        return f"it divides its loss by another number: gradients would be {factor:g} times as large"
-    return "its loss is made of other parts"
+        factor = _times(written.losses[0], changed.losses[0])
+        return _(
+            "it divides its loss by another number: gradients would be {factor} times as large", factor=f"{factor:g}"
+        )
+    return _("its loss is made of other parts")
 
 
 def _counted(losses: Sequence[Sequence[Term]], splits: int) -> Counter[tuple[object, ...]]:
@@ -145,8 +161,8 @@ def _counted(losses: Sequence[Sequence[Term]], splits: int) -> Counter[tuple[obj
     )
 
 
-def _kind(terms: Sequence[Term], conduct: Conduct) -> tuple[object, ...]:
-    return tuple((term.reduction, term.elements / conduct.batch_size, term.shape[1:]) for term in terms)
+def _kind(terms: Sequence[Term], profile: LoopProfile) -> tuple[object, ...]:
+    return tuple((term.reduction, term.elements / profile.batch_size, term.shape[1:]) for term in terms)
 
 
 def _times(one: Sequence[Term], other: Sequence[Term]) -> float:
@@ -156,7 +172,7 @@ def _times(one: Sequence[Term], other: Sequence[Term]) -> float:
 def loss_weight(
     one: Sequence[Sequence[Term]], samples: int, other: Sequence[Sequence[Term]], other_samples: int
 ) -> tuple[Literal["mean", "sum"], str]:
-    """What the losses that models return are over the samples of a batch.
+    """The reduction of the losses that models return over the samples of a batch.
 
     Args:
         one: the terms of each loss, for a batch of ``samples``.
@@ -168,7 +184,7 @@ def loss_weight(
         Which, and why that cannot be told ("" where it can).
     """
     if len(one) != len(other):
-        return "mean", "it returns other numbers for other sizes of batches"
+        return "mean", _("it returns other numbers for other sizes of batches")
     found: set[Literal["mean", "sum"]] = set()
     for terms, twins in zip(one, other, strict=True):
         kind, why = reduction_of(terms, samples, twins, other_samples)
@@ -176,5 +192,5 @@ def loss_weight(
             return "mean", why
         found.add(kind)
     if len(found) > 1:
-        return "mean", "some of the numbers that it returns are means over the batch, others sums"
+        return "mean", _("some of the numbers that it returns are means over the batch, others sums")
     return (found.pop() if found else "mean"), ""

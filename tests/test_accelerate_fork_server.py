@@ -16,61 +16,61 @@ if sys.platform == "win32":
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.fork_server import Standby
-from vram_guard_accelerate.dry_run.forks import BecomeCopy
+from vram_guard_accelerate.dry_run.fork_server import ForkServer
+from vram_guard_accelerate.dry_run.forks import ForkEntered
 
 WATCHDOG = 200  # seconds; an answer that is there comes at once
 
 
-def waiting(seen: list[str]) -> Standby:
-    """A standby whose copies do what their task says."""
+def waiting(seen: list[str]) -> ForkServer:
+    """A server whose copies do what their task says."""
     try:
-        return Standby()
-    except BecomeCopy as copy:
+        return ForkServer()
+    except ForkEntered as copy:
         name, value = copy.task
         if name == "die":
             os._exit(3)
         if name == "wait":
             threading.Event().wait()  # until it is ended
-        copy.home.send((name, value, seen, os.getpid()))
+        copy.parent.send((name, value, seen, os.getpid()))
 
 
 @pytest.fixture
-def standby() -> Iterator[Standby]:
+def server() -> Iterator[ForkServer]:
     made = waiting(["before"])
     yield made
     made.end()
     assert not forks.running
 
 
-def test_copies_begin_where_it_waits_and_answer_in_any_order(standby: Standby) -> None:
-    one, two = standby.copy(("one", 1)), standby.copy(("two", list(range(100_000))))
+def test_copies_begin_where_it_waits_and_answer_in_any_order(server: ForkServer) -> None:
+    one, two = server.fork(("one", 1)), server.fork(("two", list(range(100_000))))
     name, value, seen, process = two.answer(WATCHDOG)
     assert (name, len(value), seen) == ("two", 100_000, ["before"])
     assert one.answer(WATCHDOG)[:2] == ("one", 1)
     assert process not in (os.getpid(), 0)
-    assert list(forks.running.values()) == [standby]
+    assert list(forks.running.values()) == [server]
 
 
-def test_a_copy_that_dies_or_takes_too_long_is_said(standby: Standby) -> None:
+def test_a_copy_that_dies_or_takes_too_long_is_said(server: ForkServer) -> None:
     with pytest.raises(UnsupportedStepError, match="died while it was followed"):
-        standby.copy(("die", 0)).answer(WATCHDOG)
-    slow = standby.copy(("wait", 0))
+        server.fork(("die", 0)).answer(WATCHDOG)
+    slow = server.fork(("wait", 0))
     with pytest.raises(UnsupportedStepError, match="did not get through"):
         slow.answer(0.2)
-    assert standby.copy(("still", "there")).answer(WATCHDOG)[0] == "still"
+    assert server.fork(("still", "there")).answer(WATCHDOG)[0] == "still"
 
 
-def test_a_standby_that_is_gone_is_said(standby: Standby) -> None:
+def test_a_server_that_is_gone_is_said(server: ForkServer) -> None:
     (process,) = forks.running
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     with pytest.raises(UnsupportedStepError, match="was lost"):
-        standby.copy(("too", "late"))
+        server.fork(("too", "late"))
 
 
-def test_ending_all_ends_what_waits_too(standby: Standby) -> None:
-    slow = standby.copy(("wait", 0))
+def test_ending_all_ends_what_waits_too(server: ForkServer) -> None:
+    slow = server.fork(("wait", 0))
     forks.end_all()
     with pytest.raises(UnsupportedStepError, match="died"):
         slow.answer(WATCHDOG)

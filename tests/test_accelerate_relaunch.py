@@ -20,13 +20,19 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, OPTIONS, TRAINER, TWO, difference, launch  # noqa: E402
 
 from vram_guard.apply.loss_terms import Term  # noqa: E402
-from vram_guard_accelerate.dry_run.loop_profile import Conduct  # noqa: E402
-from vram_guard_accelerate.launch_plan import VARIABLE, Orders  # noqa: E402
+from vram_guard.codec import from_json, from_plain, to_json  # noqa: E402
+from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
+from vram_guard.timeline import Estimate, Phase  # noqa: E402
+from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
+from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
+from vram_guard_accelerate.planning.best_relaunch import MOST, best_of  # noqa: E402
+from vram_guard_accelerate.planning.requests import DryRunAnswer  # noqa: E402
 from vram_guard_accelerate.relaunch.equivalence import disagreement, why_not_accumulated  # noqa: E402
-from vram_guard_accelerate.relaunch.relaunch import MOST, Variant, settled  # noqa: E402
+from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch  # noqa: E402
 
 SET = ["--batch_size", "8", "--gradient_accumulation_steps", "2"]
-HALVED = Orders(batch_size=8, grown_batch_size=8, micro_batch_size=8, batch_option=SET[0],
+HALVED = LaunchPlan(batch_size=8, grown_batch_size=8, micro_batch_size=8, batch_option=SET[0],
                 accumulation_option=SET[2], accumulation=2)  # fmt: skip
 TRAINER_ARGUMENTS = {
     "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 1, "samples": 64,
@@ -59,7 +65,7 @@ def test_options_are_set_where_slices_would_run_forwards_twice(answers: Any) -> 
     answer = answers["by_hand"]
     assert "error" not in answer, answer
     assert answer["tried"] == [" ".join(SET)]
-    assert Orders(**answer["orders"]).script_arguments() == SET
+    assert from_plain(LaunchPlan, answer["launch_plan"]).script_arguments() == SET
     plan = answer["plan"]
     assert (plan["accumulate"], plan["batch_size"]) == ({"before": 1, "after": 2}, {"before": 16, "after": 8})
     assert plan["estimate"]["peak_reserved"] <= 45 * 2**20 < plan["before"]["peak_reserved"]
@@ -80,8 +86,8 @@ def test_options_that_make_another_training_are_left_alone(answers: Any, name: s
     answer = answers[name]
     assert "error" not in answer, answer
     assert answer["fits"]
-    assert answer["orders"]["micro_batch_size"] == 8  # in slices, instead
-    assert Orders(**answer["orders"]).script_arguments() == []
+    assert answer["launch_plan"]["micro_batch_size"] == 8  # in slices, instead
+    assert from_plain(LaunchPlan, answer["launch_plan"]).script_arguments() == []
     assert any("--gradient_accumulation_steps" in note and why in note for note in answer["notes"]), answer["notes"]
     assert any("forward twice" in note for note in answer["notes"])
 
@@ -89,7 +95,7 @@ def test_options_that_make_another_training_are_left_alone(answers: Any, name: s
 def test_a_script_that_acts_on_its_precision_is_seen_to_do_so(answers: Any) -> None:
     answer = answers["asks"]
     assert "error" not in answer, answer
-    assert answer["orders"]["precision"] == "bf16"
+    assert answer["launch_plan"]["precision"] == "bf16"
     before, after = (answer["plan"][which]["breakdown"]["parameters"] for which in ("before", "estimate"))
     # Its frozen encoder has a million weights, which the script itself halves.
     assert before - after == pytest.approx(2_000_000, abs=512)
@@ -99,7 +105,7 @@ def test_a_script_that_acts_on_its_precision_is_seen_to_do_so(answers: Any) -> N
 def test_transformers_trainer_sets_its_own_options_where_it_cannot_be_sliced(answers: Any) -> None:
     answer = answers["trainer"]
     assert "error" not in answer, answer
-    given = Orders(**answer["orders"]).script_arguments()
+    given = from_plain(LaunchPlan, answer["launch_plan"]).script_arguments()
     assert given == ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
     assert answer["fits"]
 
@@ -108,7 +114,7 @@ def test_transformers_trainer_takes_the_precision_of_its_environment(answers: An
     answer = answers["trainer_mixed"]
     assert "error" not in answer, answer
     assert answer["tried"] == ["--mixed_precision bf16"]
-    assert (answer["orders"]["precision"], answer["orders"]["precision_option"]) == ("bf16", "")
+    assert (answer["launch_plan"]["precision"], answer["launch_plan"]["precision_option"]) == ("bf16", "")
     assert answer["fits"]
 
 
@@ -139,7 +145,7 @@ def test_two_processes_with_their_options_set_are_the_same_training(tmp_path: Pa
     folders = [tmp_path / name for name in ("written", "set")]
     for folder, own in zip(folders, [(), ("-m", "vram_guard_accelerate")], strict=True):
         folder.mkdir()
-        orders = {VARIABLE: HALVED.text()} if own else {}
+        orders = {VARIABLE: to_json(HALVED)} if own else {}
         done = launch(*TWO, *own, OPTIONS, "several", "--out", folder, cache=tmp_path, guarded=False, **more, **orders)
         assert done.returncode == 0, done.stderr[-3000:]
     for name in ("accumulated", "by_hand"):
@@ -158,7 +164,7 @@ def same_training(written: Any, halved: Any) -> None:
 
 # --- what is compared -------------------------------------------------------------------------------------------
 
-WRITTEN = Conduct(
+WRITTEN = LoopProfile(
     complete=True, batch_size=16, batches_per_step=1, losses=((Term("mean", 1.0, (16,), labels=True),),),
     counts=(("clip", 1), ("zero", 1)), rates=((0.1,), (0.2,), (0.3,)), rates_unknown="", batches=4, samples=64,
     drops_last=False, bars=(8,), counts_items=False,
@@ -185,7 +191,7 @@ def test_halves_of_a_batch_are_the_batch() -> None:
         ({"batches": 9}, "9 batches, not 8"),
         ({"rates": ((0.1,), (0.2,), (0.25,))}, "from optimizer step 3 on"),
         ({"rates": ((0.1,), (0.2,))}, "from optimizer step 3 on"),
-        ({"rates_unknown": "the loop sets learning rates by itself"}, "by itself"),
+        ({"rates_unknown": "set by the loop"}, "by itself"),
         ({"counts": (("clip", 2), ("zero", 1))}, "clips gradients 2 times as often"),
         ({"bars": (16,)}, "its own count of steps"),
         ({"losses": ((Term("mean", 1.0, (8,), labels=True),),) * 2}, "gradients would be 2 times as large"),
@@ -203,7 +209,7 @@ def test_what_differs_is_named(change: dict[str, Any], why: str) -> None:
         ({"samples": 60}, "short"),
         ({"samples": None}, "end of its data is not known"),
         ({"complete": False}, "no second optimizer step"),
-        ({"rates_unknown": "a schedule that follows"}, "a schedule that follows"),
+        ({"rates_unknown": "measured"}, "a schedule that follows"),
         ({"losses": ((Term("DivBackward0", 1.0, ()),),)}, "DivBackward0"),
         ({"losses": ((Term("mean", 1.0, (16 * 256,), labels=True),),)}, "labels of which some may not count"),
         ({"losses": ((Term("mean", 1.0, (16,), labels=True, weighed=True),),)}, "labels of which some may not count"),
@@ -232,39 +238,53 @@ def test_a_number_of_items_settles_how_tokens_are_weighed() -> None:
 # --- which is taken ---------------------------------------------------------------------------------------------
 
 
-def answer(slowdown: float, *, fits: bool = True, wanted: Any = ()) -> dict[str, Any]:
-    return {"fits": fits, "plan": {"slowdown": slowdown}, "notes": [], "seconds": {"plan": 1.0}, "wanted": list(wanted)}
+def answer(slowdown: float, *, fits: bool = True, relaunches: tuple[Relaunch, ...] = ()) -> DryRunAnswer:
+    return DryRunAnswer(
+        {"slowdown": slowdown}, "", LaunchPlan(), (), relaunches, {}, fits, True, {"plan": 1.0}, {"plan": 1}
+    )
 
 
-def asked(**variant: Any) -> dict[str, Any]:
-    return {"variant": vars(Variant(**variant))}
+def changed(**change: Any) -> Relaunch:
+    estimate = Estimate(16, 1, 1, {}, {}, Phase("setup", 0, 0), "", "", "", "symbolic")
+    return Relaunch(LaunchChange(**change), Baseline("32-true", 1, 16, 16, estimate, Reason(Why.FITS), 1.0, WRITTEN))
 
 
 def test_the_cheapest_that_fits_is_taken() -> None:
-    halves, quarters = (asked(splits=n, batch_option="--batch", batch_size=16 // n) for n in (2, 4))
+    halves, quarters = (changed(splits=n, batch_option="--batch", batch_size=16 // n) for n in (2, 4))
     runs = {"--batch 8": answer(1.1, fits=False), "--batch 4": answer(1.2)}
     tried: list[str] = []
-    taken = settled(answer(1.5, wanted=(halves, quarters)), lambda one: runs[tried[-1]], tried.append)
+    taken = best_of(answer(1.5, relaunches=(halves, quarters)), lambda one: runs[one.change.words], tried.append)
     assert tried == ["--batch 8", "--batch 4"]
-    assert taken["plan"]["slowdown"] == 1.2
-    assert taken["seconds"] == {"plan": 3.0}
-    assert any("--batch 8" in note and "does not fit" in note for note in taken["notes"])
+    assert taken.slowdown == 1.2
+    assert taken.seconds == {"plan": 3.0}
+    assert any("--batch 8" in note and "does not fit" in note for note in taken.notes)
 
 
-def test_a_variant_that_fails_or_costs_more_leaves_the_plan_as_it_was() -> None:
-    wanted = (asked(precision="bf16"), asked(splits=2, batch_option="--batch", batch_size=8))
-    wanted = (*wanted, asked(splits=4, batch_option="--batch", batch_size=4))
-    failed = {"error": "UnsupportedStepError", "message": "it takes other steps"}
+def test_a_relaunch_that_fails_or_costs_more_leaves_the_plan_as_it_was() -> None:
+    relaunches = (changed(precision="bf16"), changed(splits=2, batch_option="--batch", batch_size=8))
+    relaunches = (*relaunches, changed(splits=4, batch_option="--batch", batch_size=4))
+    failed = DryRunFailure.unsupported("it takes other steps")
     tried: list[str] = []
-    taken = settled(answer(1.5, wanted=wanted), lambda one: answer(2.0) if len(tried) == 1 else failed, tried.append)
-    assert taken["plan"]["slowdown"] == 1.5
+    first = answer(1.5, relaunches=relaunches)
+    taken = best_of(first, lambda one: answer(2.0) if len(tried) == 1 else failed, tried.append)
+    assert taken.slowdown == 1.5
     assert tried == ["--mixed_precision bf16", "--batch 8"]  # smaller parts of it would be the same other training
-    assert any("2.00 times" in note for note in taken["notes"])
-    assert any("it takes other steps" in note for note in taken["notes"])
+    assert any("2.00 times" in note for note in taken.notes)
+    assert any("it takes other steps" in note for note in taken.notes)
 
 
-def test_variants_of_variants_come_to_an_end() -> None:
-    endless = asked(precision="bf16")
+def test_relaunches_of_relaunches_come_to_an_end() -> None:
+    endless = changed(precision="bf16")
     tried: list[str] = []
-    settled(answer(9.0, wanted=(endless,)), lambda one: answer(9.0 - len(tried), wanted=(endless,)), tried.append)
+    first = answer(9.0, relaunches=(endless,))
+    best_of(first, lambda one: answer(9.0 - len(tried), relaunches=(endless,)), tried.append)
     assert len(tried) == MOST
+
+
+def test_a_relaunch_travels_as_text() -> None:
+    """With all that it is compared with: the process that runs it dry is another one."""
+    made = changed(splits=2, batch_option="--batch", batch_size=8)
+    assert from_json(Relaunch, to_json(made)) == made
+    text = to_json(answer(1.5, relaunches=(made,)))
+    assert from_json(DryRunAnswer, text) == answer(1.5, relaunches=(made,))
+    assert from_json(DryRunAnswer | DryRunFailure, text).relaunches == (made,)  # type: ignore[arg-type,union-attr]

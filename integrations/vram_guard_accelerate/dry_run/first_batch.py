@@ -1,0 +1,94 @@
+"""A script at its first training batch, where it is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from vram_guard.capture.loader import Sample
+from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
+from vram_guard_accelerate.apply.loaders import LoadersMade
+from vram_guard_accelerate.dry_run.fork_server import ForkServer
+from vram_guard_accelerate.launch_plan import LoaderPlace
+from vram_guard_accelerate.precision import precision_of
+from vram_guard_accelerate.relaunch.script_options import ScriptOptions
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """The launch that a dry run stands for."""
+
+    capability: tuple[int, int]
+    """Compute capability of the GPU that is pretended."""
+    ranks: int
+    """Processes of the real launch."""
+    local_ranks: int
+    """Of them, those that share a machine, and its memory."""
+
+
+@dataclass
+class ScriptObservations:
+    """What a script was seen to do by itself, before it trains."""
+
+    options: ScriptOptions = field(default_factory=ScriptOptions)
+    loaders: LoadersMade = field(default_factory=LoadersMade)
+    resumed: ResumedCheckpoint = field(default_factory=ResumedCheckpoint)
+    precision_given: str = ""
+    """The precision that the script itself passes to the Accelerator; "" where it passes none."""
+    reads_precision: bool = False
+    """The script asked the Accelerator for its precision, and may have acted on the answer."""
+    by_trainer: bool = False
+    """The Accelerator is that of Transformers' ``Trainer``, which takes the environment's precision."""
+
+    @property
+    def precision_option(self) -> str:
+        """The script's own option for mixed precision, where it takes Accelerate's words; "" where there is none."""
+        return self.options.precision(self.precision_given)
+
+
+@dataclass(frozen=True)
+class FirstBatch:
+    """Everything that a plan is made from."""
+
+    shape: LaunchShape
+    script: ScriptObservations
+    accelerator: Any
+    models: tuple[nn.Module, ...]
+    """Those that were prepared, in order."""
+    sample: Sample
+    fork_server: ForkServer | None
+    """Makes copies in which the model is sharded; None where parameters may not wait on the host."""
+
+    @property
+    def root(self) -> nn.Module:
+        """The model that the plan speaks of: the only one, or all of them by number."""
+        return root_of(self.models)
+
+    @property
+    def precision(self) -> str:
+        """The script's own."""
+        return precision_of(self.accelerator)
+
+    @property
+    def batch_size_option(self) -> str:
+        """The script's own option for the batch size; "" where there is none."""
+        return self.script.options.batch_size(self.sample.batch_size)
+
+    @property
+    def loader_place(self) -> LoaderPlace | None:
+        """Where the script makes the training's loader; None where it makes none of its batch size."""
+        return self.script.loaders.place_of_training(self.sample)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether ``torch.compile`` compiles a model as a whole."""
+        backend = getattr(self.accelerator.state.dynamo_plugin, "backend", "NO")
+        compiled = any(hasattr(part, "_orig_mod") for part in self.root.modules())
+        return compiled or str(getattr(backend, "value", backend)).upper() != "NO"
+
+
+def root_of(models: tuple[nn.Module, ...]) -> nn.Module:
+    """The only model, or all of them by number."""
+    return models[0] if len(models) == 1 else nn.ModuleList(models)

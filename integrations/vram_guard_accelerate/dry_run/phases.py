@@ -1,0 +1,135 @@
+"""The phases of a dry run, and the places of a script at which they differ.
+
+Until ``Accelerator.prepare`` a script runs for real (:mod:`.preparing`). From then on its models are symbolic
+(:mod:`.following`). Where its loop asks for the first training batch, the process stops to plan: copies of it run the
+loop on (:mod:`.forked`), each with another batch size, precision or technique, and say what it would have allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vram_guard.language import _
+from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
+from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
+from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.dry_run.sharded_copy import Sharding
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
+OTHER_BATCHES = 2
+
+#: The same where no model was called since the last one: a loop loads the batches of a step ahead.
+BATCHES_AHEAD = 64
+
+
+class DryRun:
+    """The process of a script that is followed.
+
+    Args:
+        shape: the launch that it stands for.
+        decide: given the script at its first training batch: plans, and does not return.
+        may_shard: whether the plan may keep parameters on the host (FSDP2).
+    """
+
+    def __init__(
+        self, shape: LaunchShape, decide: Callable[[FirstBatch], NoReturn], *, may_shard: bool = False
+    ) -> None:
+        self.shape = shape
+        self.decide = decide
+        self.script = ScriptObservations()
+        self.observer = LoopObserver()
+        self.sharding = Sharding(may_shard=may_shard)
+        self.phase = Phase(self)
+
+
+class BatchIterator:
+    """Iterates over a loader of the script, whose phase decides which batches it gets."""
+
+    def __init__(self, run: DryRun, loader: Any, original: Callable[[Any], Iterator[Any]]) -> None:
+        self.loader = loader
+        self.began: int | None = None
+        """The number of its first batch among all that were asked for since ``prepare``."""
+        self._run = run
+        self._original = original
+        self._real: Iterator[Any] | None = None
+        self._given = 0
+        self._forwards = run.phase.forwards
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._run.phase.next_batch(self)
+
+    def next_real(self) -> Any:
+        """The loader's own next batch."""
+        if self._real is None:
+            self._real = self._original(self.loader)
+        return next(self._real)
+
+    def next_beside_training(self) -> Any:
+        """The same, until a loop that does not train has seen enough."""
+        forwards = self._run.phase.forwards
+        used, self._forwards = forwards > self._forwards, forwards
+        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD):
+            raise StopIteration
+        self._given += 1
+        return self.next_real()
+
+
+class Phase:
+    """What is done at the places of a script that the patches watch; here: the script runs as it would."""
+
+    def __init__(self, run: DryRun) -> None:
+        self.run = run
+
+    @property
+    def forwards(self) -> int:
+        """How often prepared models were called."""
+        return 0
+
+    def state_made(self) -> None:
+        """Accelerate's state is about to be made: the script has imported its libraries."""
+
+    def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """``Accelerator.prepare``, or ``prepare_model``."""
+        return original(accelerator, *args, **kwargs)
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """A loader's next batch."""
+        return batches.next_real()
+
+    def moving_batch(self) -> AbstractContextManager[object]:
+        """A batch moves to the GPU inside the block."""
+        return nullcontext()
+
+    def differentiates(self) -> None:
+        """A backward pass of the script."""
+
+    def clips(self, parameters: Any) -> Any:
+        """The script clips the gradients of these parameters; the same ones, to be clipped."""
+        return parameters
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+
+    def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
+        """A prepared model, called with these keyword arguments, has returned."""
+
+    def failed(self, error: BaseException, script: str) -> None:
+        """The script has raised this. Does not return in a copy, which sends it to its original."""
+        copy = self.run.sharding.copy
+        if copy is not None:
+            copy.parent.send(DryRunFailure.of(error, script))
+
+    def ended(self) -> None:
+        """The script is over. Does not return in a copy, which sends what it has seen to its original."""
+        copy = self.run.sharding.copy
+        if copy is not None:
+            copy.parent.send(DryRunFailure.unsupported(_("the script ended without asking for a training batch")))

@@ -1,0 +1,51 @@
+"""The best answer of a launch and its relaunches, each of which is run dry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from vram_guard.language import _
+from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.planning.requests import DryRunAnswer
+from vram_guard_accelerate.relaunch.relaunch import Relaunch
+
+#: Relaunches that are run dry for one launch, at most: each costs the script's start once more.
+MOST = 3
+
+
+def best_of(
+    first: DryRunAnswer,
+    run: Callable[[Relaunch], DryRunAnswer | DryRunFailure],
+    progress: Callable[[str], None] = lambda _line: None,
+) -> DryRunAnswer:
+    """The answer that is taken, with notes about the others.
+
+    Args:
+        first: the answer of the launch as it was typed, with its relaunches.
+        run: runs one of these dry.
+        progress: called with a relaunch's options before it is run.
+    """
+    best, waiting, notes, seconds = first, list(first.relaunches), list[str](), dict(first.seconds)
+    for _number in range(MOST):
+        if not waiting:
+            break
+        change = waiting[0].change
+        progress(change.words)
+        answer = run(waiting.pop(0))
+        if isinstance(answer, DryRunFailure):
+            notes.append(_not_taken(change.words, answer.message))
+            waiting = [other for other in waiting if other.change.kind != change.kind]
+            continue
+        seconds = {name: seconds[name] + answer.seconds[name] for name in seconds}
+        if answer.fits and (not best.fits or answer.slowdown < best.slowdown):
+            best, waiting = answer, list(answer.relaunches)
+        else:
+            worse = _("costs {factor} times the step time", factor=f"{answer.slowdown:.2f}")
+            notes.append(_not_taken(change.words, worse if answer.fits else _("it does not fit")))
+            waiting = [*answer.relaunches, *waiting]
+    return replace(best, notes=(*best.notes, *notes), seconds=seconds, relaunches=())
+
+
+def _not_taken(options: str, why: str) -> str:
+    return _("{options} was tried in a dry run of its own, and is not taken: {why}", options=options, why=why)

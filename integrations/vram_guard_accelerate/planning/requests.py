@@ -1,0 +1,72 @@
+"""Requests to the process of a dry run and its answers: both travel as JSON files (:mod:`vram_guard.codec`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from vram_guard.budget import Budget
+from vram_guard_accelerate.launch_plan import LaunchPlan
+from vram_guard_accelerate.relaunch.relaunch import Relaunch
+from vram_guard_accelerate.script_files import FileState
+from vram_guard_accelerate.settings import Settings
+
+REQUEST: Final = Path("request.json")
+ANSWER: Final = Path("answer.json")
+
+
+@dataclass(frozen=True)
+class DryRunRequest:
+    """A script, how it is to be launched, and what may be changed."""
+
+    command: tuple[str, ...]
+    """The script, or a module's name, and its arguments."""
+    module: bool
+    settings: Settings
+    budget: Budget
+    ranks: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that accelerate adds to the environment."""
+    local_ranks: int = 1
+    """Processes that share a machine, and its memory."""
+    relaunch: Relaunch | None = None
+    """What this launch is, if it is not as it was typed."""
+
+    def relaunched(self, relaunch: Relaunch) -> DryRunRequest:
+        """The same for a relaunch of the launch as it was typed."""
+        change = relaunch.change
+        return replace(
+            self,
+            command=(*self.command, *change.arguments),
+            environment={**self.environment, **change.environment},
+            relaunch=relaunch,
+        )
+
+
+@dataclass(frozen=True)
+class DryRunAnswer:
+    """The result of a dry run."""
+
+    plan: Mapping[str, Any]
+    """As :mod:`vram_guard.report.as_json` has it."""
+    text: str
+    """The same for people."""
+    launch_plan: LaunchPlan
+    notes: tuple[str, ...]
+    relaunches: tuple[Relaunch, ...]
+    """Relaunches that may be better, the likeliest first."""
+    files: Mapping[str, FileState]
+    """The files that it was made from."""
+    fits: bool
+    changed: bool
+    seconds: Mapping[str, float]
+    """Of the script until its first batch, and of the planning."""
+    host_memory: Mapping[str, int]
+    """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
+
+    @property
+    def slowdown(self) -> float:
+        """Step time under the plan over the step time as written."""
+        return float(self.plan["slowdown"] or 1.0)

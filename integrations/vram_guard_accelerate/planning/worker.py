@@ -1,0 +1,106 @@
+"""``python -m vram_guard_accelerate.planning.worker FOLDER``: the process of a dry run."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from vram_guard.codec import from_json, to_json
+from vram_guard.language import _
+from vram_guard.report.as_json import as_dict
+from vram_guard.report.text import render
+from vram_guard_accelerate import run_script
+from vram_guard_accelerate.dry_run import forks, patches
+from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
+from vram_guard_accelerate.dry_run.phases import DryRun
+from vram_guard_accelerate.dry_run.preparing import PreparingPhase
+from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
+from vram_guard_accelerate.planning.decide import decide
+from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
+from vram_guard_accelerate.script_files import imported_files
+
+
+def main() -> NoReturn:
+    """Follow the script that the request names, and write the answer beside the request."""
+    folder = Path(sys.argv[1])
+    request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
+    try:
+        _follow(request, lambda answer: _answer(folder, answer))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
+        _answer(folder, DryRunFailure.of(error, request.command[0]))
+
+
+def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) -> NoReturn:
+    settings, began = request.settings, time.monotonic()
+
+    def decided(first: FirstBatch) -> NoReturn:
+        stood, memory = time.monotonic(), _memory()
+        found = decide(first, settings, request.budget, current=request.relaunch, may_relaunch=True)
+        answer(
+            DryRunAnswer(
+                plan=as_dict(found.plan),
+                text=render(found.plan, unicode=True),
+                launch_plan=found.launch_plan,
+                notes=found.notes,
+                relaunches=found.relaunches,
+                files={**imported_files(), **first.script.resumed.files},
+                fits=found.plan.fits,
+                changed=found.plan.changed or found.launch_plan.resumes_grown,
+                seconds={"script": stood - began, "plan": time.monotonic() - stood},
+                host_memory={"script": memory, "plan": _memory()},
+            )
+        )
+
+    # As in vram_guard.plan: of a GPU that nobody named, the oldest generation with bfloat16 is assumed.
+    shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
+    run = DryRun(shape, decided, may_shard="offload_parameters" in settings.techniques)
+    follow_script(run, request.command, module=request.module)
+
+
+def follow_script(run: DryRun, command: Sequence[str], *, module: bool) -> NoReturn:
+    """Run a script until it is planned for; never returns.
+
+    Raises:
+        StoppedError, Exception: in the original process, what ended the script before.
+    """
+    forks.check_forks()
+    run.phase = PreparingPhase(run)
+    patches.install(run)
+    try:
+        run_script.run(command, module=module)
+    except BaseException as error:
+        run.phase.failed(error, command[0])
+        raise
+    run.phase.ended()
+    stopped(_("the script ended without asking for a training batch of a model prepared by Accelerator.prepare"))
+
+
+def _memory() -> int:
+    """Bytes of host memory that this process, or the largest of its copies, took at most."""
+    kibibytes = 1 if sys.platform == "darwin" else 1024
+    own = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return max(own) * kibibytes
+
+
+def _answer(folder: Path, answer: DryRunAnswer | DryRunFailure) -> NoReturn:
+    """Write the answer and end at once, without the script's own exit handlers (trackers, threads)."""
+    forks.end_all()
+    try:
+        # The script's `open` writes nowhere by now: the descriptor does.
+        handle = os.open(folder / ANSWER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        data = memoryview(to_json(answer).encode())
+        while data:
+            data = data[os.write(handle, data) :]
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

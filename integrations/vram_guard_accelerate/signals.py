@@ -1,0 +1,40 @@
+"""Signals that end a launch. One that is ignored where it is started (nohup, a job in the background) stays ignored."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+#: Signals that end a launch.
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+
+#: Exit code of a launch that a signal ended: this and the signal's number, as shells have it.
+EXIT_BASE = 128
+
+
+def ignored() -> list[signal.Signals]:
+    """The signals of :data:`ENDING` that whoever started this process has switched off."""
+    return [number for number in ENDING if signal.getsignal(number) == signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, Any], None], numbers: Iterable[int] = ENDING) -> Iterator[None]:
+    """Inside the block, a handler for signals that are not ignored; in the main thread only, as Python has it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    own = set(numbers) - set(ignored())
+    before = {number: signal.signal(number, handler) for number in own}
+    try:
+        yield
+    finally:
+        for number, one in before.items():
+            signal.signal(number, one)
+
+
+def exit_code(code: int) -> int:
+    """The exit code for a process's, which is negative where a signal ended it."""
+    return code if code >= 0 else EXIT_BASE - code

@@ -1,0 +1,91 @@
+"""Values that travel as JSON come back as what they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import pytest
+
+from vram_guard.budget import Budget
+from vram_guard.codec import from_json, from_plain, to_json
+from vram_guard.language import Message as message
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.techniques.recipe import Recipe
+from vram_guard.timeline import Estimate, Phase
+from vram_guard.units import Amount
+
+
+class Point(NamedTuple):
+    x: int
+    of: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    error: str
+
+
+@dataclass(frozen=True)
+class Message:
+    name: str
+    kind: Literal["one", "two"] = "one"
+    share: float = 0.5
+    points: tuple[Point, ...] = ()
+    pair: tuple[int, str] | None = None
+    by_name: Mapping[str, list[int] | None] = field(default_factory=dict)
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Message("a"),
+        Message("é", "two", 1.0, (Point(1), Point(2, ("b", 3))), (1, "x"), {"f": [1, 2], "g": None}, {"k": [1]}),
+        Refused("why"),
+        Recipe(checkpoint=("blocks.0",), optimizer="fused"),
+        Budget.resolve("RTX 4090"),
+        Estimate(2, 3, 4, {"batch": 3}, {"": 3}, Phase("setup", 0, 0), "", "", "", "symbolic"),  # type: ignore[arg-type]
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_written_is_read_back(value: object) -> None:
+    text = to_json(value)
+    assert text.isascii()
+    assert from_json(type(value), text) == value
+
+
+def test_a_union_is_what_its_fields_say() -> None:
+    kinds: Any = Message | Refused
+    assert from_plain(kinds, {"error": "why"}) == Refused("why")
+    assert from_plain(kinds, {"name": "a"}) == Message("a")
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {},
+        {"name": 1},
+        {"name": "a", "kind": "three"},
+        {"name": "a", "points": [{"x": "1"}]},
+        {"name": "a", "pair": [1]},
+        {"name": "a", "more": 1},
+        ["a"],
+        None,
+    ],
+)
+def test_what_is_no_such_value_is_refused(plain: object) -> None:
+    with pytest.raises(ValueError, match=r"is no|lacks|has no field|items, where"):
+        from_json(Message, json.dumps(plain))
+
+
+def test_a_message_is_read_back_in_its_own_words_and_kind() -> None:
+    reason = Reason(Why.SHORTAGE, peak=Amount(3 * 2**30), missing=Amount(2**30), usable=Amount(2**31))
+    again = from_json(Reason, to_json(reason))
+    assert (type(again), again.kind, str(again)) == (Reason, Why.SHORTAGE, str(reason))
+    told = message("{count} of {what}", count=3, what=message("all"))
+    assert str(from_json(message, to_json(told))) == "3 of all"
+    with pytest.raises(ValueError, match="is no"):
+        from_json(Reason, '"why"')
