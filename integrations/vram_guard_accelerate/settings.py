@@ -18,8 +18,8 @@ NOT_HERE: dict[str, str] = {
     "half": marked("the script makes its weights itself, in the precision that it chooses"),
     "offload_frozen": marked("the script moves its frozen models itself"),
     "offload_optimizer": marked(
-        "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters (offload_parameters), and "
-        "DeepSpeed, which can part them, is not followed"
+        "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters "
+        "(offload_parameters), and DeepSpeed, which can separate them, is not supported"
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
 }

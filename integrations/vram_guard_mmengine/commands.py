@@ -27,14 +27,14 @@ vram_guard = dict(
 
 def add(commands: Any) -> None:
     """The subcommands."""
-    mmengine = commands.add_parser("mmengine", help=_("the guard in OpenMMLab's configs"))
+    mmengine = commands.add_parser("mmengine", help=_("vram_guard in OpenMMLab's configs"))
     own = mmengine.add_subparsers(title=_("commands"), metavar="COMMAND", required=True)
     init = own.add_parser(
         "init",
         help=_("write _base_/vram_guard.py"),
-        description=_("Write the guard's base file into a tree of configs."),
+        description=_("Write vram_guard's base config into a folder of configs."),
     )
-    init.add_argument("--configs", default="configs", metavar="DIR", help=_("the tree of configs (default: configs)"))
+    init.add_argument("--configs", default="configs", metavar="DIR", help=_("the folder of configs (default: configs)"))
     init.add_argument("--force", action="store_true", help=_("replace an existing file"))
     init.set_defaults(run=_init)
     _add_compare(own)
@@ -45,9 +45,9 @@ def _add_compare(own: Any) -> None:
         "compare",
         help=_("batch sizes and precisions of a config, side by side"),
         description=_(
-            "Predict a config's training step at several batch sizes and precisions, on a card by name: memory, "
-            "modelled speed, and the learning rate that goes with the batch. Nothing is trained. Run it where "
-            "tools/train.py runs, so that the config's modules are found."
+            "Predict a config's training step at several batch sizes and precisions, on a named GPU: "
+            "memory, modelled speed, and the learning rate that goes with the batch. Nothing is trained. "
+            "Run it where tools/train.py runs, so that the config's modules are found."
         ),
     )
     parser.add_argument("config", help=_("a config file"))
@@ -85,7 +85,9 @@ def write_base(configs: Path, *, force: bool = False) -> Path:
         InvalidInputError: there is no such folder, the file is there with other contents, or it cannot be written.
     """
     if not configs.is_dir():
-        raise InvalidInputError(_("{path} is not a folder: name the tree of configs with --configs DIR", path=configs))
+        raise InvalidInputError(
+            _("{path} is not a folder: name the folder of configs with --configs DIR", path=configs)
+        )
     path = configs / "_base_" / "vram_guard.py"
     if path.exists() and not force and path.read_text(encoding="utf-8") != BASE:
         raise InvalidInputError(_("{path} exists already, with other contents: --force replaces it", path=path))
