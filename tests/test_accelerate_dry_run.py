@@ -223,7 +223,7 @@ def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:
     answer = answers["nothing"]
     assert not answer["fits"]
     assert not answer["changed"]
-    assert "Nearest" in answer["text"]
+    assert "Closest" in answer["text"]
 
 
 @pytest.mark.parametrize(

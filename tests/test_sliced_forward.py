@@ -429,7 +429,7 @@ def test_a_model_that_answers_one_sample_in_another_form_is_refused_in_slices_of
 
     model = Sparing().double()
     slice_forward(model, 10, 1)
-    with pytest.raises(UnsupportedTechniqueError, match="of one sample the model makes 1 tensors, of two 2"):
+    with pytest.raises(UnsupportedTechniqueError, match="the model returns 1 tensors for one sample and 2 for two"):
         model(x)
 
 
