@@ -86,6 +86,6 @@ def test_a_message_is_read_back_in_its_own_words_and_kind() -> None:
     again = from_json(Reason, to_json(reason))
     assert (type(again), again.kind, str(again)) == (Reason, Why.SHORTAGE, str(reason))
     told = Translated("{count} of {what}", count=3, what=Translated("all"))
-    assert str(from_json(message, to_json(told))) == "3 of all"
+    assert str(from_json(Translated, to_json(told))) == "3 of all"
     with pytest.raises(ValueError, match="is no"):
         from_json(Reason, '"why"')
