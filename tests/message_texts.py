@@ -62,8 +62,7 @@ def bare_texts(trees: Mapping[Path, ast.Module], errors: set[str]) -> Iterator[T
     """
     for path, tree in trees.items():
         for call, around in messages(tree, errors):
-            # A warning's other arguments are its category and where to point.
-            for argument in call.args[:1] if called(call.func) == "warn" else call.args:
+            for argument in said_by(call):
                 yield from (Text(path, line, text) for line, text in dict.fromkeys(Reader([tree, *around])(argument)))
 
 
@@ -84,6 +83,20 @@ def messages(tree: ast.Module, errors: set[str]) -> Iterator[tuple[ast.Call, lis
         return inside and ast.unparse(call.func) == "super().__init__"
 
     yield from visit(tree, [])
+
+
+def said_by(call: ast.Call) -> list[ast.expr]:
+    """The arguments that a message is made of."""
+    if warns(call):
+        return call.args[:1]  # the others are the category and where to point
+    if len(call.args) == 1:
+        return call.args
+    # Of several, those that are a single word name the part that the others are about, and are keys or paths.
+    return [one for one in call.args if not is_word(one)]
+
+
+def is_word(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) == 1
 
 
 def warns(call: ast.Call) -> bool:
@@ -112,7 +125,7 @@ class Reader:
                 yield from self.all(node.values)
             case ast.FormattedValue() | ast.Starred() | ast.NamedExpr():
                 yield from self(node.value)
-            case ast.BinOp():
+            case ast.BinOp(op=ast.Add() | ast.Mod() | ast.Mult()):  # a path is put together by "/"
                 yield from self.all([node.left, node.right])
             case ast.IfExp():
                 yield from self.all([node.body, node.orelse])

@@ -181,7 +181,8 @@ def test_a_loss_of_which_it_cannot_be_told_is_not_sliced(answers: Any) -> None:
     assert "error" not in answer, answer
     assert not answer["fits"]
     assert any(
-        "it cannot be told what to weigh slices by" in note and "--loss-weight" in note for note in answer["notes"]
+        "cannot tell whether the model's loss is a mean or a sum" in note and "--loss-weight" in note
+        for note in answer["notes"]
     )
 
 
@@ -222,7 +223,7 @@ def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:
     answer = answers["nothing"]
     assert not answer["fits"]
     assert not answer["changed"]
-    assert "Nearest" in answer["text"]
+    assert "Closest" in answer["text"]
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path, monkeypat
     out = tmp_path / "out.pt"
     assert main(["launch", *ONE, "--budget", "1MiB", str(TRAINING), "plain", "--out", str(out)]) == 1
     said = capsys.readouterr().err
-    assert "Nearest" in said
+    assert "Closest" in said
     assert "is not started" in said
     assert not out.exists()
 

@@ -195,8 +195,8 @@ def test_halves_of_a_batch_are_the_batch() -> None:
         ({"counts": (("clip", 2), ("zero", 1))}, "clips gradients 2 times as often"),
         ({"bars": (16,)}, "its own count of steps"),
         ({"losses": ((Term("mean", 1.0, (8,), labels=True),),) * 2}, "gradients would be 2 times as large"),
-        ({"losses": HALF.losses[:1]}, "other parts"),
-        ({"losses": ((Term("mean", 0.5, (8, 2), labels=True),),) * 2}, "other parts"),
+        ({"losses": HALF.losses[:1]}, "different parts"),
+        ({"losses": ((Term("mean", 0.5, (8, 2), labels=True),),) * 2}, "different parts"),
     ],
 )
 def test_what_differs_is_named(change: dict[str, Any], why: str) -> None:

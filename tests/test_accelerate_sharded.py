@@ -142,7 +142,7 @@ def test_smaller_batches_by_the_scripts_own_options_go_with_it(answers: Any) -> 
     ("name", "says"),
     [
         ("listed_before", "listed before Accelerator.prepare"),
-        ("tied", "weights that are tied"),
+        ("tied", "would separate tied weights"),
         ("averaging", "mixed torch.Tensor and DTensor"),
         ("two_models", "takes one model, and the script prepares 2"),
         ("apart", "a model and optimizer must be passed together"),
@@ -313,7 +313,7 @@ def test_several_processes_are_in_the_way_only_where_nobody_shards() -> None:
     from vram_guard.techniques import Recipe, incompatible
 
     recipe = Recipe(parameters_on_host=BLOCKS)
-    assert "in one process" in incompatible(recipe, ranks=2)
+    assert "supports one process" in incompatible(recipe, ranks=2)
     assert incompatible(recipe, ranks=2, sharded=True) == ""
     assert "GradScaler" in incompatible(recipe, ranks=2, sharded=True, precision="16-mixed")
     on_host = Recipe(optimizer_on_host=True)

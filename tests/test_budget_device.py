@@ -247,7 +247,7 @@ def test_no_package_no_driver_no_gpu_all_work_without_and_say_so(machine, monkey
     ("code", "advice"),
     [
         (18, "restart the machine"),
-        (4, "may not ask"),
+        (4, "may not query"),
         (15, "restart"),
         (16, "reset"),
         (999, "run nvidia-smi"),
@@ -281,7 +281,7 @@ def test_what_the_driver_does_not_tell_is_worked_without(machine, function):
 
 def test_a_refused_memory_question_is_not_taken_for_unified_memory(machine):
     machine(Card(memory_error=NO_PERMISSION))
-    with pytest.raises(DeviceQueryError, match="may not ask"):
+    with pytest.raises(DeviceQueryError, match="may not query"):
         Budget.resolve()
 
 

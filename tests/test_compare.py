@@ -99,7 +99,7 @@ def test_a_plan_where_it_does_not_fit_and_its_price():
     assert "micro-batches" in render(answer)
     alone = compare([Configuration("b", base, large)], budget, margin=0, allow=[])
     assert not alone.all_fit
-    assert "short by" in render(alone)
+    assert "over budget" in render(alone)
     assert answer.rows[1].seconds == pytest.approx(alone.rows[0].seconds * answer.rows[1].plan.slowdown)
 
 
@@ -166,7 +166,7 @@ def test_a_step_without_a_config(folder, capsys):
     assert cli.main(["compare", *arguments, "--budget", "64MiB", "--allow", ""]) == 1
     out = capsys.readouterr().out
     assert "fits" in out
-    assert "short by" in out
+    assert "over budget" in out
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_example_runs():
         [sys.executable, str(EXAMPLE / "train.py"), *small], capture_output=True, text=True, check=True, env=environment
     )  # fmt: skip
     assert ": the one with most parameters that fits" in run.stdout
-    assert "short by" in run.stdout
+    assert "over budget" in run.stdout
     before, after = _errors(run.stdout)
     assert after < before
 

@@ -113,7 +113,7 @@ BY_A_COMPUTED_VALUE = {
 def test_a_way_that_a_computed_value_decides_is_followed_and_said(way: str) -> None:
     timeline = trace(step_of(linear, lambda model, batch: BY_A_COMPUTED_VALUE[way](model(batch).pow(2).mean())))
     assert timeline.tier == "partly symbolic"
-    (note,) = [note for note in timeline.notes if "decides by a computed value" in note.message]
+    (note,) = [note for note in timeline.notes if "branches on a computed value" in note.message]
     assert "test_hard_cases.py" in note.source
 
 

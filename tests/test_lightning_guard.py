@@ -195,7 +195,7 @@ def test_mixed_precision_is_applied_and_taken_back(tmp_path: Any) -> None:
 def test_nothing_fits(tmp_path: Any) -> None:
     plain, _ = fit(tmp_path, None)
     guard = VramGuard(budget="1MiB")
-    with pytest.warns(UserWarning, match=r"vram_guard: this training is not known to fit.*Nearest: .* short by"):
+    with pytest.warns(UserWarning, match=r"vram_guard: this training is not known to fit.*Closest: .* over budget"):
         guarded, _ = fit(tmp_path, guard)
     assert not guard.plan.fits
     assert torch.equal(cases.weights(plain), cases.weights(guarded))

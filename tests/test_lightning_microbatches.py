@@ -341,7 +341,7 @@ def test_a_summed_loss_and_a_loss_over_counted_positions(tmp_path: Any) -> None:
 def test_a_batch_that_cannot_be_split_is_trained_on_whole(tmp_path: Any) -> None:
     data = {"train_dataloaders": {"a": cases.loader(32), "b": cases.loader(30)}}
     plain, _ = train(tmp_path, data=data)
-    with pytest.warns(UserWarning, match=r"30|6 samples, where .* has 8.*trained on whole"):
+    with pytest.warns(UserWarning, match=r"30|6 samples, where .* has 8.*trained without splitting it"):
         split, _ = train(tmp_path, data=data, micro=2)
     assert_same_training(plain, split)
 

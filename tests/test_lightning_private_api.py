@@ -69,7 +69,7 @@ def test_a_release_without_a_name_keeps_the_training_whole(tmp_path: Any, monkey
     trainer = cases.make_trainer(namespaces.installed()[0].__name__, tmp_path, [guard], max_steps=1)
     torch.manual_seed(0)
     trainer.fit(module, cases.loader(40))
-    assert "this release of Lightning is not known" in capsys.readouterr().out
+    assert "this release of Lightning is not supported" in capsys.readouterr().out
     assert set(module.seen) == {8}
 
 

@@ -74,7 +74,7 @@ def test_said_once_and_used_next_time(tmp_path: Path, memory: Numbers, capsys: A
     assert again.plan is not None
     assert again.plan.correction == pytest.approx(1.25, rel=1e-3)
     assert again.plan.peak == int(again.plan.estimate.peak_reserved * again.plan.correction)
-    assert "earlier runs took" in capsys.readouterr().out
+    assert "measured in earlier runs" in capsys.readouterr().out
 
     memory.__init__()  # type: ignore[misc]
     other, _ = train(tmp_path, memory, 1.0, module=cases.make_module(PL, hidden=17))

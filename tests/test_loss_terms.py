@@ -78,10 +78,10 @@ def test_sums_are_sums(read: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mean and sum", "a mean and a sum"),
+        ("mean and sum", "adds a mean over the batch to a sum"),
         ("over the batch first", "not taken over the samples"),
         ("logarithm", "LogBackward0"),
-        ("loop", "other parts for other sizes"),
+        ("loop", "different parts at different batch sizes"),
         ("sum, penalised", "does not depend on the batch"),
         ("balanced", "not taken over the samples"),
     ],

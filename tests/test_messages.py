@@ -53,6 +53,9 @@ def found_in(tmp_path, source):
         'def f():\n    why = [_("fine")]\n    why.append("no such thing")\n    raise InvalidError("; ".join(why))',
         'WHY = "no such thing"\ndef f():\n    return InvalidError(WHY)',
         'class Own(InvalidError):\n    def __init__(self):\n        super().__init__("no such thing")',
+        'raise InvalidError("part", "no such thing")',
+        'raise InvalidError("no such thing", _("fine"))',
+        "def f(path):\n    raise InvalidError(f\"{path / 'part'}no such thing\")",
         'warnings.warn("no such thing", stacklevel=2)',
         'warnings.warn(f"vram_guard: {error}no such thing", OwnWarning, stacklevel=2)',
     ],
@@ -71,6 +74,8 @@ def test_a_bare_text_is_found(tmp_path, source):
         "def f(why):\n    raise InvalidError(why)",
         "raise InvalidError(said(self.why, 'a key'))",
         'KNOWN = ("one", "two")\nraise InvalidError(_("one of {known}", known=", ".join(KNOWN)) + ", ".join(KNOWN))',
+        'raise InvalidError("part", _("no such thing"))',
+        'def f(folder):\n    path = folder / "part" / "some.py"\n    raise InvalidError(_("no {path}", path=path))',
         'raise ValueError("somebody else\'s")',
         'warnings.warn(f"vram_guard: {error}", OwnWarning, stacklevel=2)',
     ],
@@ -78,6 +83,11 @@ def test_a_bare_text_is_found(tmp_path, source):
 def test_what_is_looked_up_is_left_alone(tmp_path, source):
     source = f"class {BASE}(Exception): ...\nclass InvalidError({BASE}): ...\n{source}\n"
     assert found_in(tmp_path, source) == []
+
+
+def test_a_single_word_is_found_where_it_is_the_whole_message(tmp_path):
+    source = f'class {BASE}(Exception): ...\nraise {BASE}("unsupported")\n'
+    assert found_in(tmp_path, source) == ["unsupported"]
 
 
 def test_a_message_that_is_put_together_is_found(tmp_path):

@@ -165,7 +165,7 @@ def test_means_and_peaks():
 def test_nothing_told_is_said():
     monitor = Monitor()
     monitor.add((sample(None, 10),))
-    assert "utilisation not told" in monitor.summary()[0].words()
+    assert "utilisation unavailable" in monitor.summary()[0].words()
     assert "gpu_utilization_mean" not in monitor.summary()[0].metrics()
     assert Monitor().summary() == ()
 

@@ -110,7 +110,7 @@ def test_the_guides_config_for_a_named_gpu(folder, capsys):
     assert "-    num_workers: 0" in out
     assert "8 processors here" in out
     assert "the linear rule" in out
-    assert "samples a second by the model" in out
+    assert "samples per second by the step-time model" in out
 
 
 def test_what_is_written_is_written_whole_and_the_source_is_left(folder):

@@ -89,14 +89,14 @@ def test_words_of_the_environment(name, word, value):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("margn = 0.1", "there is no setting margn; did you mean margin"),
+        ("margn = 0.1", "unknown setting margn; did you mean margin"),
         ("margin = true", "margin cannot be True: write a number"),
         ('grow = "yes"', "grow cannot be 'yes': write true or false"),
         ("gpu = 4090", "gpu cannot be 4090: write text in quotes"),
         ("budget = 1.5", "budget cannot be 1.5"),
         ("max_recoveries = 1.5", "write a whole number"),
         ("allow = [1]", "write a list of names"),
-        ("margin = ", "is no TOML"),
+        ("margin = ", "is not valid TOML"),
         ("x" * (2**20 + 1), "larger than 1 MiB"),
     ],
 )

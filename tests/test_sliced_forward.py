@@ -338,7 +338,7 @@ def test_a_batch_that_cannot_be_sliced_runs_whole(x: torch.Tensor) -> None:
 
     model = Pair()
     slice_forward(model, 10, 4)
-    with pytest.warns(UserWarning, match="trained on whole"):
+    with pytest.warns(UserWarning, match="trained without splitting it"):
         model(torch.ones(7), torch.ones(9)).backward()
     assert model.weight.grad == 63
     traced = Pair()
@@ -407,7 +407,7 @@ def test_rows_that_are_not_samples_are_refused(micro: int) -> None:
     model = Net()
     model.last = nn.Flatten(0)  # type: ignore[assignment]
     slice_forward(model, 10, micro)
-    with pytest.raises(UnsupportedTechniqueError, match="which are not the samples"):
+    with pytest.raises(UnsupportedTechniqueError, match="so its rows are not the samples"):
         model(torch.randn(10, 6))
 
 
@@ -429,7 +429,7 @@ def test_a_model_that_answers_one_sample_in_another_form_is_refused_in_slices_of
 
     model = Sparing().double()
     slice_forward(model, 10, 1)
-    with pytest.raises(UnsupportedTechniqueError, match="of one sample the model makes 1 tensors, of two 2"):
+    with pytest.raises(UnsupportedTechniqueError, match="the model returns 1 tensors for one sample and 2 for two"):
         model(x)
 
 
@@ -509,7 +509,7 @@ def test_lists_of_samples_are_cut_by_samples(samples: int, channels: int, keywor
 def test_a_list_that_reads_in_two_ways_is_trained_on_whole() -> None:
     model = Pictures()
     slice_forward(model, 3, 1)
-    with pytest.warns(UserWarning, match="may be samples or columns.*trained on whole"):
+    with pytest.warns(UserWarning, match="may be samples or columns.*trained without splitting it"):
         model([torch.ones(3, 4)] * 3, [{"y": torch.ones(2)}] * 3)["loss"].backward()
     assert [len(call) for call in model.calls] == [3]
 

@@ -164,7 +164,7 @@ def test_candidates_are_the_outermost_frozen_modules_that_are_worth_it():
 def test_what_cannot_wait_is_refused_and_nothing_is_changed():
     model = Distilled()
     for names, error, words in (
-        (["student"], UnsupportedTechniqueError, r"student cannot wait.*weight is trained"),
+        (["student"], UnsupportedTechniqueError, r"student cannot be kept on the host.*weight is trained"),
         (["teacher", "nobody"], InvalidInputError, "nobody"),
         ([""], InvalidInputError, "no module named"),
         (["teacher", "teacher.0"], InvalidInputError, r"teacher\.0.*lies inside"),
@@ -225,7 +225,9 @@ class Averaged(Distilled):
 def test_a_module_that_gradients_flow_through_is_refused_in_reality():
     model = Perceptual()
     keep_on_host(model, ["teacher"], "cpu")
-    with pytest.raises(UnsupportedTechniqueError, match="teacher cannot wait on the host: gradients flow through it"):
+    with pytest.raises(
+        UnsupportedTechniqueError, match="teacher cannot be kept on the host: gradients flow through it"
+    ):
         model(torch.ones(4, WIDTH))
 
 
@@ -249,7 +251,7 @@ def traced(kind: type[nn.Module] = Distilled, *names: str):
 @pytest.mark.parametrize("kind", [Perceptual, Encoded, Averaged])
 def test_the_trace_refuses_what_would_fail_on_the_gpu(kind):
     traced(kind)
-    with pytest.raises(UnsupportedTechniqueError, match="teacher cannot wait on the host"):
+    with pytest.raises(UnsupportedTechniqueError, match="teacher cannot be kept on the host"):
         traced(kind, "teacher")
 
 

@@ -63,7 +63,7 @@ def test_rows_say_what_traces_say(answer: Variants) -> None:
 def test_the_largest_that_fits_is_chosen(answer: Variants) -> None:
     assert answer.chosen is answer["lite"]
     assert not answer["full"].fits
-    assert answer["full"].verdict().startswith("short by")
+    assert answer["full"].verdict().endswith(" over budget")
     assert variants(STEPS, 64, "4GiB").chosen.name == "full"
 
 
@@ -124,7 +124,7 @@ def never() -> nn.Module:
     [
         ({}, {}, "no variants"),
         ([], {}, "no variants"),
-        ([("lite", STEP), ("lite", STEP)], {}, "two configurations are called 'lite'"),
+        ([("lite", STEP), ("lite", STEP)], {}, "two configurations are named 'lite'"),
         ({"lite": never}, {}, "must be a TrainingStep"),
         ({3: STEP}, {}, "name must be text"),
         ({" ": STEP}, {}, "name must be text"),
@@ -148,7 +148,7 @@ def test_nonsense_is_refused_before_any_work(steps: object, changes: dict[str, o
 
 
 def test_an_unknown_name_is_an_error(answer: Variants) -> None:
-    with pytest.raises(InvalidInputError, match="there are micro, lite, full"):
+    with pytest.raises(InvalidInputError, match="expected one of micro, lite, full"):
         answer["large"]
 
 

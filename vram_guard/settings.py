@@ -184,7 +184,7 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         table: dict[str, Any] = tomllib.loads(read_text(path, LARGEST_CONFIG))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InvalidInputError(_("{path} is no TOML: {problem}", path=path, problem=error)) from None
+        raise InvalidInputError(_("{path} is not valid TOML: {problem}", path=path, problem=error)) from None
     return table
 
 
@@ -230,7 +230,7 @@ def _checked(source: str, name: str, value: Any) -> Any:
         near = get_close_matches(name, KINDS, n=1)
         meant = near[0] if near else ", ".join(KINDS)
         raise InvalidInputError(
-            _("{source}: there is no setting {name}; did you mean {near}?", source=source, name=name, near=meant)
+            _("{source}: unknown setting {name}; did you mean {near}?", source=source, name=name, near=meant)
         )
     kind = KINDS[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

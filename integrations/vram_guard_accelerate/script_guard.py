@@ -99,8 +99,8 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             _logger.warning(
                 "%s",
                 _(
-                    "guard: the project's settings say grow, which is left out here: a larger batch has to be known "
-                    "before loaders and schedules are made (vram-guard launch --grow)"
+                    "guard: the project's settings say grow, which is ignored here: a larger batch has to be "
+                    "known before loaders and schedules are made (vram-guard launch --grow)"
                 ),
             )
             self.settings = replace(self.settings, grow=False)

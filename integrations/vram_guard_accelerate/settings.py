@@ -18,8 +18,8 @@ NOT_HERE: dict[str, str] = {
     "half": marked("the script makes its weights itself, in the precision that it chooses"),
     "offload_frozen": marked("the script moves its frozen models itself"),
     "offload_optimizer": marked(
-        "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters (offload_parameters), and "
-        "DeepSpeed, which can part them, is not followed"
+        "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters "
+        "(offload_parameters), and DeepSpeed, which can separate them, is not supported"
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
 }
@@ -102,25 +102,36 @@ class Settings:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The guard's options, for ``vram-guard launch`` and ``python -m vram_guard_accelerate`` alike."""
-    group = parser.add_argument_group("vram_guard's options")
-    group.add_argument("--budget", metavar="BYTES", help='what PyTorch may reserve on each GPU: "24GiB"')
-    group.add_argument("--gpu", metavar="NAME", help='a whole card by name: "RTX 4090" (default: what is free here)')
-    group.add_argument("--margin", type=float, metavar="SHARE", help="share of the budget to leave free")
+    group = parser.add_argument_group(_("vram_guard's options"))
+    group.add_argument("--budget", metavar="BYTES", help=_('memory that PyTorch may reserve on each GPU: "24GiB"'))
+    group.add_argument(
+        "--gpu", metavar="NAME", help=_('a whole GPU by name: "RTX 4090" (default: what is free on this machine)')
+    )
+    group.add_argument("--margin", type=float, metavar="SHARE", help=_("share of the budget to leave free"))
     group.add_argument(
         "--allow",
         metavar="NAMES",
-        help=f"what may be changed, comma-separated (default: {','.join(DEFAULT_ALLOW)}; offload_parameters, which is "
-        "FSDP2, only where it is named)",
+        help=_(
+            "what may be changed, comma-separated (default: {default}; offload_parameters, which is FSDP2, only where "
+            "it is named)",
+            default=",".join(DEFAULT_ALLOW),
+        ),
     )
-    group.add_argument("--grow", action="store_true", help="where it fits, fill the GPU with a larger batch")
-    group.add_argument("--target-utilization", type=float, metavar="SHARE", help="what --grow may fill (default: 0.8)")
-    group.add_argument("--lr-rule", metavar="RULE", help="learning rates under --grow: linear, sqrt or none")
-    group.add_argument("--host-budget", metavar="BYTES", help="host memory that may be taken (default: what is free)")
+    group.add_argument("--grow", action="store_true", help=_("where it fits, fill the GPU with a larger batch"))
     group.add_argument(
-        "--loss-weight", metavar="KIND", help="what a loss that the model returns is: mean or sum (default: it is read)"
+        "--target-utilization", type=float, metavar="SHARE", help=_("share that --grow may fill (default: 0.8)")
     )
-    group.add_argument("--dry-run", action="store_true", help="only plan: exit code 0 if it fits, 1 if not")
-    group.add_argument("--json", action="store_true", help="the plan as JSON, on standard output")
-    group.add_argument("--yes", action="store_true", help="launch without asking (the default)")
-    group.add_argument("--ask", action="store_true", help="show the plan and ask before launching")
-    group.add_argument("--fresh", action="store_true", help="plan anew, though the plan of an equal launch is known")
+    group.add_argument("--lr-rule", metavar="RULE", help=_("learning rates under --grow: linear, sqrt or none"))
+    group.add_argument("--host-budget", metavar="BYTES", help=_("host memory that may be used (default: what is free)"))
+    group.add_argument(
+        "--loss-weight",
+        metavar="KIND",
+        help=_("how the model's loss is reduced over the batch: mean or sum (default: read from the loss)"),
+    )
+    group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))
+    group.add_argument("--json", action="store_true", help=_("print the plan as JSON on standard output"))
+    group.add_argument("--yes", action="store_true", help=_("launch without asking (the default)"))
+    group.add_argument("--ask", action="store_true", help=_("show the plan and ask before launching"))
+    group.add_argument(
+        "--fresh", action="store_true", help=_("plan anew, even if the plan of an equal launch is known")
+    )

@@ -99,12 +99,19 @@ def check_supported(trainer: Trainer) -> None:
     """
     if not any(namespaces.is_a(trainer.strategy, path) for path in STRATEGIES):
         raise UnsupportedStepError(
-            f"the strategy {type(trainer.strategy).__name__} shards or moves the model; the guard knows one "
-            "device and DDP (strategy='auto' or 'ddp')"
+            _(
+                "the strategy {kind} shards or moves the model; the guard supports one device and DDP "
+                "(strategy='auto' or 'ddp')",
+                kind=type(trainer.strategy).__name__,
+            )
         )
     if trainer.precision not in PRECISIONS:
         raise UnsupportedStepError(
-            f"precision {trainer.precision!r} cannot be predicted; known are {', '.join(PRECISIONS)}"
+            _(
+                "precision {precision} cannot be predicted; supported are {known}",
+                precision=repr(trainer.precision),
+                known=", ".join(PRECISIONS),
+            )
         )
 
 
@@ -170,7 +177,7 @@ def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], 
         with contexts():
             output = model.training_step(batch, *arguments)
         if output is None:
-            raise UnsupportedStepError("training_step returned None, so there is no loss to follow")
+            raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
         return output
 
     def manual(model: Any, batch: Any) -> Any:
@@ -190,8 +197,10 @@ def _takes_batch_index(module: LightningModule) -> bool:
     parameters = inspect.signature(module.training_step).parameters
     if "dataloader_iter" in parameters:
         raise UnsupportedStepError(
-            "training_step(dataloader_iter) fetches its batches itself, so there is no batch to predict for; "
-            "take batch instead"
+            _(
+                "training_step(dataloader_iter) fetches its batches itself, so there is no batch to predict for; "
+                "take batch instead"
+            )
         )
     return len(parameters) >= 2
 
@@ -226,8 +235,10 @@ def _optimizer_of(
         optimizers = optimizers_in(module.configure_optimizers())
         if len(optimizers) != 1:
             raise UnsupportedStepError(
-                f"configure_optimizers returned {len(optimizers) or 'no'} optimizers; automatic optimization "
-                "has exactly one"
+                _(
+                    "configure_optimizers returned {count} optimizers; automatic optimization needs exactly one",
+                    count=len(optimizers),
+                )
             )
         traits.update(base.__name__ for base in type(optimizers[0]).__mro__)
         traits.update(["fused"] if optimizers[0].defaults.get("fused") else [])
@@ -308,7 +319,9 @@ def _notes(module: LightningModule) -> list[str]:
     overridden = [
         name for name in ("backward", "configure_gradient_clipping", "optimizer_step") if _overridden(module, name)
     ]
-    notes = [f"{name} is overridden; its own memory is not counted" for name in overridden]
+    notes = [_("{name} is overridden; its own memory is not counted", name=name) for name in overridden]
     if not module.automatic_optimization:
-        notes.append("manual optimization: training_step is followed as a whole, with its backward and optimizer steps")
+        notes.append(
+            _("manual optimization: training_step is followed as a whole, with its backward and optimizer steps")
+        )
     return notes

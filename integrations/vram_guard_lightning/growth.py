@@ -39,7 +39,7 @@ def why_not(trainer: Trainer, growable: str) -> str:
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return _("fast_dev_run is on")
     if trainer.overfit_batches:  # type: ignore[attr-defined]
-        return _("overfit_batches is set: the same few batches are meant to be seen again and again")
+        return _("overfit_batches is set: training repeats the same few batches on purpose")
     return ""
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -26,7 +27,7 @@ def installed() -> list[ModuleType]:
     here = [import_module(name) for name in NAMESPACES if _exists(name)]
     if not here:
         raise ImportError(
-            "vram_guard_lightning needs Lightning, which is not here: pip install 'vram-guard[lightning]'"
+            _("vram_guard_lightning needs Lightning, which is not installed: pip install 'vram-guard[lightning]'")
         )
     return here
 
@@ -45,7 +46,8 @@ def of(trainer: object) -> ModuleType:
     for namespace in installed():
         if isinstance(trainer, namespace.Trainer):
             return namespace
-    raise UnsupportedStepError(f"{type(trainer).__qualname__} is no Trainer of {' or '.join(NAMESPACES)}")
+    kind, known = type(trainer).__qualname__, _(" or ").join(NAMESPACES)
+    raise UnsupportedStepError(_("{kind} is not a Trainer of {known}", kind=kind, known=known))
 
 
 def part(namespace: ModuleType, path: str) -> Any:

@@ -41,7 +41,7 @@ def why_not(trainer: Trainer, module: LightningModule) -> str:
     if not module.automatic_optimization:
         return _("manual optimization does its own backward and steps")
     if missing := private_api.missing(namespaces.of(trainer), (*private_api.MICRO_BATCHES, *private_api.RECOVERY)):
-        return _("this release of Lightning is not known: {missing}", missing=missing[0])
+        return _("this release of Lightning is not supported: {missing}", missing=missing[0])
     if namespaces.is_a(strategy, "strategies.SingleDeviceStrategy"):
         return ""
     if not namespaces.is_a(strategy, "strategies.DDPStrategy"):
@@ -56,11 +56,11 @@ def _why_not_ddp(strategy: Any, module: LightningModule) -> str:
     if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
         return _("a DDP communication hook averages the gradients in its own way")
     if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
-        return _("DDP was told to leave out some parameters")
+        return _("DDP is set to ignore some parameters")
     if any(getattr(part, "sparse", False) and hasattr(part, "embedding_dim") for part in module.modules()):
         return _("sparse gradients of an embedding are averaged by DDP alone")
     if not torch.distributed.is_gloo_available():
-        return _("this build of torch has no gloo, over which the ranks would settle what to do")
+        return _("this build of torch has no gloo, over which the ranks would agree on what to do")
     return ""
 
 

@@ -29,7 +29,7 @@ def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Ite
             _("manual optimization does its own backward and steps; accumulate inside training_step instead"),
         )
     elif missing := private_api.missing(namespaces.of(trainer), private_api.MICRO_BATCHES):
-        yield Refusal("accumulate", _("this release of Lightning is not known: {what}", what=missing[0]))
+        yield Refusal("accumulate", _("this release of Lightning is not supported: {what}", what=missing[0]))
     plain = namespaces.part(namespaces.of(trainer), "plugins.precision.Precision")
     if trainer.precision == "32-true" and type(trainer.precision_plugin) is not plain:
         kind = type(trainer.precision_plugin).__name__

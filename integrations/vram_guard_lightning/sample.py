@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 from vram_guard_lightning import namespaces
 
 
@@ -25,16 +26,18 @@ def read(loaders: Any) -> Sample:
     """
     leaves, structure = pytree.tree_flatten(namespaces.loader_tree(loaders), is_leaf=_is_batches)
     if not leaves:
-        raise UnsupportedStepError("the train dataloader is an empty collection")
+        raise UnsupportedStepError(_("the train dataloader is an empty collection"))
     samples = [read_loader(leaf) for leaf in leaves]
     if len(samples) == 1 and structure.num_nodes == 1:
         return samples[0]
     sizes = {sample.batch_size for sample in samples}
     if len(sizes) > 1:
-        found = " and ".join(map(str, sorted(sizes)))
         raise UnsupportedStepError(
-            f"the train dataloaders deliver batches of different sizes ({found} samples), so there is no one "
-            "batch size to predict for; give them the same batch_size"
+            _(
+                "the train dataloaders deliver batches of different sizes ({found} samples), so there is no one "
+                "batch size to predict for; give them the same batch_size",
+                found=_(" and ").join(map(str, sorted(sizes))),
+            )
         )
     known = [sample.dataset_size for sample in samples if sample.dataset_size is not None]
     return Sample(

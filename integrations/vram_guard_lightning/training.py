@@ -63,7 +63,9 @@ class LightningTraining:
     def why_left_alone(self) -> str:
         """Another callback may try out batch sizes itself."""
         if self._has("callbacks.BatchSizeFinder"):
-            return _("nothing is changed: BatchSizeFinder tries batch sizes out, and the two would mislead each other")
+            return _(
+                "nothing is changed: BatchSizeFinder tries batch sizes out, and the two would interfere with each other"
+            )
         return ""
 
     def why_not_recovered(self, _refused: Mapping[str, str]) -> str:

@@ -6,6 +6,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _
+
 if TYPE_CHECKING:
     from vram_guard_mmengine.hook import VramGuardHook
     from vram_guard_mmengine.runner import GuardFlexibleRunner, GuardRunner
@@ -33,10 +35,10 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name == "pkg_resources":
             raise ImportError(
-                "mmengine needs pkg_resources, which setuptools 81 dropped: pip install 'setuptools<81'"
+                _("mmengine needs pkg_resources, which setuptools 81 dropped: pip install 'setuptools<81'")
             ) from error
         raise ImportError(
-            "vram_guard_mmengine needs MMEngine, which is not here: pip install 'vram-guard[mmengine]'"
+            _("vram_guard_mmengine needs MMEngine, which is not installed: pip install 'vram-guard[mmengine]'")
         ) from error
     value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value

@@ -20,6 +20,7 @@ from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
+from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import optim, pretence, refusals
@@ -93,7 +94,7 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
         """The loss of this step."""
         if self._loss is None:
             raise UnsupportedStepError(
-                "train_step did not call optim_wrapper.update_params: there is no loss to follow"
+                _("train_step did not call optim_wrapper.update_params: there is no loss to follow")
             )
         return self._loss
 
@@ -104,7 +105,9 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
     def update_params(self, loss: torch.Tensor, step_kwargs: Any = None, zero_kwargs: Any = None) -> None:
         """Take the loss, once a step."""
         if self._loss is not None:
-            raise UnsupportedStepError("train_step calls update_params more than once; one update a step is known here")
+            raise UnsupportedStepError(
+                _("train_step calls update_params more than once; only one update per step is supported")
+            )
         self._loss = loss
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no public way to what callers hold
         while frame is not None and frame.f_code is not _LOSS_CODE:
@@ -113,7 +116,7 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     def _refused(self, *_args: Any, **_kwargs: Any) -> Any:
         raise UnsupportedStepError(
-            "train_step drives the optimizer itself, instead of calling optim_wrapper.update_params(loss)"
+            _("train_step drives the optimizer itself, instead of calling optim_wrapper.update_params(loss)")
         )
 
     backward = step = zero_grad = scale_loss = _refused
@@ -183,7 +186,11 @@ def _check_strategy(runner: Any) -> None:
     strategy = getattr(runner, "strategy", None)
     if strategy is not None and type(strategy).__name__ not in STRATEGIES:
         raise UnsupportedStepError(
-            f"the strategy {type(strategy).__name__} shards or moves the model; known are {', '.join(STRATEGIES)}"
+            _(
+                "the strategy {kind} shards or moves the model; supported are {known}",
+                kind=type(strategy).__name__,
+                known=", ".join(STRATEGIES),
+            )
         )
 
 
@@ -212,7 +219,9 @@ def _plain_model(runner: Any) -> nn.Module:
     if is_model_wrapper(model):
         kind = type(model).__name__
         if kind not in WRAPPERS:
-            raise UnsupportedStepError(f"the model wrapper {kind} is not known here; known is {', '.join(WRAPPERS)}")
+            raise UnsupportedStepError(
+                _("the model wrapper {kind} is not supported, only {known}", kind=kind, known=", ".join(WRAPPERS))
+            )
         model = model.module
     elif runner.world_size == 1:
         model = revert_sync_batchnorm(model)  # as the runner does when it places the model
@@ -253,7 +262,7 @@ def _sample(loader: Any) -> Sample:
     with random_state_kept():
         found = read_loader(loader, endless=endless)
     if getattr(getattr(loader, "dataset", None), "num_samples", None) is not None:  # MMEngine's _SlicedDataset
-        found = replace(found, growable="num_batch_per_epoch counts batches of the size that is written")
+        found = replace(found, growable=_("num_batch_per_epoch counts batches of the configured size"))
     return found
 
 
@@ -270,9 +279,12 @@ def _check_iterations(loader: Any) -> None:
         return
     if iterations == 0:
         raise InvalidInputError(
-            f"the train dataset delivers {len(loader.dataset)} samples, no whole batch of "
-            f"{loader.batch_size}: there is nothing to train on; lower train_dataloader.batch_size, or leave "
-            "drop_last out"
+            _(
+                "the train dataset has {length} samples, no whole batch of {size}: there is nothing to train on; "
+                "lower train_dataloader.batch_size, or leave drop_last out",
+                length=len(loader.dataset),
+                size=loader.batch_size,
+            )
         )
 
 
@@ -291,7 +303,7 @@ def _length(runner: Any, loader: Any) -> tuple[int, int]:
 def _notes(runner: Any, model: nn.Module) -> list[str]:
     notes = []
     if runner.cfg.get("compile"):
-        notes.append("torch.compile is not followed: counted as eager, and a compiled step takes no more")
+        notes.append(_("torch.compile is not followed: counted as eager, and a compiled step takes no more"))
     if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
-        notes.append("SyncBatchNorm's exchange of statistics is not counted")
+        notes.append(_("SyncBatchNorm's exchange of statistics is not counted"))
     return notes

@@ -17,6 +17,7 @@ import torch
 from mmengine.logging import HistoryBuffer
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 #: Methods by whose names a history is summed up; it carries a table of them.
 STATISTICS = ("min", "max", "current", "mean")
@@ -26,7 +27,13 @@ def _statistic(owner: object, name: object) -> Any:
     """Stands in for ``getattr`` in a pickle, by which a history names its own methods; nothing else is had of it."""
     if owner is HistoryBuffer and name in STATISTICS:
         return getattr(HistoryBuffer, str(name))
-    raise InvalidInputError(f"the checkpoint asks for the attribute {name!r} of {owner!r}: that is not MMEngine's")
+    raise InvalidInputError(
+        _(
+            "the checkpoint asks for the attribute {name} of {owner}: that is not MMEngine's",
+            name=repr(name),
+            owner=repr(owner),
+        )
+    )
 
 
 def own_classes() -> list[Any]:

@@ -14,7 +14,7 @@ from vram_guard.language import _
 
 #: Only keys that no other base file has: MMEngine refuses two sibling bases with a key in common.
 BASE = """# The guard, for any config that has this file in its _base_ list (or imports it inside read_base()).
-# It predicts the memory of a training step before anything is built, and changes the least that makes it fit.
+# It predicts the memory of a training step before anything is built, and makes the smallest change that fits.
 runner_type = "vram_guard_mmengine.GuardRunner"
 vram_guard = dict(
     # budget="24GiB",       # what PyTorch may reserve; with neither budget nor gpu: what is free on the GPU here
@@ -27,15 +27,15 @@ vram_guard = dict(
 
 def add(commands: Any) -> None:
     """The subcommands."""
-    mmengine = commands.add_parser("mmengine", help=_("the guard in OpenMMLab's configs"))
+    mmengine = commands.add_parser("mmengine", help=_("vram_guard in OpenMMLab's configs"))
     own = mmengine.add_subparsers(title=_("commands"), metavar="COMMAND", required=True)
     init = own.add_parser(
         "init",
         help=_("write _base_/vram_guard.py"),
-        description=_("Write the guard's base file into a tree of configs."),
+        description=_("Write vram_guard's base config into a folder of configs."),
     )
-    init.add_argument("--configs", default="configs", metavar="DIR", help=_("the tree of configs (default: configs)"))
-    init.add_argument("--force", action="store_true", help=_("replace a file that is there already"))
+    init.add_argument("--configs", default="configs", metavar="DIR", help=_("the folder of configs (default: configs)"))
+    init.add_argument("--force", action="store_true", help=_("replace an existing file"))
     init.set_defaults(run=_init)
     _add_compare(own)
 
@@ -45,9 +45,9 @@ def _add_compare(own: Any) -> None:
         "compare",
         help=_("batch sizes and precisions of a config, side by side"),
         description=_(
-            "Predict a config's training step at several batch sizes and precisions, on a card by name: memory, "
-            "modelled speed, and the learning rate that goes with the batch. Nothing is trained. Run it where "
-            "tools/train.py runs, so that the config's modules are found."
+            "Predict a config's training step at several batch sizes and precisions, on a named GPU: "
+            "memory, modelled speed, and the learning rate that goes with the batch. Nothing is trained. "
+            "Run it where tools/train.py runs, so that the config's modules are found."
         ),
     )
     parser.add_argument("config", help=_("a config file"))
@@ -71,7 +71,9 @@ def _compare(options: argparse.Namespace) -> int:
 def _init(options: argparse.Namespace) -> int:
     path = write_base(Path(options.configs), force=options.force)
     print(  # noqa: T201 - the command line prints
-        f"wrote {path}\nAdd it to a config's _base_ list, or import it inside read_base(); its comments name settings."
+        _("wrote {path}", path=path),
+        _("Add it to a config's _base_ list, or import it inside read_base(); its comments name settings."),
+        sep="\n",
     )
     return 0
 
@@ -83,10 +85,12 @@ def write_base(configs: Path, *, force: bool = False) -> Path:
         InvalidInputError: there is no such folder, the file is there with other contents, or it cannot be written.
     """
     if not configs.is_dir():
-        raise InvalidInputError(f"{configs} is no folder: name the tree of configs with --configs DIR")
+        raise InvalidInputError(
+            _("{path} is not a folder: name the folder of configs with --configs DIR", path=configs)
+        )
     path = configs / "_base_" / "vram_guard.py"
     if path.exists() and not force and path.read_text(encoding="utf-8") != BASE:
-        raise InvalidInputError(f"{path} is there already, with other contents: --force replaces it")
+        raise InvalidInputError(_("{path} exists already, with other contents: --force replaces it", path=path))
     try:
         path.parent.mkdir(exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -95,5 +99,5 @@ def write_base(configs: Path, *, force: bool = False) -> Path:
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except OSError as error:
-        raise InvalidInputError(f"{path} cannot be written: {error}") from error
+        raise InvalidInputError(_("{path} cannot be written: {reason}", path=path, reason=error)) from error
     return path

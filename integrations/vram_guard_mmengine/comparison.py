@@ -10,6 +10,7 @@ from typing import Any
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.printing import print_json
 from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 
 
 def answer(options: argparse.Namespace) -> int:
@@ -41,7 +42,7 @@ def _config(options: argparse.Namespace) -> Any:
     from mmengine.config import Config, DictAction
 
     if not Path(options.config).is_file():
-        raise InvalidInputError(f"there is no config {options.config}")
+        raise InvalidInputError(_("there is no config {path}", path=options.config))
     cfg = Config.fromfile(options.config)
     if options.cfg_options:
         parser = argparse.ArgumentParser()
@@ -55,5 +56,12 @@ def _precisions(given: list[str]) -> list[Any]:
 
     for name in given:
         if name not in PRECISIONS:
-            raise InvalidInputError(f"precision must be one of {', '.join(PRECISIONS)}, not {name!r}")
+            raise InvalidInputError(
+                _(
+                    "{name} must be one of {known}, not {value}",
+                    name="precision",
+                    known=", ".join(PRECISIONS),
+                    value=repr(name),
+                )
+            )
     return given

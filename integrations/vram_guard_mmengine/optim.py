@@ -15,9 +15,10 @@ from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _, marked
 from vram_guard.step import Precision
 
-SEVERAL = "several optimizers (OptimWrapperDict): the model's own train_step drives them in an order of its own"
+SEVERAL = marked("several optimizers (OptimWrapperDict): the model's own train_step drives them in an order of its own")
 
 #: What AmpOptimWrapper takes beyond OptimWrapper.
 AMP_ONLY = ("loss_scale", "dtype", "use_fsdp")
@@ -50,11 +51,13 @@ def read(wrapper: Any) -> OptimFacts:
 
 def _read_config(config: Any) -> OptimFacts:
     if "optimizer" not in config and "constructor" not in config:
-        raise UnsupportedStepError(SEVERAL)
+        raise UnsupportedStepError(_(SEVERAL))
     kind = _class_of(config.get("type", "OptimWrapper"))
     _check_known(kind)
     if isinstance(config.get("optimizer"), torch.optim.Optimizer):
-        raise UnsupportedStepError("optim_wrapper.optimizer is built already; describe it as a dict(type=...) instead")
+        raise UnsupportedStepError(
+            _("optim_wrapper.optimizer is built already; describe it as a dict(type=...) instead")
+        )
     clip = dict(config.get("clip_grad") or {})
     precision = _precision(kind, config.get("dtype"))
     norm, value = _clipping(str(clip.get("type", "norm")), clip)
@@ -66,7 +69,7 @@ def _read_config(config: Any) -> OptimFacts:
         plain["type"] = OptimWrapper
         made = build_optim_wrapper(model, plain)
         if isinstance(made, OptimWrapperDict):
-            raise UnsupportedStepError("the optimizer constructor makes several optimizers")
+            raise UnsupportedStepError(_("the optimizer constructor makes several optimizers"))
         return made.optimizer  # type: ignore[no-any-return]
 
     return OptimFacts(kind, precision, int(config.get("accumulative_counts", 1)), norm, value, make, built=False)
@@ -74,7 +77,7 @@ def _read_config(config: Any) -> OptimFacts:
 
 def _read_built(wrapper: OptimWrapper) -> OptimFacts:
     if isinstance(wrapper, OptimWrapperDict):
-        raise UnsupportedStepError(SEVERAL)
+        raise UnsupportedStepError(_(SEVERAL))
     _check_known(type(wrapper))
     kind = "norm" if getattr(wrapper, "grad_name", "grad_norm") == "grad_norm" else "value"
     norm, value = _clipping(kind, dict(wrapper.clip_grad_kwargs or {}))
@@ -118,18 +121,21 @@ class _Rebuilt:
 def _class_of(kind: Any) -> type[Any]:
     found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
     if not isinstance(found, type):
-        raise UnsupportedStepError(f"optim_wrapper: there is no optimizer wrapper {kind!r}")
+        raise UnsupportedStepError(_("optim_wrapper: there is no optimizer wrapper {kind}", kind=repr(kind)))
     return found
 
 
 def _check_known(kind: type[Any]) -> None:
     if not issubclass(kind, OptimWrapper) or kind.update_params is not OptimWrapper.update_params:
         raise UnsupportedStepError(
-            f"the optimizer wrapper {kind.__name__} updates in a way of its own; known are OptimWrapper and "
-            "AmpOptimWrapper, and what only builds on them"
+            _(
+                "the optimizer wrapper {kind} has an update_params of its own; supported are OptimWrapper, "
+                "AmpOptimWrapper and subclasses that keep theirs",
+                kind=kind.__name__,
+            )
         )
     if kind.__name__ == "ApexOptimWrapper":
-        raise UnsupportedStepError("ApexOptimWrapper's precision is Apex's own; use AmpOptimWrapper")
+        raise UnsupportedStepError(_("ApexOptimWrapper's precision is Apex's own; use AmpOptimWrapper"))
 
 
 def _precision(kind: type[Any], dtype: Any) -> Precision:
@@ -138,7 +144,7 @@ def _precision(kind: type[Any], dtype: Any) -> Precision:
     if not issubclass(kind, AmpOptimWrapper) or str(dtype).endswith("float32"):
         return "32-true"
     if str(dtype).endswith("float64"):
-        raise UnsupportedStepError("AmpOptimWrapper with dtype float64 cannot be predicted")
+        raise UnsupportedStepError(_("AmpOptimWrapper with dtype float64 cannot be predicted"))
     return "bf16-mixed" if str(dtype).endswith("bfloat16") else "16-mixed"
 
 

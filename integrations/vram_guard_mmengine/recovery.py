@@ -37,7 +37,7 @@ def why_not(runner: Any) -> str:
     if runner.cfg.get("sync_bn") or any("SyncBatchNorm" in type(part).__name__ for part in runner.model.modules()):
         return _("synchronised batch normalisation makes the ranks wait for each other inside forward and backward")
     if not torch.distributed.is_gloo_available():
-        return _("this build of torch has no gloo, over which the ranks would settle what to do")
+        return _("this build of torch has no gloo, over which the ranks would agree on what to do")
     return ""
 
 

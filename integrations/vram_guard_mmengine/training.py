@@ -99,7 +99,7 @@ class RunnerTraining:
             set_batch_size(loader, plan.batch_size)
         applied.notes.append(
             _(
-                "train_dataloader.batch_size: {before} -> {after}, as if it were written so",
+                "train_dataloader.batch_size: {before} -> {after}, as if the config said so",
                 before=plan.batch_size_before,
                 after=plan.batch_size,
             )

@@ -75,7 +75,7 @@ def loss_terms(loss: torch.Tensor, *, behind: bool = False) -> tuple[Term, ...]:
         if node is None:
             terms.append(Term(_("a number without a graph"), factor, ()))
         elif seen > MOST_NODES:
-            return (Term(_("a graph too long to be read"), 1.0, ()),)
+            return (Term(_("a graph that is too long to read"), 1.0, ()),)
         else:
             further = list(_further(node, factor))
             waiting += reversed(further)
@@ -122,7 +122,7 @@ def reduction_of(
         "mean", "sum", or None where it is neither; and why it is neither.
     """
     if len(one) != len(other):
-        return None, _("it has other parts for other sizes of batches")
+        return None, _("it has different parts at different batch sizes")
     found: set[Literal["mean", "sum"]] = set()
     independent = 0
     for term, twin in zip(one, other, strict=True):
@@ -134,10 +134,10 @@ def reduction_of(
             return None, why
         found.add(kind)
     if len(found) > 1:
-        return None, _("it is a mean and a sum over the batch, added")
+        return None, _("it adds a mean over the batch to a sum over the batch")
     kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
     if kind == "sum" and independent:
-        return None, _("it is a sum over the batch, and something beside it that does not depend on the batch")
+        return None, _("it is a sum over the batch plus a term that does not depend on the batch")
     return kind, ""
 
 
@@ -153,7 +153,7 @@ def _over_samples(
         return "sum", ""
     if math.isclose(term.of_each_element * samples, twin.of_each_element * other_samples, rel_tol=1e-6):
         return "mean", ""
-    return None, _("what a sample counts in it follows no rule that a mean or a sum has")
+    return None, _("a sample counts in it neither as in a mean nor as in a sum")
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:
     try:
         return splitter.split(batch)
     except CannotSplitError as error:
-        said = _("{why}; this batch is trained on whole and may not fit", why=error)
+        said = _("{why}; this batch is trained without splitting it and may not fit", why=error)
         warnings.warn(f"vram_guard: {said}", stacklevel=2)
         return [MicroBatch(batch, 1, 1)]
 

@@ -92,7 +92,8 @@ def check_rows(out: Any, samples: int, of_two: tuple[int, ...] | None = None) ->
         if len(found) != len(tensors):
             raise UnsupportedTechniqueError(
                 _(
-                    "of one sample the model makes {one} tensors, of two {two}: it cannot work in slices of one sample",
+                    "the model returns {one} tensors for one sample and {two} for two: it cannot run in slices "
+                    "of one sample",
                     one=len(tensors),
                     two=len(found),
                 )
@@ -101,8 +102,8 @@ def check_rows(out: Any, samples: int, of_two: tuple[int, ...] | None = None) ->
         if tensor.requires_grad and rows not in (expected, 0, 1):
             raise UnsupportedTechniqueError(
                 _(
-                    "of {expected} samples the model makes a tensor of {rows} rows (of shape {shape} for {samples}), "
-                    "which are not the samples: it cannot work in slices of its batch",
+                    "for {expected} samples the model returns a tensor of {rows} rows (of shape {shape} for "
+                    "{samples}), so its rows are not the samples: it cannot run in slices of its batch",
                     expected=expected,
                     rows=rows,
                     shape=tuple(tensor.shape),

@@ -35,7 +35,7 @@ class MeasuredMargin(NamedTuple):
     def source(self) -> str:
         """In one line: what the number is."""
         return _(
-            "{share} of {count} measured runs need no more: {tier}, {date}",
+            "enough for {share} of {count} measured runs: {tier}, {date}",
             share=f"{self.quantile:.0%}",
             count=self.rows,
             tier=self.tier,

@@ -32,7 +32,7 @@ _GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH = 15, 16, 18
 _UNTOLD = frozenset({_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _FUNCTION_NOT_FOUND})
 
 _ADVICE = {
-    _NO_PERMISSION: marked("this account may not ask the driver: join the group that owns /dev/nvidia*"),
+    _NO_PERMISSION: marked("this account may not query the driver: join the group that owns /dev/nvidia*"),
     _GPU_IS_LOST: marked("the GPU has fallen off the bus: restart the machine"),
     _RESET_REQUIRED: marked("the GPU needs a reset: ask whoever runs the machine for one, or restart it"),
     _VERSION_MISMATCH: marked(
@@ -40,7 +40,7 @@ _ADVICE = {
         "the nvidia kernel modules); inside a container, restart the container"
     ),
 }
-_USUAL_ADVICE = marked("run nvidia-smi, which asks the same library, and see what it says")
+_USUAL_ADVICE = marked("run nvidia-smi, which uses the same library, and read its error")
 
 
 class NvmlUnavailableError(Exception):

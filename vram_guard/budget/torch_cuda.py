@@ -100,7 +100,7 @@ def read_device(ordinal: int, why: str) -> tuple[DeviceMemory, TorchUse]:
         )
     use = _use_of(torch, ordinal)
     properties = torch.cuda.get_device_properties(ordinal)
-    note = _("read through torch alone ({why}): other processes are not known by name", why=why)
+    note = _("read through torch alone ({why}): other processes cannot be listed", why=why)
     memory = DeviceMemory(
         name=str(properties.name),
         total=use.total,
@@ -141,7 +141,7 @@ def _use_of(torch: Any, ordinal: int) -> TorchUse:
     except RuntimeError as error:
         raise DeviceQueryError(
             _(
-                'CUDA does not tell the memory of device {ordinal} ({error}): give budget="24GiB" or gpu="RTX 4090".',
+                'CUDA does not report the memory of device {ordinal} ({error}): give budget="24GiB" or gpu="RTX 4090".',
                 ordinal=ordinal,
                 error=error,
             )

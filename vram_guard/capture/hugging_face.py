@@ -231,9 +231,7 @@ def _diffusers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callable[
     ]
     if unknown or not known:
         what = ", ".join(unknown) or model.__name__
-        raise UnsupportedStepError(
-            _("it is not known what {names} of {model} look like", names=what, model=model.__name__)
-        )
+        raise UnsupportedStepError(_("the shapes of {names} of {model} are unknown", names=what, model=model.__name__))
 
     def make(size: int) -> dict[str, Any]:
         return {name: one(size) for name, one in known.items()}
@@ -294,7 +292,7 @@ def _transformers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callab
 
         return images
     if main != "input_ids":
-        raise UnsupportedStepError(_("it is not known what {names} of {model} look like", names=main, model=name))
+        raise UnsupportedStepError(_("the shapes of {names} of {model} are unknown", names=main, model=name))
 
     def text(size: int) -> dict[str, Any]:
         data = {"input_ids": torch.zeros(size, length, dtype=torch.long)}

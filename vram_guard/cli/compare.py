@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
         "--set",
         action="append",
         metavar="A=1,B=2",
-        help=_("a configuration of its own: the first config (or none) with these values; repeatable"),
+        help=_("an additional configuration: the first config (or none) with these values; repeatable"),
     )
     _add_common(parser, allow=None)
     parser.set_defaults(run=_compare)

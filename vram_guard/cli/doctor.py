@@ -21,10 +21,10 @@ def add(commands: Any) -> None:
     """The parser of ``doctor``."""
     parser = commands.add_parser(
         "doctor",
-        help=_("what was found on this machine, and which settings come from where"),
+        help=_("what was found on this machine, and where each setting comes from"),
         description=_(
-            "Say what was found here: torch, the GPU and what is free on it, host memory, settings and where each of "
-            "them comes from, frameworks."
+            "Report what was found on this machine: torch, the GPU and its free memory, host memory, "
+            "settings and where each of them comes from, frameworks."
         ),
     )
     add_options(parser, "json")

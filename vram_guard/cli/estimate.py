@@ -29,9 +29,9 @@ def add(commands: Any) -> None:
         "estimate",
         help=_("estimate training memory from numbers, a config or a model folder"),
         description=_(
-            "Estimate training memory. From numbers or a config: a rule of thumb at once, and beside it the symbolic "
-            "answer where the config names a model that can be built. From a folder (--model-path): parameters, "
-            "gradients and optimizer states by component, without loading weights."
+            "Estimate training memory. From numbers or a config: a rule of thumb, and also the symbolic "
+            "answer where the config names a model that can be built. From a folder (--model-path): "
+            "parameters, gradients and optimizer states by component, without loading weights."
         ),
         epilog=_(
             "Exit codes: 0 it fits, 1 it does not, 2 bad usage, 3 the environment cannot be read. "
@@ -156,7 +156,7 @@ def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool) -> None:
     if fits and symbolic is not None:
         print(_("✅ SAFE: the training fits"))
     elif fits:
-        print(_("✅ SAFE by the rule of thumb; name the model for an answer that knows it (--model)"))
+        print(_("✅ SAFE by the rule of thumb; pass --model for a prediction from the model itself"))
     else:
         print(_("⚠️  OVER: this configuration may run out of memory (OOM)"))
     print(LINE)

@@ -44,7 +44,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
     notes = Notes()
     symbolic = None
     if not options.quick and len(tuning.trained) != 1:
-        notes.add(_("no symbolic answer: {reason}", reason=_("it is made for training one component")))
+        notes.add(_("no symbolic answer: {reason}", reason=_("it is available only for training one component")))
     elif not options.quick:
         symbolic = notes.attempt(lambda: _symbolic(tuning, sizes, budget, recommend=options.recommend))
     # The symbolic answer's word where there is one; None where there is nothing to fit into.

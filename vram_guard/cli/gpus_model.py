@@ -156,7 +156,7 @@ def _about(options: argparse.Namespace, title: str) -> str:
     words: dict[str, Callable[[], str]] = {
         _RULE: lambda: _("The largest batch by the rule of thumb: activations alone, one tensor per layer."),
         _SYMBOLIC: lambda: _("The largest batch of {model} as written, and its predicted peak.", model=model),
-        _CLOSED: lambda: _("The largest batch of {model} by the closed form, and what it takes.", model=model),
+        _CLOSED: lambda: _("The largest batch of {model} by the closed form, and its memory.", model=model),
     }
     return words[title]()
 

@@ -30,9 +30,10 @@ def add(commands: Any) -> None:
         "optimize",
         help=_("rewrite a training config for a GPU: batch, loader, precision, learning rate"),
         description=_(
-            "Write a config for the GPU at hand or a named one: batch size, loader workers, pinned memory, precision, "
-            "compilation, clipping, and the learning rate that goes with the batch. Comments, order and everything "
-            "else stay as they are; the differences and their reasons are shown."
+            "Write a config for this machine's GPU or a named one: batch size, loader workers, pinned "
+            "memory, precision, compilation, clipping, and the learning rate that goes with the batch. "
+            "Comments, order and everything else stay as they are; the differences and their reasons are "
+            "shown."
         ),
     )
     parser.add_argument("--config", required=True, metavar="FILE", help=_("the training config, YAML"))
@@ -236,7 +237,7 @@ def _answer(
         for setting, why in advice.kept:
             print(f"  {setting}: {why}")
     if any(change.behind is not None for change in advice.changes):
-        print(_("\nAdded entries do something where your program reads them; --existing-only adds none."))
+        print(_("\nAdded entries take effect only where your program reads them; --existing-only adds none."))
     if not options.dry_run:
         print(_("wrote {path}", path=output), file=sys.stderr)
 

@@ -18,16 +18,16 @@ def add(commands: Any) -> None:
     """The parser of ``plan``."""
     parser = commands.add_parser(
         "plan",
-        help=_("predict a training and plan what makes it fit; reports and pictures"),
+        help=_("predict a training's memory and plan what makes it fit; reports and plots"),
         description=_(
-            "Predict what a training takes, and find the cheapest change that makes it fit. Nothing is trained. The "
-            "report is printed; pictures are written where they are asked for."
+            "Predict a training's memory, and find the cheapest change that makes it fit. Nothing is "
+            "trained. The report is printed; plots are written on request."
         ),
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
     add_options(parser, "step", *DEVICE, "allow", "json")
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
-    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size picture (default: common ones)"))
+    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def add_picture_options(parser: argparse.ArgumentParser) -> None:
     """The options; what they ask for is written by :func:`write_pictures`."""
-    group = parser.add_argument_group(_("pictures"))
-    group.add_argument("--html", metavar="FILE", help=_("write a report as one HTML page that can be sent on"))
+    group = parser.add_argument_group(_("plots"))
+    group.add_argument("--html", metavar="FILE", help=_("write the report as a self-contained HTML page"))
     group.add_argument("--plot", metavar="FILE", help=_("write the memory over the step as .png, .svg or .pdf"))
     group.add_argument("--plot-batch", metavar="FILE", help=_("write the peak over the batch size, per GPU"))
     group.add_argument("--trace", metavar="FILE", help=_("write a trace for ui.perfetto.dev and chrome://tracing"))

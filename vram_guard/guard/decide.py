@@ -134,5 +134,5 @@ def why_not_split(make: Callable[[int], Any]) -> str:
     except UnsupportedStepError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - the user's own code makes the batches
-        return _("the loader makes no batches of other sizes ({error})", error=f"{type(error).__name__}: {error}")
+        return _("the loader cannot make batches of other sizes ({error})", error=f"{type(error).__name__}: {error}")
     return ""

@@ -99,12 +99,13 @@ def splitting_notes(model: nn.Module, loss_weight: LossWeight, make: Callable[[i
         )
         if _has_ignored_labels(make(size)):
             yield _(
-                "the batch holds labels of {ignored}: a loss that ignores them is a mean over the others; for the "
-                "exact result pass loss_weight=lambda batch: (batch['labels'] != -100).sum() or alike",
+                "the batch holds labels of {ignored}: a loss that ignores them is a mean over the others; "
+                "for the exact result pass a loss_weight such as lambda batch: (batch['labels'] != "
+                "-100).sum()",
                 ignored=IGNORED,
             )
     if any("Dropout" in type(part).__name__ and part.training and getattr(part, "p", 0) for part in model.modules()):
-        yield _("dropout draws other random numbers for micro-batches; the result is as random as before")
+        yield _("dropout draws other random numbers for micro-batches, from the same distribution")
 
 
 def _has_ignored_labels(batch: Any) -> bool:

@@ -101,10 +101,10 @@ def _larger(timeline: Timeline, batch_size: int, budget: Budget, accumulate: int
     gain = speeds[chosen] / speeds[batch_size]
     at = format_bytes(timeline.at(chosen).peak_reserved)
     if chosen == batch_size:
-        said = _("a larger batch would not be faster by the model of a step's time; {at} at its peak", at=at)
+        said = _("a larger batch would not be faster by the step-time model; {at} at its peak", at=at)
         return BatchChoice(chosen, accumulate, said, faster=1.0)
     said = _(
-        "{at} of {usable} at its peak; x {gain} samples a second by the model of a step's time",
+        "{at} of {usable} at its peak; x {gain} samples per second by the step-time model",
         at=at,
         usable=format_bytes(budget.usable),
         gain=f"{gain:.2f}",
@@ -139,7 +139,7 @@ def chosen_by_measurement(results: Iterable[Measured], batch_size: int, accumula
         raise InvalidInputError(_("no batch size ran on {device}: even the smallest ran out of memory", device=device))
     chosen = smallest_of_the_fastest(speeds)
     gain = speeds[chosen] / speeds[batch_size] if batch_size in speeds else None
-    said = _("measured on {device}: {speed} samples a second", device=device, speed=f"{speeds[chosen]:.1f}")
+    said = _("measured on {device}: {speed} samples per second", device=device, speed=f"{speeds[chosen]:.1f}")
     if gain is not None and chosen != batch_size:
         said = _("{said}, x {gain} of batch {batch}", said=said, gain=f"{gain:.2f}", batch=batch_size)
     return BatchChoice(chosen, accumulate, said, faster=gain)

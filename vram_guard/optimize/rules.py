@@ -148,7 +148,7 @@ class _Adviser:
         with_workers = _("the loader has no workers") if self._workers == 0 else ""
         self._switch("pin_memory", "workers", _("copies to the GPU from pinned memory need no second copy"))
         for setting, new, why in (
-            ("persistent_workers", True, _("workers are not started anew for each epoch")),
+            ("persistent_workers", True, _("workers are not restarted for each epoch")),
             ("prefetch_factor", PREFETCH, _("batches that each worker has ready; torch's default is 2")),
         ):
             if with_workers:  # torch refuses both without workers

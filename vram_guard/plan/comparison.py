@@ -122,7 +122,7 @@ class Comparison:
             if row.name == name:
                 return row
         known = ", ".join(row.name for row in self.rows)
-        raise InvalidInputError(_("nothing is called {name}; there are {known}", name=repr(name), known=known))
+        raise InvalidInputError(_("unknown name {name}; expected one of {known}", name=repr(name), known=known))
 
 
 def compare(
@@ -182,7 +182,7 @@ def compared_rows(
     for one in given:
         if names.count(one.name) > 1:
             raise InvalidInputError(
-                _("two configurations are called {name}: every one needs a name of its own", name=repr(one.name))
+                _("two configurations are named {name}: each needs a unique name", name=repr(one.name))
             )
         checked_count("batch_size", one.batch_size)
     techniques = sorted(checked_techniques(allow))

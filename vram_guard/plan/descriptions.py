@@ -19,13 +19,13 @@ class Why(Enum):
 
     # what the step as written takes
     FITS = marked("The step fits as written.")
-    PINNED = marked("The step fits as written; what was pinned is changed all the same.")
+    PINNED = marked("The step fits as written; the pinned settings are applied nevertheless.")
     ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
     SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
     SIZES_ARE_BOUNDS = marked("Some sizes are bounds, not exact: see the notes.")
 
     # why the precision is what it is
-    NOT_ALLOWED = marked("Mixed precision was not allowed.")
+    NOT_ALLOWED = marked("Mixed precision was not tried: it is not allowed, or not possible here.")
     PRECISION_PINNED = marked("The precision is pinned.")
     PRECISION_CHOSEN = marked("The precision {precision} was chosen by the user and stays.")
     BFLOAT16_ASSUMED = marked(
@@ -51,14 +51,14 @@ class Why(Enum):
 
     # a launch with other options
     LAUNCHED_WITH = marked("The script is launched with {options}.")
-    LAUNCHED_SO = marked("Launched so: {reason}")
+    LAUNCHED_SO = marked("With these options: {reason}")
 
     # what was refused
     REFUSED = marked("{technique} is not possible here: {why}")
     REFUSED_SEVERAL = marked("{techniques} are not possible here: {why}")
 
     # nothing fits
-    NEAREST = marked("Nothing that is allowed makes it fit. Nearest: {option}, short by {missing} ({count} bytes).")
+    NEAREST = marked("Nothing that is allowed makes it fit. Closest: {option}, {missing} over budget ({count} bytes).")
     NO_ACCUMULATION = marked("Gradient accumulation was not allowed, or there are no gradients to accumulate.")
     ONE_SAMPLE = marked("A batch of one sample cannot be split.")
     UNCHANGED = marked("Nothing was changed.")
@@ -79,8 +79,8 @@ class Why(Enum):
 
     # why an alternative was not taken
     OVER_BUDGET = marked("needs {peak} ({missing} over budget)")
-    OVER_TARGET = marked("needs {peak}, over the target by {missing}")
-    LOWER_BOUND = marked("needs at least {peak}, a lower bound that promises nothing")
+    OVER_TARGET = marked("needs {peak} ({missing} over the target)")
+    LOWER_BOUND = marked("needs at least {peak} (a lower bound: not known to fit)")
     NEEDS_STATES = marked("needs at least {amount} for weights, gradients and optimizer states alone")
     NEEDS_SAVED = marked("needs at least {amount} for weights, optimizer states and saved activations alone")
     NEEDS_OUTSIDE_OPTIMIZER = marked("needs at least {amount} outside the optimizer")
@@ -182,8 +182,10 @@ def counted(modules: tuple[str, ...]) -> str:
     """The names where there are few, else how many, and which."""
     if modules == ("",):
         return _("the whole model")
+    if len(modules) == 1:
+        return _("module '{name}'", name=modules[0])
     if len(modules) <= 3:
-        return ", ".join(modules)
+        return _("modules {names}", names=", ".join(map(repr, modules)))
     return _("{count} blocks", count=len(modules))
 
 

@@ -156,7 +156,7 @@ class Plan:
             return option.words(self.batch_size, self.precision_before)
         missing = self.peak - self.budget.usable
         if missing > 0:
-            return _("short by {amount}", amount=format_bytes(missing))
+            return _("{amount} over budget", amount=format_bytes(missing))
         return _("not known to fit: only a lower bound")
 
     def explain(self) -> str:

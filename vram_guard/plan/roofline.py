@@ -135,7 +135,7 @@ def total_time(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
     return StepTime(compute, memory, kernels, transfers, host, dispatch, tuple(assumptions))
 
 
-_HOST_ASSUMED = marked("host memory is taken for two channels of DDR4-3200, 51.2 GB/s")
+_HOST_ASSUMED = marked("host memory is assumed to be two channels of DDR4-3200, 51.2 GB/s")
 
 
 def flops_per_second(gpu: GPU, unit: Unit) -> float:

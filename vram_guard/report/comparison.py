@@ -136,7 +136,7 @@ def _has_rates(answer: Comparison) -> bool:
 def _notes(answer: Comparison) -> Iterator[str]:
     if isinstance(answer, Variants):
         return
-    yield _("speed: samples a second over those of the first, by the model of a step's time under the plan")
+    yield _("speed: samples per second relative to the first row, by the step-time model under the plan")
     if _has_rates(answer):
         yield _("learning rate: as configured; in brackets where the rule of scaling it with the batch says another")
 

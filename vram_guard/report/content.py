@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _TIERS = {
     "symbolic": marked("symbolic (every operator's memory is known)"),
     "partly symbolic": marked("partly symbolic (some sizes are bounds, see the notes)"),
-    "formula": marked("formula (a lower bound, no promise that the step fits)"),
+    "formula": marked("formula (a lower bound: not known to fit)"),
 }
 
 
@@ -144,7 +144,7 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.correction != 1:
         factor = f"{plan.correction:.3f}"
         words = _("x {factor} of the prediction: {peak}", factor=factor, peak=format_bytes(plan.peak))
-        facts.append((_("earlier runs took"), words))
+        facts.append((_("measured in earlier runs"), words))
     return facts
 
 

@@ -102,7 +102,7 @@ def recommendation_lines(
         yield from _aligned([("+ " + _(one.name), amount(one.tuning.total)) for one in taken])
         yield _("   the largest micro-batch is then {count}", count=taken[-1].tuning.largest_batch(usable))
     else:
-        yield _("💡 not even together do they make it fit: take a larger GPU, or several (FSDP)")
+        yield _("💡 even together they do not make it fit: use a larger GPU, or several (FSDP)")
 
 
 def folder_dict(folder: ModelFolder) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def html_report(
     plan = content.plan
     if plan is not None:
         timeline = plan.timeline
-    name = title or _("What a training step takes on the GPU")
+    name = title or _("GPU memory of a training step")
     sections = [
         _head(name, content),
         _numbers(content),
@@ -139,7 +139,7 @@ def _numbers(content: Content) -> str:
     for category, (name, *cells) in content.peak_rows():
         swatch = f'<span class="swatch" style="background:var(--{category})"></span>' if category else ""
         rows.append(_row(swatch + escape(name), cells, kind="" if category else "sum"))
-    parts = [f"<h2>{escape(_('What it takes'))}</h2>", _table(content.peak_heads(), rows)]
+    parts = [f"<h2>{escape(_('Memory use'))}</h2>", _table(content.peak_heads(), rows)]
     parts += [f"<h3>{escape(_('Peak'))}</h3>", _facts(content.peak_facts())]
     modules = [_row(f"<code>{escape(name)}</code>", cells) for name, *cells in content.modules(MOST_MODULES)]
     if modules:
@@ -232,7 +232,7 @@ def _foot() -> str:
     from vram_guard import __version__
 
     said = _(
-        "Predicted by vram_guard {version}, without a GPU. This page sends and loads nothing.", version=__version__
+        "Predicted by vram_guard {version}, without a GPU. This page makes no network requests.", version=__version__
     )
     return f"<footer>{escape(said)}</footer>"
 

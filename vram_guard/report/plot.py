@@ -135,7 +135,7 @@ def picture_format(path: str | os.PathLike[str]) -> str:
     """
     ending = Path(path).suffix.lstrip(".").lower() or "png"
     if ending not in FORMATS:
-        raise InvalidInputError(_("{path}: pictures are written as .png, .svg or .pdf", path=path))
+        raise InvalidInputError(_("{path}: plots are written as .png, .svg or .pdf", path=path))
     return ending
 
 
@@ -148,7 +148,7 @@ def new_figure(height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingLibraryError(_("pictures need matplotlib: pip install 'vram-guard[plot]'")) from error
+        raise MissingLibraryError(_("plots need matplotlib: pip install 'vram-guard[plot]'")) from error
     return Figure(figsize=(11, height), layout="constrained", facecolor="white")
 
 

@@ -117,7 +117,7 @@ def _parameters_on_host(
     if precision == "16-mixed":
         return _("the GradScaler unscales gradients on the GPU, and these are on the host")
     if ranks > 1:
-        return _("parameters on the host are installed in one process here, not in several")
+        return _("parameters_on_host supports one process, not several")
     if version is not None and version < (2, 6):
         return _("parameters on the host need torch 2.6 or later (torch.distributed.fsdp.fully_shard)")
     return ""

@@ -92,7 +92,7 @@ def accelerate_hooks() -> Any:
         import accelerate.hooks
     except ImportError as error:
         raise MissingLibraryError(
-            _("frozen modules wait on the host through accelerate's hooks: pip install accelerate")
+            _("frozen modules are kept on the host by accelerate's hooks: pip install accelerate")
         ) from error
     return accelerate.hooks
 
@@ -128,7 +128,7 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], name: str, names: tu
 
 
 def _cannot_wait(name: str, why: str) -> UnsupportedTechniqueError:
-    return UnsupportedTechniqueError(_("{name} cannot wait on the host: {why}", name=name, why=why))
+    return UnsupportedTechniqueError(_("{name} cannot be kept on the host: {why}", name=name, why=why))
 
 
 def _install(hooks: Any, module: nn.Module, name: str, device: torch.device) -> Callable[[], None]:

@@ -67,9 +67,7 @@ def host_optimizer() -> Any:
     try:
         from torchao.optim import CPUOffloadOptimizer
     except ImportError as error:
-        raise MissingLibraryError(
-            _("optimizer states wait on the host through torchao: pip install torchao")
-        ) from error
+        raise MissingLibraryError(_("optimizer states are kept on the host by torchao: pip install torchao")) from error
 
     class HostOptimizer(CPUOffloadOptimizer):  # type: ignore[misc]
         """torchao's optimizer with what schedulers, Lightning and MMEngine ask of an optimizer."""

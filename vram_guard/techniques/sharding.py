@@ -56,9 +56,7 @@ def offload_parameters(
     names = tuple(dict.fromkeys(names))
     check_torch()
     if precision == "16-mixed":
-        raise UnsupportedTechniqueError(
-            _("parameters cannot wait on the host with 16-mixed: use bf16-mixed or 32-true")
-        )
+        raise UnsupportedTechniqueError(_("parameters_on_host does not work with 16-mixed: use bf16-mixed or 32-true"))
     for name in names:
         _check_module(model, name)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -91,12 +89,10 @@ def check_torch() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) < SINCE:
         raise UnsupportedTechniqueError(
-            _("parameters wait on the host with torch 2.6 or later, not {version}", version=torch.__version__)
+            _("parameters_on_host needs torch 2.6 or later, not {version}", version=torch.__version__)
         )
     if not torch.distributed.is_available():
-        raise UnsupportedTechniqueError(
-            _("parameters wait on the host through torch.distributed, which this torch lacks")
-        )
+        raise UnsupportedTechniqueError(_("parameters_on_host needs torch.distributed, which this torch lacks"))
 
 
 def _check_module(model: nn.Module, name: str) -> None:
@@ -137,7 +133,7 @@ def _mesh_of_one(device: torch.device) -> Any:
     if dist.get_world_size() != 1:
         raise UnsupportedTechniqueError(
             _(
-                "parameters wait on the host in one process here, not in {count}: use FSDP itself",
+                "parameters_on_host supports one process, not {count}: use FSDP itself",
                 count=dist.get_world_size(),
             )
         )

@@ -158,7 +158,7 @@ class Corrections:
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            _ignored(path, _("it is no file of vram_guard's"))
+            _ignored(path, _("it is not a vram_guard file"))
             return None
         if content.get("version") != VERSION:
             found = repr(content.get("version"))
@@ -169,7 +169,7 @@ class Corrections:
             return None
         ratios = content.get("ratios")
         if not isinstance(ratios, list) or not all(_is_ratio(ratio) for ratio in ratios):
-            _ignored(path, _("its ratios are no numbers in (0, 10]"))
+            _ignored(path, _("its ratios are not numbers in (0, 10]"))
             return None
         return [float(ratio) for ratio in ratios[-KEPT:]]
 
@@ -190,6 +190,6 @@ def _is_ratio(value: Any) -> bool:
 
 def _ignored(path: Path, why: str) -> list[float] | None:
     """Say why a file is not used; None, which is what is known from it."""
-    said = _("{path} is not used: {why}; delete it to measure anew", path=path, why=why)
+    said = _("{path} is not used: {why}; delete it to measure again", path=path, why=why)
     warnings.warn(f"vram_guard: {said}", IgnoredCorrectionWarning, stacklevel=4)
     return None

@@ -64,7 +64,7 @@ class GpuSummary:
             total=format_bytes(self.total),
         )
         if self.utilization_mean is None or self.utilization_peak is None:
-            return _("utilisation not told; {memory}", memory=memory)
+            return _("utilisation unavailable; {memory}", memory=memory)
         mean, peak = f"{self.utilization_mean:.0%}", f"{self.utilization_peak:.0%}"
         return _("utilisation mean {mean}, peak {peak}; {memory}", mean=mean, peak=peak, memory=memory)
 
@@ -229,7 +229,10 @@ def any_sampler() -> Iterator[tuple[Sampler, str]]:
         finally:
             opened.__exit__(None, None, None)
         return
-    yield _torch_sampler(why), _("no NVML ({why}): torch tells memory, not utilisation or other processes", why=why)
+    yield (
+        _torch_sampler(why),
+        _("no NVML ({why}): torch reports memory, but not utilisation or other processes", why=why),
+    )
 
 
 def _torch_sampler(why: str) -> Sampler:

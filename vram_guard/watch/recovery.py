@@ -237,8 +237,9 @@ class Recovery:
             raise self._given_up(failure, where, what, obstacle)
         self.log(
             _(
-                "out of memory {where} of {what}{error}: the attempt is taken back, and the same batch runs again in "
-                "micro-batches of {size} (before: {before}), as do the next ones. Recovery {count} of {most}.",
+                "out of memory {where} of {what}{error}: the attempt is rolled back, and the same batch runs "
+                "again in micro-batches of {size} (before: {before}), as do the next ones. Recovery {count} "
+                "of {most}.",
                 where=where,
                 what=what,
                 error="" if failure.elsewhere else f" ({failure})",
@@ -283,8 +284,8 @@ class Recovery:
     def _after_commit(self) -> RecoveryFailedError:
         return self.final(
             _(
-                "out of memory after backward (in a hook, or in what was logged), when the gradients were already "
-                "complete and added up: the batch cannot be taken back. The weights are those of the last optimizer "
-                "step."
+                "out of memory after backward (in a hook, or in what was logged), when the gradients were "
+                "already complete and added up: the batch cannot be rolled back. The weights are those of "
+                "the last optimizer step."
             )
         )

@@ -108,8 +108,8 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
         if _tied(model) != tied:
             raise UnsupportedTechniqueError(
                 _(
-                    "FSDP2 would part weights that are tied (one of them lies in a block, or in an embedding that "
-                    "Accelerate takes for a group of its own): leave offload_parameters out of --allow"
+                    "FSDP2 would separate tied weights (one of them lies in a block, or in an embedding that "
+                    "Accelerate makes a group of its own): leave offload_parameters out of --allow"
                 )
             )
         keep_parameters_in_place(model)

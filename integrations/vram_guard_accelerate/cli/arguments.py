@@ -108,9 +108,9 @@ def own_arguments(arguments: Sequence[str]) -> tuple[Settings, bool, list[str]]:
     """
     parser: Any = argparse.ArgumentParser("python -m vram_guard_accelerate", allow_abbrev=False)
     add_options(parser)
-    parser.add_argument("--module", "-m", action="store_true", help="the script is a module")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("--module", "-m", action="store_true", help=_("the script is a module"))
+    parser.add_argument("script", help=_("the training script"))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_("its own arguments"))
     found = parser.parse_args(list(arguments))
     check_script(found.script, module=found.module)
     return Settings.of(vars(found)), found.module, [found.script, *found.arguments]

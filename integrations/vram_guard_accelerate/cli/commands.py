@@ -12,7 +12,7 @@ def add(commands: Any) -> None:
     """The subcommand. Everything after it is sorted by :mod:`vram_guard_accelerate.cli.arguments`."""
     launch = commands.add_parser(
         "launch",
-        help=_("accelerate launch, for a script nobody changes: predicted, planned, then run under the plan"),
+        help=_("accelerate launch for an unmodified script: predict, plan, then run under the plan"),
         add_help=False,
         # No argument looks like an option to this parser: accelerate's own parser knows which are.
         prefix_chars="\0",

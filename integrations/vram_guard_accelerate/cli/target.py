@@ -23,7 +23,7 @@ NOT_FOLLOWED = {
     "use_deepspeed": marked("DeepSpeed builds an engine of its own around the model"),
     "use_fsdp": marked("FSDP shards the model over the processes"),
     "use_megatron_lm": marked("Megatron-LM builds the model itself"),
-    "tpu": marked("a TPU has another memory"),
+    "tpu": marked("TPU memory is not modelled"),
     "use_parallelism_config": marked("parallel dimensions beyond data parallelism shard the model"),
 }
 

@@ -98,7 +98,7 @@ class ForkedPhase(LoopPhase):
         if self._request.slices_of_model == 1:
             self._compares = self._compares or wide
         elif wide and self._compares and size != self._sample.batch_size:
-            stopped(_("the model compares the samples of a batch with each other, which slices would keep apart"))
+            stopped(_("the model compares the samples of a batch with each other, which slices would separate"))
 
     def clips(self, parameters: Iterable[Any]) -> Any:
         """Remember it; under FSDP2, what is clipped must be what is trained."""

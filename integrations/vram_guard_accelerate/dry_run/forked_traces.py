@@ -84,5 +84,5 @@ def _answer_of(copy: Fork, kind: type[T]) -> T:
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
     if not isinstance(answer, kind):
-        raise UnsupportedStepError(_("a copy of the script gave no answer that is understood"))
+        raise UnsupportedStepError(_("a copy of the script gave no valid answer"))
     return answer

@@ -87,7 +87,7 @@ class Fork:
             code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1]) if self._is_child else None
         if data is None:
             raise UnsupportedStepError(
-                _("the script did not get through two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}")
+                _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}")
             )
         if data:
             return pickle.loads(data)  # noqa: S301 - from our own copy

@@ -169,8 +169,9 @@ def _refuse_local_sgd() -> None:
     def refused(_original: Any) -> Callable[..., None]:
         return lambda *_args, **_kwargs: stopped(
             _(
-                "LocalSGD lets processes drift apart and averages their weights now and then; the guard knows steps "
-                "that all processes take together. Launch it with accelerate launch"
+                "LocalSGD updates the weights of each process separately and averages them now and then; "
+                "vram_guard supports only steps that all processes take together. Launch it with accelerate "
+                "launch"
             )
         )
 

@@ -197,7 +197,7 @@ def _why_not_sliced(first: FirstBatch, facts: LoopFacts, unclear: str) -> str:
         return _("a model that torch.compile compiles as a whole is not cut open")
     if unclear:
         return _(
-            "of the loss that a model returns it cannot be told what to weigh slices by: {reason}; say --loss-weight",
+            "cannot tell whether the model's loss is a mean or a sum: {reason}; pass --loss-weight",
             reason=unclear,
         )
     try:
@@ -213,7 +213,7 @@ def _why_not_mixed(first: FirstBatch) -> str:
     if first.script.precision_option:
         return ""
     if first.script.precision_given:
-        return _("the script passes its own mixed_precision to the Accelerator, and that wins")
+        return _("the script passes its own mixed_precision to the Accelerator, which takes precedence")
     if first.script.reads_precision:
         return _(
             "the script asks accelerator.mixed_precision and acts on the answer before it trains; pass "
@@ -230,7 +230,7 @@ def _slice_notes(first: FirstBatch, facts: LoopFacts) -> list[str]:
     if not facts.returns_loss:
         notes.append(_("the script computes its loss outside the model: slices run their forward twice"))
     if any("Dropout" in type(module).__name__ and getattr(module, "p", 0) for module in first.root.modules()):
-        notes.append(_("dropout draws other random numbers for slices; the result is as random as before"))
+        notes.append(_("dropout draws other random numbers for slices, from the same distribution"))
     return notes
 
 

@@ -64,8 +64,8 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
         return [untried]
     notes = [
         _(
-            "parameters on the host (Accelerate's FSDP2): the model's parameters are DTensors in the script's hands; "
-            "save_state writes FSDP's files, and load_state reads no others"
+            "parameters on the host (Accelerate's FSDP2): the script sees the model's parameters as "
+            "DTensors; save_state writes FSDP's files, and load_state reads no others"
         )
     ]
     if plan.precision == "bf16-mixed":
@@ -78,10 +78,10 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
     if first.shape.ranks > 1:
         notes.append(
             _(
-                "each process holds its share of parameters, gradients and optimizer states; what one process alone "
-                "does with the model (an evaluation under is_main_process) waits for the others, for ever. "
-                "accelerator.get_state_dict(model), save_model and save_pretrained(..., is_main_process=...) write "
-                "whole tensors, called by all processes"
+                "each process holds its share of parameters, gradients and optimizer states; a process that "
+                "uses the model alone (an evaluation under is_main_process) hangs. "
+                "accelerator.get_state_dict(model), save_model and save_pretrained(..., is_main_process=...) "
+                "write whole tensors, called by all processes"
             )
         )
         notes += _saving_notes(sys.argv[0])
@@ -94,8 +94,9 @@ def _saving_notes(script: str) -> list[str]:
         return []
     where = f"{Path(script).name}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
     note = _(
-        "if this is the sharded model, it is saved in shards, or not at all ({place}): save_pretrained wants "
-        "state_dict=accelerator.get_state_dict(model), called by all processes, and so does torch.save",
+        "if this is the sharded model, it is saved in shards, or not at all ({place}): "
+        "save_pretrained needs state_dict=accelerator.get_state_dict(model), called by all "
+        "processes, and so does torch.save",
         place=where,
     )
     return [note]

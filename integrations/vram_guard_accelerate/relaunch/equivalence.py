@@ -89,7 +89,7 @@ def disagreement(written: LoopProfile, changed: LoopProfile, splits: int, ranks:
         if count != other:
             return _(_MORE_OFTEN[kind], factor=f"{other / max(1, count):g}")
     if not _same_bars(written, changed, splits):
-        return _("its own count of steps is another one (the lengths of its progress bars)")
+        return _("its own count of steps differs (the lengths of its progress bars)")
     return _other_losses(written, changed, splits) if losses else ""
 
 
@@ -139,9 +139,10 @@ def _other_losses(written: LoopProfile, changed: LoopProfile, splits: int) -> st
     ):
         factor = _times(written.losses[0], changed.losses[0])
         return _(
-            "it divides its loss by another number: gradients would be {factor} times as large", factor=f"{factor:g}"
+            "it divides its loss by a different number: gradients would be {factor} times as large",
+            factor=f"{factor:g}",
         )
-    return _("its loss is made of other parts")
+    return _("its loss has different parts")
 
 
 def _counted(losses: Sequence[Sequence[Term]], splits: int) -> Counter[tuple[object, ...]]:
@@ -184,7 +185,7 @@ def loss_weight(
         Which, and why that cannot be told ("" where it can).
     """
     if len(one) != len(other):
-        return "mean", _("it returns other numbers for other sizes of batches")
+        return "mean", _("it returns different numbers at different batch sizes")
     found: set[Literal["mean", "sum"]] = set()
     for terms, twins in zip(one, other, strict=True):
         kind, why = reduction_of(terms, samples, twins, other_samples)

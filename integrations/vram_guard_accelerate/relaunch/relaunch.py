@@ -141,12 +141,12 @@ class Relaunch:
         found, wanted = ACCELERATES[precision], self.change.precision
         if wanted and found != wanted:
             raise UnsupportedStepError(
-                _("launched so, it trains in {precision}, not in {wanted}", precision=found, wanted=wanted)
+                _("with these options it trains in {precision}, not in {wanted}", precision=found, wanted=wanted)
             )
         # Another precision makes losses of other operators.
         why = disagreement(self.baseline.profile, profile, self.splits, ranks, losses=self.splits > 1)
         if why:
-            raise UnsupportedStepError(_("launched so, {difference}", difference=why))
+            raise UnsupportedStepError(_("with these options, {difference}", difference=why))
 
     def combined(self, plan: Plan) -> Plan:
         """A plan for the relaunch, as a plan for the launch as it was typed."""
@@ -180,10 +180,10 @@ class Relaunch:
         if self.change.splits == 1:
             return [seen]
         smaller = _(
-            "the script's own batches are smaller and its loader is {count} times as long: what it counts in "
-            "batches (prints, limits, progress) comes {count} times as often; what it counts in optimizer "
-            "steps stays. What is drawn at random (noise, dropout) is drawn for smaller batches: other "
-            "numbers, as random as before. No forward runs twice",
+            "the script's own batches are smaller and its loader is {count} times as long: what it "
+            "counts in batches (prints, limits, progress) comes {count} times as often; what it counts "
+            "in optimizer steps stays. Random numbers (noise, dropout) are drawn for smaller batches: "
+            "different numbers from the same distribution. No forward runs twice",
             count=self.change.splits,
         )
         return [seen, smaller]

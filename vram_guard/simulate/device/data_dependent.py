@@ -71,8 +71,7 @@ class ScalarQueries:
         """The step went on as if a value that is not known were this."""
         self._recorder.note(
             Message(
-                "the step decides by a computed value, which is not known before training: counted as if it were "
-                "{answer}",
+                "the step branches on a computed value, which is not known before training: assumed to be {answer}",
                 answer=str(answer),
             ),
             tier="partly symbolic",

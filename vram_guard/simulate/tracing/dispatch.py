@@ -300,8 +300,9 @@ class SymbolicMode(TorchDispatchMode):
         if name is not None and not all(self.recorder.on_host(tensor) for tensor in tensors):
             raise UnsupportedTechniqueError(
                 _(
-                    "{name} cannot wait on the host: {operator} at {line} uses its weights outside its forward "
-                    "(another method of the module, or an average of weights). Take it out of frozen_on_host",
+                    "{name} cannot be kept on the host: {operator} at {line} uses its weights outside its "
+                    "forward (another method of the module, or an average of weights). Take it out of "
+                    "frozen_on_host",
                     name=name,
                     operator=func,
                     line=self.recorder.source() or _("an unknown line"),

@@ -78,8 +78,8 @@ class Loop:
         """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
         self.recorder.note(
             Message(
-                "{optimizer} evaluates the loss as often as it likes: the first evaluations are followed, what it "
-                "remembers of later ones is not counted",
+                "{optimizer} evaluates the loss a varying number of times per step: the first evaluations "
+                "are followed, what it keeps of later ones is not counted",
                 optimizer=type(optimizer).__name__,
             ),
             tier="partly symbolic",

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 #: What a trace cannot see of it, for the reader of a prediction.
 STREAMS = Message(
-    "FSDP carries gradients to the host on a CUDA stream of its own, whose memory the allocator keeps apart: reserved "
-    "memory can be higher than said by the gradients of the largest module"
+    "FSDP copies gradients to the host on a separate CUDA stream, whose memory the allocator "
+    "keeps apart: reserved memory can exceed the prediction by the gradients of the largest "
+    "module"
 )
 
 

@@ -89,8 +89,8 @@ def check_module(model: nn.Module) -> None:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise UnsupportedStepError(
                 _(
-                    "{name} belongs to a lazy module whose shape is not known yet; run one real batch through the "
-                    "model (on the CPU) or replace Lazy* layers by their sized kin",
+                    "{name} belongs to a lazy module whose shape is not known yet; run one real batch through "
+                    "the model (on the CPU) or replace Lazy* layers by layers with explicit sizes",
                     name=name,
                 )
             )
