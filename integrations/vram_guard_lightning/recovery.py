@@ -45,7 +45,7 @@ def why_not(trainer: Trainer, module: LightningModule) -> str:
     if namespaces.is_a(strategy, "strategies.SingleDeviceStrategy"):
         return ""
     if not namespaces.is_a(strategy, "strategies.DDPStrategy"):
-        return _("{strategy} is not known to be safe to repeat a step under", strategy=type(strategy).__name__)
+        return _("repeating a step under {strategy} is not known to be safe", strategy=type(strategy).__name__)
     return _why_not_ddp(strategy, module)
 
 

@@ -46,7 +46,7 @@ def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Ite
             "offload_optimizer", _("gradients are clipped on the GPU after they have been copied to the host")
         )
     elif trainer.world_size > 1:
-        yield Refusal("offload_optimizer", _("every rank would update a copy of its own"))
+        yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
     yield Refusal("grow", growth.why_not(trainer, growable))
 
 

@@ -67,7 +67,7 @@ def scale_learning_rates(optimizer: Optimizer, schedulers: Iterable[Any], factor
             if key in group:
                 group[key] = times(group[key])
     left_out += [
-        _("{scheduler} keeps no learning rates that are known here", scheduler=type(scheduler).__name__)
+        _("no learning rates were recognised in {scheduler}", scheduler=type(scheduler).__name__)
         for scheduler in _flattened(schedulers)
         if not _scale_scheduler(scheduler, times)
     ]

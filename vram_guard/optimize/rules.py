@@ -185,7 +185,10 @@ class _Adviser:
         best = (own or others)[:1]
         if not best:
             if entries:
-                self._keep("precision", _("its present value is unknown here: {why}", why=why))
+                self._keep(
+                    "precision",
+                    _("its present value is not recognised, so it stays (reason for the change: {why})", why=why),
+                )
             else:
                 self._set("precision", True, why, behind="batch_size", name="use_mixed_precision")
             return

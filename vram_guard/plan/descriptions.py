@@ -46,7 +46,7 @@ class Why(Enum):
         "Batch normalisation takes its statistics over a micro-batch ({samples} samples instead of {batch}): the "
         "result is close to the unsplit one, not equal."
     )
-    RECIPE = marked("{recipe}: the smallest amount that fits.")
+    RECIPE = marked("{recipe}: only as much as is needed to fit.")
     CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
 
     # a launch with other options

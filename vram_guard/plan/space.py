@@ -154,7 +154,9 @@ def _pinned(name: str, pin: tuple[str, ...] | int | str | None, modules: tuple[s
         return ()
     if pin == "all":
         if not modules:
-            raise InvalidInputError(_("pin: {name} is 'all', but the model has no module for it; name some", name=name))
+            raise InvalidInputError(
+                _("pin: {name} is 'all', but the model has no module that it could apply to; name modules", name=name)
+            )
         return modules
     if isinstance(pin, int):
         if pin > len(modules):

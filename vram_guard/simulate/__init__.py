@@ -87,6 +87,21 @@ def traced_at(run: Callable[[int], Timeline], batch_size: int) -> Timeline:
     return replace(run(batch_size), retrace=lambda size: traced_at(run, size))
 
 
+def trace_at(
+    step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
+) -> Timeline:
+    """The step traced at one batch size alone, see :func:`traced_at`.
+
+    Raises:
+        UnsupportedStepError: the step cannot be run symbolically at all.
+        Exception: whatever the user's own code raises, with its own traceback.
+    """
+    from vram_guard.simulate.tracing.run import run_step
+
+    checked_count("batch_size", batch_size)
+    return traced_at(lambda size: run_step(step, size, compute_capability), batch_size)
+
+
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
     """True if a direct trace at one batch size is what the law says of it."""
     return (
@@ -108,7 +123,4 @@ def estimate(
         >>> estimate(step, 1000).breakdown["parameters"]  # (256 x 256 + 256) numbers of 4 bytes, in blocks of 512
         263168
     """
-    checked_count("batch_size", batch_size)
-    from vram_guard.simulate.tracing.run import run_step
-
-    return run_step(step, batch_size, compute_capability).at(batch_size)
+    return trace_at(step, batch_size, compute_capability=compute_capability).at(batch_size)

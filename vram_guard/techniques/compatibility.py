@@ -111,7 +111,9 @@ def _parameters_on_host(
             "parameters on the host have their optimizer states there already: optimizer_on_host has nothing to do"
         )
     if recipe.frozen_on_host:
-        return _("name frozen modules in parameters_on_host instead: one library moves a module's parameters, not two")
+        return _(
+            "list the frozen modules in parameters_on_host instead: only one library can move a module's parameters"
+        )
     if recipe.optimizer == "8bit":
         return _("no library steps 8-bit states on the host, where the parameters' gradients are")
     if precision == "16-mixed":

@@ -180,7 +180,9 @@ class _Run:
 
     def _note_hooks(self, model: nn.Module) -> None:
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
-            said = Message("hooks on parameters (optimizer in backward) are not followed")
+            said = Message(
+                "hooks on parameters (an optimizer that steps in the backward pass) are not included in the prediction"
+            )
             self.recorder.note(said, tier="partly symbolic")
 
     # --- the loop ---------------------------------------------------------------------------------------------
