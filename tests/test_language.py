@@ -226,7 +226,7 @@ def test_a_plan_in_chinese(made_plan):
     assert found.changed
     assert text.startswith("放得下  需要")
     assert explained.startswith("放得下：需要")
-    for part in ("优化器状态", "显存预算：", "方案", "微批次大小", "原因"):
+    for part in ("优化器状态", "显存预算：", "方案", "微批大小", "原因"):
         assert part in text
 
 

@@ -147,13 +147,21 @@ class Budget:
         found = measured_margin(tier)
         return replace(self, margin=found.fraction, margin_source=found.source)
 
+    @property
+    def source_text(self) -> str:
+        """``source`` in the reader's language."""
+        if self.source == "explicit":
+            return _("explicit")
+        if self.free is None and self.gpu is not None:
+            return _("catalogue: {name}", name=self.gpu.name)
+        return self.source
+
     def explain(self) -> str:
         """One line: the usable amount, where it comes from and what was taken off."""
         total = format_bytes(self.total)
         parts = [_("{amount} usable", amount=format_bytes(self.usable))]
         if self.free is None:
-            source = _("explicit") if self.source == "explicit" else self.source
-            parts.append(f"{total} ({source})")
+            parts.append(f"{total} ({self.source_text})")
         else:
             free = format_bytes(self.free)
             parts.append(_("{free} free of {total} ({source})", free=free, total=total, source=self.source))

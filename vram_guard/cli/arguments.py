@@ -75,7 +75,7 @@ def gpu_memory(
     kept = checked_margin(margin)
     if memory is None:
         resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept)
-        return resolved.total, resolved.source, resolved
+        return resolved.total, resolved.source_text, resolved
     if budget is not None:
         raise InvalidInputError(_("give --gpu-memory (of the whole GPU) or --budget (of PyTorch), not both"))
     from vram_guard.budget.catalogue import context_bytes
