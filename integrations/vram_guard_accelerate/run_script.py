@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from vram_guard.watch.process_groups import end_process_groups
 
 
 def run(command: Sequence[str], *, module: bool) -> None:
@@ -24,14 +25,7 @@ def run(command: Sequence[str], *, module: bool) -> None:
 def end_process_groups_at_exit() -> None:
     """End process groups that are alive after the script's own exit handlers. Call it before the script starts.
 
-    FSDP2 needs a process group, which Accelerate makes and scripts rarely end. Threads of gloo that still free the
-    tensors of its last operation while the interpreter goes end the process with SIGABRT (PyTorch's issue 190489).
+    FSDP2 needs a process group, which Accelerate makes and scripts rarely end; see
+    :mod:`vram_guard.watch.process_groups`.
     """
-    atexit.register(_end_process_groups)  # handlers run in reverse order: this one is the last
-
-
-def _end_process_groups() -> None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        with contextlib.suppress(Exception):  # the training is over, and its exit code stays its own
-            distributed.destroy_process_group()
+    atexit.register(end_process_groups)  # handlers run in reverse order: this one is the last

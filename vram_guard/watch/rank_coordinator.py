@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vram_guard.watch.process_groups import wait_for_gloo
+
 #: Gradients travel in buckets of so many bytes, as in DistributedDataParallel (bucket_cap_mb=25).
 BUCKET = 25 * 2**20
 
@@ -154,6 +156,7 @@ def _destroy(groups: list[Any]) -> None:
     while groups:
         with contextlib.suppress(ValueError):  # no longer known
             dist.destroy_process_group(groups.pop())
+    wait_for_gloo()
 
 
 class _as_one:  # noqa: N801 - reads as a verb where it is used
