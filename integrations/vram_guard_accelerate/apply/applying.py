@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from vram_guard.apply.microbatch import Layout
 from vram_guard_accelerate.apply import checkpoints, techniques
 from vram_guard_accelerate.apply.fsdp import sharding
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
@@ -77,16 +78,32 @@ class PlanInstaller:
         install(model, self._recipe_of(model))
         plan = self.plan
         if plan.slices:
-            size, micro = plan.grown_batch_size, plan.micro_batch_size
-            about = {"loss_weight": plan.loss_weight, "returns_loss": plan.returns_loss}
-            techniques.set_slices(accelerator, [model], size, micro, **about)  # type: ignore[arg-type]
+            techniques.set_slices(
+                accelerator,
+                [(model, self._layout_of(model))],
+                plan.grown_batch_size,
+                plan.micro_batch_size,
+                loss_weight=plan.loss_weight,
+                returns_loss=plan.returns_loss,
+            )
+
+    def _layout_of(self, model: nn.Module) -> Layout | None:
+        """A script that trains several times over prepares models of the same kinds anew, in the same order."""
+        if not self.plan.layouts:
+            return None
+        number = self._number_of(model) % len(self.plan.layouts)
+        layout = self.plan.layouts[number]
+        return Layout.from_json(layout) if layout is not None and type(model) is type(self._models[number]) else None
+
+    def _number_of(self, model: nn.Module) -> int:
+        return next(at for at, known in enumerate(self._models) if known is model)
 
     def _recipe_of(self, model: nn.Module) -> Recipe:
         """Of several models, names begin with the model's number in the order of ``prepare``."""
         recipe = self.plan.recipe
         if self.plan.models == 1:
             return recipe if model is self._models[0] else recipe.with_(checkpoint=(), offload_activations=())
-        number = next(at for at, known in enumerate(self._models) if known is model)
+        number = self._number_of(model)
         names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
         return recipe.with_(
             **{

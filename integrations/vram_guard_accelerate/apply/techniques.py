@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vram_guard.apply.microbatch import Layout
     from vram_guard.techniques import Recipe
 
 # ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
@@ -50,7 +51,7 @@ def set_precision(accelerator: Any, precision: str) -> None:
 
 def set_slices(
     accelerator: Any,
-    models: list[nn.Module],
+    models: Iterable[tuple[nn.Module, Layout | None]],
     batch_size: int,
     micro_batch_size: int,
     *,
@@ -58,36 +59,37 @@ def set_slices(
     returns_loss: bool = True,
     at_most: int | None = None,
     on_slice: Callable[[], None] = lambda: None,
-) -> Callable[[], None]:
-    """Every trained model works in slices of so many samples; the function that undoes it."""
-    undo = [
-        slice_forward(
-            model,
-            batch_size,
-            micro_batch_size,
-            loss_weight=loss_weight,
-            returns_loss=returns_loss,
-            scale=_scale_of(accelerator),
-            at_most=at_most,
-            on_slice=on_slice,
-        )
-        for model in models
-        if any(parameter.requires_grad for parameter in model.parameters())
-    ]
+) -> None:
+    """Every trained model works in slices of so many samples; see :func:`slice_forward`.
 
-    def all_undone() -> None:
-        for one in undo:
-            one()
+    Args:
+        accelerator: the script's.
+        models: each with the layout of its arguments; None: each call is read by itself.
+        batch_size: samples of a full batch.
+        micro_batch_size: samples of a slice.
+        loss_weight: the reduction of a loss that a model returns.
+        returns_loss: whether the number that a model returns is what is differentiated.
+        at_most: run so many slices and take the others for done.
+        on_slice: called before the forward of each slice.
+    """
 
-    return all_undone
-
-
-def _scale_of(accelerator: Any) -> Callable[[], float]:
     def scale() -> float:
         scaler = accelerator.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    return scale
+    for model, layout in models:
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            slice_forward(
+                model,
+                batch_size,
+                micro_batch_size,
+                layout=layout,
+                loss_weight=loss_weight,
+                returns_loss=returns_loss,
+                scale=scale,
+                at_most=at_most,
+                on_slice=on_slice,
+            )
 
 
 def set_optimizers(accelerator: Any, recipe: Recipe) -> None:

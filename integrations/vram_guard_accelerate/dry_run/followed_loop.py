@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate.apply import fsdp
@@ -79,9 +80,9 @@ class FollowedLoop:
         self._run.phase.stepped(optimizer)
 
     def _watch(self, model: nn.Module) -> None:
-        def returned(model: nn.Module, _args: Any, called: dict[str, Any], out: Any) -> None:
+        def returned(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             self.forwards += 1
-            self._run.phase.returned(model, called, out)
+            self._run.phase.returned(model, by_name(args, kwargs), out)
 
         model.register_forward_hook(returned, with_kwargs=True)
 

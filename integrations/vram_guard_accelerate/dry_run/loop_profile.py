@@ -303,7 +303,7 @@ class ReturnedLosses:
 
         Args:
             model: that was called.
-            called: its keyword arguments.
+            called: its arguments by name.
             out: the tensors that it returned.
         """
         from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH

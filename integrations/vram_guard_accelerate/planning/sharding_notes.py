@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
 from vram_guard.plan import Plan
-from vram_guard.plan.descriptions import not_possible
 from vram_guard.private_names import missing_in_words
 from vram_guard.techniques.sharding import check_torch
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
@@ -54,7 +54,7 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
     """
     if not plan.recipe.parameters_on_host:
         if why_not:
-            return [not_possible("offload_parameters", why_not)]
+            return [Refusal("offload_parameters", why_not).words()]
         if plan.fits or "offload_parameters" in settings.techniques or len(first.models) != 1:
             return []
         untried = _(
