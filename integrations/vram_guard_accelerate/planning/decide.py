@@ -23,7 +23,7 @@ from vram_guard_accelerate.precision import ACCELERATES
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
-from vram_guard_accelerate.settings import Settings
+from vram_guard_accelerate.settings import NOT_HERE, Settings
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def decide(
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings, unclear) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
     made = planner.in_slices()
-    notes = [*first.sample.notes, *first.script.resumed.notes, *settings.refused, *_notes(planner, made)]
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made)]
     launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
     if launch_plan.slices:
         launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
@@ -202,6 +202,7 @@ def _refused(
     """Techniques that cannot be applied to this script, each with the reason."""
     clips = _("the script clips gradients, which a fused optimizer unscales itself")
     reasons = {
+        **{name: _(why) for name, why in NOT_HERE.items()},
         "offload_parameters": why_not_sharded(first),
         "precision": _why_not_mixed(first),
         "grow": _why_not_grown(first),
