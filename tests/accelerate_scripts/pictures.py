@@ -43,6 +43,10 @@ def as_lists(samples):
     return [picture for picture, _ in samples], [target for _, target in samples]
 
 
+def time_first(model, x, y):
+    return nn.functional.cross_entropy(model(x.transpose(0, 1)), y)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
@@ -59,10 +63,7 @@ def main():
     model.train()
     losses = []
     for x, y in loader:
-        if options.time_first:
-            loss = nn.functional.cross_entropy(model(x.transpose(0, 1)), y)
-        else:
-            loss = model(x, y)["loss"]
+        loss = time_first(model, x, y) if options.time_first else model(x, y)["loss"]
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vram_guard.budget import Budget
@@ -49,7 +49,7 @@ def target_of(launch: LaunchArguments) -> Target:
         UnsupportedStepError: a way of training that cannot be followed.
     """
     with _quiet():
-        arguments, environment = _asked([*launch.accelerate, launch.script, *launch.arguments])
+        arguments, _command, environment = simple_launch([*launch.accelerate, launch.script, *launch.arguments])
     for name, why in NOT_FOLLOWED.items():
         if getattr(arguments, name, False) and not arguments.cpu:
             raise UnsupportedStepError(
@@ -71,15 +71,19 @@ def target_of(launch: LaunchArguments) -> Target:
     )
 
 
-def _asked(words: list[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
-    """The words after ``accelerate launch`` and the environment of the script, as accelerate reads and fills them."""
+def simple_launch(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
+    """The words after ``accelerate launch`` as it reads them; command and environment of a launch of one process.
+
+    Raises:
+        InvalidInputError: accelerate refuses its options or its config file.
+    """
     from accelerate.commands.launch import _validate_launch_command
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     arguments = launch_parser().parse_args(words)
     try:
         arguments, *_defaults = _validate_launch_command(arguments)
-        _command, environment = prepare_simple_launcher_cmd_env(arguments)
+        return arguments, *prepare_simple_launcher_cmd_env(arguments)
     except Exception as error:  # accelerate raises ValueError, YAML's errors, OSError, AssertionError, ...
         if arguments.config_file:
             file = arguments.config_file
@@ -87,7 +91,6 @@ def _asked(words: list[str]) -> tuple[argparse.Namespace, Mapping[str, str]]:
         else:
             message = _("accelerate refuses its options: {error}", error=error)
         raise InvalidInputError(message) from error
-    return arguments, environment
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def discard_file_writes() -> None:
     """
     import torch
 
-    in_cache = _below(_caches())
+    in_cache = _below_caches()
     for module, names in FILES.items():
         for name in names:
             wrap(module, name, partial(_nothing_outside, in_cache))
@@ -101,14 +101,12 @@ def discard_file_writes() -> None:
                 wrap(cls, name, _nothing)
 
 
-def _caches() -> tuple[str, ...]:
+def _below_caches() -> Callable[[Any], bool]:
     from huggingface_hub import constants
 
     named = (constants.HF_HOME, *(os.environ.get(name, "") for name in CACHES))
-    return tuple(os.path.realpath(name) + os.sep for name in named if name)
+    folders = tuple(os.path.realpath(name) + os.sep for name in named if name)
 
-
-def _below(folders: tuple[str, ...]) -> Callable[[Any], bool]:
     def is_below(path: Any) -> bool:
         try:
             return (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(folders)

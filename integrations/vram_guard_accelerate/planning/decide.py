@@ -76,7 +76,7 @@ def decide(
         launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
     relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
-        if _lacks_something(made):
+        if not made.fits or (made.changed and not _grows(made)):
             relaunches = candidates.find(made, planner.in_smaller_batches, current)
         notes += candidates.notes
     if current is None:
@@ -174,11 +174,6 @@ def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
 
 def _grows(made: Plan) -> bool:
     return made.batch_size != made.batch_size_before
-
-
-def _lacks_something(made: Plan) -> bool:
-    """Whether the script has to be changed, or does not fit."""
-    return not made.fits or (made.changed and not _grows(made))
 
 
 def _loss_weight(

@@ -84,18 +84,15 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
                 "whole tensors, called by all processes"
             )
         )
-        notes += _saving_notes(sys.argv[0])
+        lines = lines_that_save_shards(sys.argv[0])
+        if lines:
+            where = f"{Path(sys.argv[0]).name}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
+            notes.append(
+                _(
+                    "if this is the sharded model, it is saved in shards, or not at all ({place}): save_pretrained "
+                    "wants state_dict=accelerator.get_state_dict(model), called by all processes, and so does "
+                    "torch.save",
+                    place=where,
+                )
+            )
     return notes
-
-
-def _saving_notes(script: str) -> list[str]:
-    lines = lines_that_save_shards(script)
-    if not lines:
-        return []
-    where = f"{Path(script).name}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
-    note = _(
-        "if this is the sharded model, it is saved in shards, or not at all ({place}): save_pretrained wants "
-        "state_dict=accelerator.get_state_dict(model), called by all processes, and so does torch.save",
-        place=where,
-    )
-    return [note]
