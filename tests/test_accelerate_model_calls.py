@@ -54,10 +54,20 @@ def test_keys_that_json_would_change_do_not_travel() -> None:
 
 
 def test_sizes_at_which_the_script_fails_are_passed_over() -> None:
-    def calls_at(size: int) -> list[ModelCall]:
-        if size < 10:
-            raise UnsupportedStepError("too small")
-        return [read_call(0, {"0": torch.zeros(size)}, size)]
+    """But for those that the planner needs too."""
 
-    assert agreed_layouts(calls_at, 1) == ((Layout(parts={"0": ROWS}),), "")
-    assert "differs from batch size to batch size" in agreed_layouts(lambda size: calls_at(1), 1)[1]
+    def calls_at(size: int, *failing: int) -> list[ModelCall]:
+        if size in failing:
+            raise UnsupportedStepError("too small")
+        return [read_call(0, {"0": [torch.zeros(3, 4)] * size}, size)]
+
+    assert agreed_layouts(lambda size: calls_at(size, 5, 7), 1) == ((Layout(parts={"0": ROWS}),), "")
+    with pytest.raises(UnsupportedStepError, match="too small"):
+        agreed_layouts(lambda size: calls_at(size, 2), 1)
+
+
+def test_calls_that_are_never_the_same_are_refused() -> None:
+    def calls_at(size: int) -> list[ModelCall]:
+        return [read_call(0, {f"x{size}": torch.zeros(size)}, size)]
+
+    assert "differs from batch size to batch size" in agreed_layouts(calls_at, 1)[1]

@@ -61,12 +61,17 @@ def agreed_layouts(
     Args:
         calls_at: batch size -> the calls of the loop; sizes at which it fails are passed over.
         models: how many there are.
+
+    Raises:
+        VramGuardError: it fails at a size that the planner needs as well.
     """
     seen: list[Sequence[ModelCall]] = []
-    for size in dict.fromkeys((*TRACED_SIZES, *PROBED_SIZES)):  # the planner asks for the first ones anyway
+    for size in (*TRACED_SIZES, *PROBED_SIZES):  # the planner asks for the first ones anyway
         try:
             calls = calls_at(size)
         except VramGuardError:
+            if size in TRACED_SIZES:
+                raise
             continue
         unread = [call.why_not for call in calls if call.layout is None]
         if unread:
