@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.sliced_forward import slice_forward
 
@@ -54,23 +54,16 @@ def set_slices(
     models: Iterable[tuple[nn.Module, Layout | None]],
     batch_size: int,
     micro_batch_size: int,
-    *,
-    loss_weight: Literal["mean", "sum"] = "mean",
-    returns_loss: bool = True,
-    at_most: int | None = None,
-    on_slice: Callable[[], None] = lambda: None,
+    **how: Any,
 ) -> None:
-    """Every trained model works in slices of so many samples; see :func:`slice_forward`.
+    """Every trained model works in slices of so many samples.
 
     Args:
         accelerator: the script's.
         models: each with the layout of its arguments; None: each call is read by itself.
         batch_size: samples of a full batch.
         micro_batch_size: samples of a slice.
-        loss_weight: the reduction of a loss that a model returns.
-        returns_loss: whether the number that a model returns is what is differentiated.
-        at_most: run so many slices and take the others for done.
-        on_slice: called before the forward of each slice.
+        **how: the other arguments of :func:`slice_forward`.
     """
 
     def scale() -> float:
@@ -79,17 +72,7 @@ def set_slices(
 
     for model, layout in models:
         if any(parameter.requires_grad for parameter in model.parameters()):
-            slice_forward(
-                model,
-                batch_size,
-                micro_batch_size,
-                layout=layout,
-                loss_weight=loss_weight,
-                returns_loss=returns_loss,
-                scale=scale,
-                at_most=at_most,
-                on_slice=on_slice,
-            )
+            slice_forward(model, batch_size, micro_batch_size, layout=layout, scale=scale, **how)
 
 
 def set_optimizers(accelerator: Any, recipe: Recipe) -> None:
