@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 TRAINING = HERE / "accelerate_scripts" / "training.py"
 TRAINER = HERE / "accelerate_scripts" / "trainer.py"
 OPTIONS = HERE / "accelerate_scripts" / "options.py"
+PICTURES = HERE / "accelerate_scripts" / "pictures.py"
 EDITED = HERE / "accelerate_scripts" / "edited.py"
 
 #: accelerate says which of these it was not given.

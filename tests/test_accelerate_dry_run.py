@@ -15,7 +15,7 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases
-from accelerate_cases import TRAINER, TRAINING
+from accelerate_cases import PICTURES, TRAINER, TRAINING
 
 from vram_guard.step import TrainingStep
 
@@ -42,6 +42,8 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "writes", TRAINING, "writes", "--out", writes)
     cases.request(asked / "slices", TRAINING, "plain", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "sliced_inside", TRAINING, "clipping", budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "lists", PICTURES, budget="50MiB", allow=("accumulate",))
+    cases.request(asked / "time_first", PICTURES, "--time_first", budget="8MiB", allow=("accumulate",))
     cases.request(asked / "ranks", TRAINING, "plain", ranks=2)
     cases.request(asked / "blocks", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="112MiB",
                   allow=("checkpoint",))  # fmt: skip
@@ -131,6 +133,20 @@ def test_a_batch_that_is_too_large_passes_in_slices(answers: Any) -> None:
     assert plan["micro_batch_size"] == {"before": 16, "after": orders["micro_batch_size"]}
     assert orders["micro_batch_size"] in (4, 8)
     assert plan["estimate"]["peak_reserved"] <= 40 * 2**20 < plan["before"]["peak_reserved"]
+
+
+def test_a_list_of_samples_is_known_from_a_list_of_columns(answers: Any) -> None:
+    """Three pictures of three channels: batches of other sizes tell that they are pictures."""
+    answer = answers["lists"]
+    assert answer["launch_plan"]["micro_batch_size"] == 1
+    assert answer["launch_plan"]["layouts"] == [[["0", True], ["1", True]]]
+
+
+def test_time_is_not_taken_for_the_batch_where_it_is_as_long(answers: Any) -> None:
+    answer = answers["time_first"]
+    assert not answer["fits"]
+    assert answer["launch_plan"]["micro_batch_size"] == 16
+    assert any("micro-batches are not possible" in note and "batch['0']" in note for note in answer["notes"])
 
 
 def test_a_loss_outside_the_model_costs_a_second_forward(answers: Any) -> None:

@@ -23,7 +23,7 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
-from accelerate_cases import EDITED, ONE, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
+from accelerate_cases import EDITED, ONE, PICTURES, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
 
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
@@ -90,6 +90,19 @@ def test_slices_change_neither_weights_nor_rates_nor_counters(both: Any, name: s
 def test_slices_really_ran(both: Any) -> None:
     """Sums in another order: were it bit-identical, nothing would have been sliced."""
     assert any(difference(both[0][name], both[1][name]) > 0 for name in LOOPS)
+
+
+def test_slices_of_a_list_that_reads_in_two_ways_are_those_of_its_samples(tmp_path: Path, cache: Path) -> None:
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    plain = launch(*ONE, PICTURES, "--out", one, cache=cache, guarded=False)
+    options = ("--budget", "50MiB", "--margin", "0", "--allow", "accumulate")
+    guarded = launch(*ONE, *options, PICTURES, "--out", two, cache=cache)
+    assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
+    assert "3 → 1" in guarded.stderr or "3 -> 1" in guarded.stderr or "3 ? 1" in guarded.stderr
+    assert "trained on whole" not in guarded.stderr
+    as_written, sliced = torch.load(one), torch.load(two)
+    assert 0 < difference(as_written, sliced) < 2e-6
+    assert sliced["losses"] == pytest.approx(as_written["losses"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")

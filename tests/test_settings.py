@@ -225,5 +225,5 @@ def test_accelerates_adapter_takes_what_is_not_given_from_the_settings(project, 
     (project / "vram_guard.toml").write_text('margin = 0.2\ngrow = true\ngpu = "T4"\n')
     monkeypatch.setenv("VRAM_GUARD_LR_RULE", "sqrt")
     options = {"budget": "8GiB", "gpu": None, "margin": 0, "grow": False, "json": True}
-    found = Settings.of(options)
+    found = Settings.of_options(options)
     assert (found.budget, found.gpu, found.margin, found.grow, found.lr_rule) == ("8GiB", None, 0, True, "sqrt")

@@ -222,7 +222,9 @@ def test_labels_that_are_ignored_do_not_count(x: torch.Tensor) -> None:
 
 
 def test_semantic_segmentation_ignores_a_label_of_its_own(x: torch.Tensor) -> None:
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "SegformerForSemanticSegmentation"):
+        pytest.skip("this release of transformers makes no SegFormer with this torch")
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
     sizes = {"hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4, "depths": [1] * 4, "decoder_hidden_size": 8}

@@ -38,6 +38,8 @@ class LaunchPlan:
         accumulation: batches of an optimizer step, under that.
         loss_weight: the reduction of the losses that models return over the samples of a batch.
         returns_loss: whether the number that a model returns is what is differentiated.
+        layouts: how the arguments of each model are cut into slices, as :meth:`Layout.to_json` writes it; None: each
+            call is read by itself.
         loader: the training's loader, among those that the script makes.
         learning_rate_factor: what every learning rate is multiplied by.
         resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
@@ -56,6 +58,7 @@ class LaunchPlan:
     accumulation: int = 1
     loss_weight: Literal["mean", "sum"] = "mean"
     returns_loss: bool = True
+    layouts: tuple[object, ...] = ()
     loader: LoaderPlace = LoaderPlace()
     learning_rate_factor: float = 1.0
     resumes_grown: bool = False

@@ -9,8 +9,3 @@ def say(text: str) -> None:
     """To standard error, in whatever encoding it has."""
     encoding = sys.stderr.encoding or "utf-8"
     print(text.encode(encoding, errors="replace").decode(encoding), file=sys.stderr, flush=True)  # noqa: T201
-
-
-def answer(text: str) -> None:
-    """To standard output, for programs: pure ASCII."""
-    print(text, flush=True)  # noqa: T201

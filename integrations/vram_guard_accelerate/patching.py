@@ -1,4 +1,4 @@
-"""Functions of other libraries, replaced by others around them."""
+"""Functions of other libraries, replaced by others around them, for as long as the process lives."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from vram_guard.patching import replace_attributes
 
-def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Put what ``around`` makes of a function in its place, under its name; where there is none, do nothing."""
+
+def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Call another function in place of one, whose original is its first argument; where there is none, do nothing."""
     original = getattr(owner, name, None)
-    if original is not None:
-        setattr(owner, name, functools.wraps(original)(around(original)))
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    replace_attributes(owner, {name: wrapped})
 
 
 def made_by_script(frame: Any) -> bool:

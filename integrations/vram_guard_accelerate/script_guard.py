@@ -11,11 +11,13 @@ import atexit
 import logging
 import os
 import sys
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _
+from vram_guard.patching import replace_attributes
 from vram_guard.settings import disabled
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
@@ -81,12 +83,6 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
     """
 
     def __init__(self, **settings: Any) -> None:
-        known = [field.name for field in fields(Settings)]
-        for name in settings:
-            if name not in known:
-                raise InvalidInputError(
-                    _("guard: unknown setting {name}, known are {known}", name=repr(name), known=", ".join(known))
-                )
         if settings.get("grow"):
             raise InvalidInputError(
                 _(
@@ -106,41 +102,34 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             self.settings = replace(self.settings, grow=False)
         self.text = ""
         self.fits: bool | None = None
-        self._original: Any = None
-        self._original_of_one: Any = None
+        self._undo: Callable[[], None] = _nothing
         self._planned = False
 
     def __enter__(self) -> Self:
         from accelerate import Accelerator
 
-        self._original, self._original_of_one = Accelerator.prepare, Accelerator.prepare_model
         if VARIABLE not in os.environ and not disabled():
 
             def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
                 return self._prepare(accelerator, args, kwargs)
 
-            Accelerator.prepare = prepare
+            own = {"prepare": prepare, "prepare_model": Accelerator.prepare_model}
+            self._undo = replace_attributes(Accelerator, own)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        from accelerate import Accelerator
-
-        if self._original is not None:
-            # What is prepared later, by another training of this process, is not this plan's.
-            Accelerator.prepare, Accelerator.prepare_model = self._original, self._original_of_one
-            self._original = self._original_of_one = None
+        self._undo()  # what is prepared later, by another training of this process, is not this plan's
 
     def _prepare(self, accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from accelerate import Accelerator
-
-        if self._planned:
-            return Accelerator.prepare(accelerator, *args, **kwargs)
+        """Plan at the first ``prepare``, which is Accelerate's own again from here on."""
+        self._undo()
+        if self._planned:  # the script holds on to the method that it called first
+            return accelerator.prepare(*args, **kwargs)
         self._planned = True
-        Accelerator.prepare = self._original
         try:
             answer = self._agreed(accelerator)
         except ForkEntered as entered:
-            self._original = None  # the copy keeps the patches of its dry run
+            self._undo = _nothing  # the copy keeps the patches of its dry run
             _become_dry_run(entered.parent, accelerator, self.settings)
             return accelerator.prepare(*args, **kwargs)
         self.text, self.fits = answer.text, answer.fits
@@ -168,6 +157,10 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             return answers[0]
         failure: DryRunFailure = answers[0]
         raise failure.as_error()
+
+
+def _nothing() -> None:
+    """In place of an undo, where nothing was changed."""
 
 
 def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) -> None:

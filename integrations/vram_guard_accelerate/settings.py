@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
+from vram_guard.cli import options
 from vram_guard.errors import InvalidInputError
+from vram_guard.guard.settings import PlanSettings
 from vram_guard.language import _, marked
-from vram_guard.plan.checks import check_amounts, check_growth, check_switches
-from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
+from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import filled
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Techniques that cannot be used in a script, which makes model and optimizer by itself, and why.
 NOT_HERE: dict[str, str] = {
@@ -29,85 +33,52 @@ NOT_HERE: dict[str, str] = {
 ONLY_BY_NAME = frozenset({"offload_parameters"})
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(PlanSettings):
     """The guard's own options.
 
-    Attributes:
-        budget: what PyTorch's allocator may reserve on each GPU: "24GiB", or bytes.
-        gpu: a whole card by name. With neither, what is free on the GPUs here.
-        margin: the share of the budget to leave free, in [0, 1); None: the default.
-        allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`.
-        grow: where the step fits, enlarge the batch and scale learning rates by ``lr_rule``.
-        target_utilization: the share of the memory that growth may fill, in (0, 1].
-        lr_rule: "linear", "sqrt" or "none".
-        host_budget: host memory that techniques may take; None: what is free.
+    Args:
         loss_weight: what a loss that the model returns is over the samples of a batch, "mean" or "sum"; None: it is
             read from the loss.
     """
 
-    budget: str | int | None = None
-    gpu: str | None = None
-    margin: float | None = None
-    allow: tuple[str, ...] = DEFAULT_ALLOW
-    grow: bool = False
-    target_utilization: float = 0.8
-    lr_rule: str = "linear"
-    host_budget: str | int | None = None
+    allow: tuple[str, ...] | None = None
+    """Sorted after the check: it is part of the name under which a plan is remembered."""
     loss_weight: Literal["mean", "sum"] | None = None
 
     def __post_init__(self) -> None:
-        allow: object = self.allow  # text where it comes from a command line
-        names = allow.split(",") if isinstance(allow, str) else list(self.allow)
-        given = tuple(name.strip() for name in names if name.strip())
-        checked_techniques(given)
-        object.__setattr__(self, "allow", given)
-        check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
-        check_growth(self.target_utilization, self.lr_rule)
-        check_switches(grow=self.grow)
+        super().__post_init__()
+        self._keep("allow", tuple(sorted(self.allow or ())))
         if self.loss_weight not in (None, "mean", "sum"):
             raise InvalidInputError(_("loss_weight must be 'mean' or 'sum', not {value}", value=repr(self.loss_weight)))
 
     @property
     def techniques(self) -> frozenset[str]:
         """Those of the allowed techniques that can be applied to a script."""
-        return checked_techniques(self.allow) - NOT_HERE.keys() - (ONLY_BY_NAME - set(self.allow))
-
-    @property
-    def refused(self) -> tuple[str, ...]:
-        """What was asked for by its own name and cannot be done here, in words."""
-        return tuple(
-            _("{technique} is not possible here: {reason}", technique=name, reason=_(NOT_HERE[name]))
-            for name in self.allow
-            if name in NOT_HERE
-        )
+        return super().techniques - NOT_HERE.keys() - (ONLY_BY_NAME - set(self.allow or ()))
 
     def asks(self, technique: str) -> bool:
         """Whether a technique, or "grow", was asked for by its name, or is by default."""
-        return self.grow if technique == "grow" else technique in self.allow
+        return self.grow if technique == "grow" else technique in (self.allow or ())
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Settings:
-        """Settings from the parsed options; other names are left alone.
-
-        What is not given comes from the project's settings, see :mod:`vram_guard.settings`.
-        """
-        own = {field.name for field in fields(cls)}
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Settings of what is given; the rest comes from the project's settings, see :mod:`vram_guard.settings`."""
         # A switch that was not given is False.
-        given = {
-            name: value for name, value in values.items() if name in own and value is not None and value is not False
-        }
-        return cls(**filled(given, own))
+        own = {name: value for name, value in given.items() if value is not None and value is not False}
+        return super().of(filled(own, cls.names()))
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, Any]) -> Self:
+        """The same of parsed command-line options, among which there are others."""
+        return cls.of({name: value for name, value in options.items() if name in cls.names()})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The guard's options, for ``vram-guard launch`` and ``python -m vram_guard_accelerate`` alike."""
     group = parser.add_argument_group(_("vram_guard's options"))
-    group.add_argument("--budget", metavar="BYTES", help=_('memory that PyTorch may reserve on each GPU: "24GiB"'))
-    group.add_argument(
-        "--gpu", metavar="NAME", help=_('a whole GPU by name: "RTX 4090" (default: what is free on this machine)')
-    )
-    group.add_argument("--margin", type=float, metavar="SHARE", help=_("share of the budget to leave free"))
+    options.add_options(group, "budget", "gpu")
+    options.add_options(group, "margin", type=float)
     group.add_argument(
         "--allow",
         metavar="NAMES",
@@ -121,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--target-utilization", type=float, metavar="SHARE", help=_("share that --grow may fill (default: 0.8)")
     )
-    group.add_argument("--lr-rule", metavar="RULE", help=_("learning rates under --grow: linear, sqrt or none"))
+    options.add_options(group, "lr-rule", default=None)
     group.add_argument("--host-budget", metavar="BYTES", help=_("host memory that may be used (default: what is free)"))
     group.add_argument(
         "--loss-weight",
@@ -129,7 +100,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=_("how the model's loss is reduced over the batch: mean or sum (default: read from the loss)"),
     )
     group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))
-    group.add_argument("--json", action="store_true", help=_("print the plan as JSON on standard output"))
+    options.add_options(group, "json")
     group.add_argument("--yes", action="store_true", help=_("launch without asking (the default)"))
     group.add_argument("--ask", action="store_true", help=_("show the plan and ask before launching"))
     group.add_argument(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
+from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.checks import Mode, check_amounts, check_growth, check_loss_weight, check_mode, check_switches
@@ -16,8 +17,6 @@ from vram_guard.step import checked_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from vram_guard.budget import Budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +102,9 @@ class PlanSettings:
             InvalidInputError: a value makes no sense.
         """
         known = cls.names()
-        # A switch that was not given is False.
-        return cls(**{name: value for name, value in options.items() if name in known and value not in (None, False)})
+        own = {name: value for name, value in options.items() if name in known}
+        # A switch that was not given is False; a margin of 0 was given.
+        return cls(**{name: value for name, value in own.items() if value is not None and value is not False})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,11 +143,6 @@ def refused(technique: str, why: object) -> Reason:
     return Reason(Why.REFUSED, technique=Message(_ONE.get(technique, technique)), why=why)
 
 
-def not_possible(technique: str, why: object) -> str:
-    """One line for a technique that a training does not admit."""
-    return str(refused(technique, why))
-
-
 def recipe_words(recipe: Recipe) -> list[str]:
     """The techniques that are on, each in a few words."""
     words = []

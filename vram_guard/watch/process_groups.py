@@ -10,12 +10,12 @@ device meshes and sharded parameters do.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-#: The name that ProcessGroupGloo.cpp gives its threads (``runLoop``; Linux keeps 15 characters).
+#: The name that ProcessGroupGloo.cpp gives its threads (``runLoop``); torch 2.4 gives none. Linux keeps 15 characters.
 THREAD_NAME = "pt_gloo_runloop"
 
 #: Looks in a row at which all of the threads have to be asleep, and the seconds between two of them.
@@ -54,10 +54,13 @@ def wait_for_gloo(patience: float = PATIENCE) -> bool:
     return True
 
 
-def _states() -> Iterator[str]:
-    """The states of gloo's threads, as in ``proc(5)``."""
+def _states() -> list[str]:
+    """The states of gloo's threads, as in ``proc(5)``; of all but the main one where none has gloo's name."""
+    found: list[tuple[str, str]] = []
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-            if name == THREAD_NAME:
-                yield rest.split()[0]
+            if task.name != str(os.getpid()):
+                found.append((name, rest.split()[0]))
+    named = [state for name, state in found if name == THREAD_NAME]
+    return named or [state for _, state in found]

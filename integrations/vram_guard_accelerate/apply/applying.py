@@ -7,8 +7,10 @@ import sys
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+from vram_guard.apply.microbatch import Layout
 from vram_guard_accelerate.apply import checkpoints, techniques
 from vram_guard_accelerate.apply.fsdp import sharding
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
@@ -27,6 +29,7 @@ class PlanInstaller:
     def __init__(self, plan: LaunchPlan) -> None:
         self.plan = plan
         self._models: list[nn.Module] = []
+        self._training = LoaderMatcher(plan.loader)
         self._scaled: set[int] = set()
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Every scheduler of torch: a script need not hand its own to ``prepare``."""
@@ -51,25 +54,22 @@ class PlanInstaller:
 
     # --- prepare ----------------------------------------------------------------------------------------------
 
-    def _prepare(self, original: Any) -> Any:
-        def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            import torch
+    def _prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
 
-            new = [
-                thing
-                for thing in args
-                if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
-            ]
-            self._models += new  # before: prepare itself calls prepare_model
-            with sharding(accelerator, new) if self.plan.sharded else nullcontext():
-                prepared = original(accelerator, *args, **kwargs)
-            for model in new:
-                self._treat(accelerator, model)
-            techniques.set_optimizers(accelerator, self.plan.recipe)
-            self._scale(accelerator)
-            return prepared
-
-        return prepare
+        new = [
+            thing
+            for thing in args
+            if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
+        ]
+        self._models += new  # before: prepare itself calls prepare_model
+        with sharding(accelerator, new) if self.plan.sharded else nullcontext():
+            prepared = original(accelerator, *args, **kwargs)
+        for model in new:
+            self._treat(accelerator, model)
+        techniques.set_optimizers(accelerator, self.plan.recipe)
+        self._scale(accelerator)
+        return prepared
 
     def _treat(self, accelerator: Any, model: nn.Module) -> None:
         from vram_guard.techniques import install
@@ -77,16 +77,32 @@ class PlanInstaller:
         install(model, self._recipe_of(model))
         plan = self.plan
         if plan.slices:
-            size, micro = plan.grown_batch_size, plan.micro_batch_size
-            about = {"loss_weight": plan.loss_weight, "returns_loss": plan.returns_loss}
-            techniques.set_slices(accelerator, [model], size, micro, **about)  # type: ignore[arg-type]
+            techniques.set_slices(
+                accelerator,
+                [(model, self._layout_of(model))],
+                plan.grown_batch_size,
+                plan.micro_batch_size,
+                loss_weight=plan.loss_weight,
+                returns_loss=plan.returns_loss,
+            )
+
+    def _layout_of(self, model: nn.Module) -> Layout | None:
+        """A script that trains several times over prepares models of the same kinds anew, in the same order."""
+        if not self.plan.layouts:
+            return None
+        number = self._number_of(model) % len(self.plan.layouts)
+        layout = self.plan.layouts[number]
+        return Layout.from_json(layout) if layout is not None and type(model) is type(self._models[number]) else None
+
+    def _number_of(self, model: nn.Module) -> int:
+        return next(at for at, known in enumerate(self._models) if known is model)
 
     def _recipe_of(self, model: nn.Module) -> Recipe:
         """Of several models, names begin with the model's number in the order of ``prepare``."""
         recipe = self.plan.recipe
         if self.plan.models == 1:
             return recipe if model is self._models[0] else recipe.with_(checkpoint=(), offload_activations=())
-        number = next(at for at, known in enumerate(self._models) if known is model)
+        number = self._number_of(model)
         names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
         return recipe.with_(
             **{
@@ -97,20 +113,14 @@ class PlanInstaller:
 
     # --- a larger batch ---------------------------------------------------------------------------------------
 
-    def _larger_batches(self, original: Any) -> Any:
+    def _larger_batches(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """The training's loaders, told by where the script makes them, deliver more at once."""
-        signature = inspect.signature(original)
-        training = LoaderMatcher(self.plan.loader)
-
-        def made(loader: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(loader, *args, **kwargs)
-            maker = sys._getframe(1)  # noqa: SLF001 - who makes it is the question
-            its_size = given.arguments.get("batch_size") == self.plan.batch_size
-            if made_by_script(maker) and training.matches(maker) and its_size:
-                given.arguments["batch_size"] = self.plan.grown_batch_size
-            original(*given.args, **given.kwargs)
-
-        return made
+        given = inspect.signature(original).bind(*args, **kwargs)
+        maker = sys._getframe(2)  # noqa: SLF001 - who makes it is the question
+        its_size = given.arguments.get("batch_size") == self.plan.batch_size
+        if made_by_script(maker) and self._training.matches(maker) and its_size:
+            given.arguments["batch_size"] = self.plan.grown_batch_size
+        original(*given.args, **given.kwargs)
 
     # --- learning rates ---------------------------------------------------------------------------------------
 
@@ -133,47 +143,31 @@ class PlanInstaller:
             if fresh:
                 scale_learning_rates(optimizer, late, wanted)
             elif late and not _made_after(optimizer, late, wanted):
-                scale_learning_rates(cast("Any", _NoGroups()), late, wanted)
+                # In place of their optimizer, which is scaled already: one without parameter groups.
+                no_groups: Any = SimpleNamespace(param_groups=[], defaults={})
+                scale_learning_rates(no_groups, late, wanted)
 
-    def _remember_scheduler(self, original: Any) -> Any:
-        def made(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scheduler, *args, **kwargs)
-            self._schedulers.add(scheduler)
+    def _remember_scheduler(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        self._schedulers.add(scheduler)
 
-        return made
+    def _say_in_checkpoint(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = original(accelerator, *args, **kwargs)
+        if accelerator.is_main_process and folder is not None:
+            checkpoints.write_factor(Path(folder), self.plan.learning_rate_factor)
+        return folder
 
-    def _say_in_checkpoint(self, original: Any) -> Any:
-        def save_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            folder = original(accelerator, *args, **kwargs)
-            if accelerator.is_main_process and folder is not None:
-                checkpoints.write_factor(Path(folder), self.plan.learning_rate_factor)
-            return folder
-
-        return save_state
-
-    def _after_checkpoint(self, original: Any) -> Any:
+    def _after_checkpoint(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         """A checkpoint brings its own rates back: from what they contain to what this run's are to be."""
-
-        def load_state(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            folders: list[Path] = []  # without a name, Accelerate itself knows which is the newest
-            handle = accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(Path(folder)))
-            try:
-                loaded = original(accelerator, *args, **kwargs)
-            finally:
-                handle.remove()
-            contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
-            self._scale(accelerator, self.plan.learning_rate_factor / contained)
-            return loaded
-
-        return load_state
-
-
-class _NoGroups:  # it has what scaling asks an optimizer for
-    """An optimizer without parameter groups: for schedulers whose optimizer is scaled already."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[Any] = []
-        self.defaults: dict[str, Any] = {}
+        folders: list[Path] = []  # without a name, Accelerate itself knows which is the newest
+        handle = accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(Path(folder)))
+        try:
+            loaded = original(accelerator, *args, **kwargs)
+        finally:
+            handle.remove()
+        contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
+        self._scale(accelerator, self.plan.learning_rate_factor / contained)
+        return loaded
 
 
 def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:

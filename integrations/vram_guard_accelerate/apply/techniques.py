@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.sliced_forward import slice_forward
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vram_guard.apply.microbatch import Layout
     from vram_guard.techniques import Recipe
 
 # ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
@@ -50,44 +51,28 @@ def set_precision(accelerator: Any, precision: str) -> None:
 
 def set_slices(
     accelerator: Any,
-    models: list[nn.Module],
+    models: Iterable[tuple[nn.Module, Layout | None]],
     batch_size: int,
     micro_batch_size: int,
-    *,
-    loss_weight: Literal["mean", "sum"] = "mean",
-    returns_loss: bool = True,
-    at_most: int | None = None,
-    on_slice: Callable[[], None] = lambda: None,
-) -> Callable[[], None]:
-    """Every trained model works in slices of so many samples; the function that undoes it."""
-    undo = [
-        slice_forward(
-            model,
-            batch_size,
-            micro_batch_size,
-            loss_weight=loss_weight,
-            returns_loss=returns_loss,
-            scale=_scale_of(accelerator),
-            at_most=at_most,
-            on_slice=on_slice,
-        )
-        for model in models
-        if any(parameter.requires_grad for parameter in model.parameters())
-    ]
+    **how: Any,
+) -> None:
+    """Every trained model works in slices of so many samples.
 
-    def all_undone() -> None:
-        for one in undo:
-            one()
+    Args:
+        accelerator: the script's.
+        models: each with the layout of its arguments; None: each call is read by itself.
+        batch_size: samples of a full batch.
+        micro_batch_size: samples of a slice.
+        **how: the other arguments of :func:`slice_forward`.
+    """
 
-    return all_undone
-
-
-def _scale_of(accelerator: Any) -> Callable[[], float]:
     def scale() -> float:
         scaler = accelerator.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    return scale
+    for model, layout in models:
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            slice_forward(model, batch_size, micro_batch_size, layout=layout, scale=scale, **how)
 
 
 def set_optimizers(accelerator: Any, recipe: Recipe) -> None:

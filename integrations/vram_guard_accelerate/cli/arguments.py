@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
+from vram_guard.patching import replaced
 from vram_guard_accelerate.settings import Settings, add_options
 
 
@@ -42,7 +42,7 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
     both = launch_parser()
     add_options(both)
     both.prog = "vram-guard launch"
-    with _named(both.prog):
+    with replaced(sys, {"argv": [both.prog]}):  # where accelerate's help looks to find what to leave out
         found = both.parse_args(list(arguments))
     if found.yes and found.ask:
         raise InvalidInputError(_("--yes and --ask contradict each other: give one of them"))
@@ -52,10 +52,12 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
         )
     # What follows the script is the script's own, whatever it looks like.
     head = list(arguments[: len(arguments) - len(found.training_script_args) - 1])
-    _found, accelerates = _own_parser().parse_known_args(head)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_options(own)
+    _found, accelerates = own.parse_known_args(head)
     check_script(found.training_script, module=found.module)
     return LaunchArguments(
-        settings=Settings.of(vars(found)),
+        settings=Settings.of_options(vars(found)),
         options=found,
         accelerate=tuple(accelerates),
         script=found.training_script,
@@ -80,23 +82,6 @@ def launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _own_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_options(parser)
-    return parser
-
-
-@contextmanager
-def _named(program: str) -> Iterator[None]:
-    """The help of accelerate looks at ``sys.argv`` to find what to leave out."""
-    before = sys.argv
-    sys.argv = [program]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
 def own_arguments(arguments: Sequence[str]) -> tuple[Settings, bool, list[str]]:
     """``[our options] [--module] script [its arguments]``: what ``python -m vram_guard_accelerate`` is given.
 
@@ -113,7 +98,7 @@ def own_arguments(arguments: Sequence[str]) -> tuple[Settings, bool, list[str]]:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_("its own arguments"))
     found = parser.parse_args(list(arguments))
     check_script(found.script, module=found.module)
-    return Settings.of(vars(found)), found.module, [found.script, *found.arguments]
+    return Settings.of_options(vars(found)), found.module, [found.script, *found.arguments]
 
 
 def check_script(script: str, *, module: bool) -> None:

@@ -13,7 +13,7 @@ from vram_guard.codec import to_json
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.settings import disabled
-from vram_guard_accelerate import messages, signals
+from vram_guard_accelerate import signals
 from vram_guard_accelerate.cli import launchers
 from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
 from vram_guard_accelerate.cli.target import Target, budget_for, target_of
@@ -34,6 +34,8 @@ def launch(arguments: Sequence[str]) -> int:
         UnsupportedStepError: the script cannot be followed; it was not started.
         NoDeviceError: no budget, no GPU's name, and no GPU here.
     """
+    from rich.console import Console
+
     given = parsed(arguments)
     target = target_of(given)
     if disabled():
@@ -60,7 +62,9 @@ def launch(arguments: Sequence[str]) -> int:
     request = DryRunRequest(command, given.module, given.settings, budget, target.ranks, target.environment, local)
     launchers.say_what_is_ignored()
     try:
-        with waiting() as status:
+        # A sign of life on a terminal, nothing elsewhere.
+        running = _("vram-guard: running the script symbolically, up to two optimizer steps")
+        with Console(stderr=True).status(running) as status:
             prediction = predict(request, fresh=given.options.fresh, progress=lambda line: _again(status, line))
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
@@ -75,13 +79,6 @@ def launch(arguments: Sequence[str]) -> int:
         say(_("vram-guard: nothing was started"))
         return EXIT_DONE
     return _launch(given, target, prediction.answer.launch_plan if prediction.answer.changed else None)
-
-
-def waiting() -> Status:
-    """A sign of life on a terminal, nothing elsewhere."""
-    from rich.console import Console
-
-    return Console(stderr=True).status(_("vram-guard: running the script symbolically, up to two optimizer steps"))
 
 
 def _again(status: Status, options: str) -> None:
@@ -101,7 +98,7 @@ def show(prediction: Prediction, *, as_json: bool) -> None:
             "log": prediction.log,
             "remembered": prediction.remembered,
         }
-        messages.answer(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
     lines = [answer.text.rstrip(), *(f"  - {note}" for note in answer.notes)]
     if prediction.remembered:
@@ -120,15 +117,10 @@ def _agreed() -> bool:
 
 def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> int:
     """The real thing. A plan that changes nothing leaves the launch to accelerate alone."""
-    if plan is None:
-        module = ["-m"] if given.module else []
-        return launchers.run(_without_module(given), [*module, given.script, *given.arguments], simple=target.simple)
-    os.environ[VARIABLE] = to_json(plan)
-    environment = ["--mixed_precision", plan.precision] if plan.precision else []
-    own = ["--module"] if given.module else []
-    command = ["-m", "vram_guard_accelerate", *own, given.script, *given.arguments]
-    return launchers.run(_without_module(given), [*environment, *command], simple=target.simple)
-
-
-def _without_module(given: LaunchArguments) -> list[str]:
-    return [word for word in given.accelerate if word not in ("-m", "--module")]
+    command = [*(["-m"] if given.module else []), given.script, *given.arguments]
+    if plan is not None:
+        os.environ[VARIABLE] = to_json(plan)
+        precision = ["--mixed_precision", plan.precision] if plan.precision else []
+        command = [*precision, "-m", "vram_guard_accelerate", *command]
+    options = [word for word in given.accelerate if word not in ("-m", "--module")]
+    return launchers.run(options, command, simple=target.simple)

@@ -13,6 +13,7 @@ from typing import Any
 from vram_guard.language import _
 from vram_guard_accelerate import signals
 from vram_guard_accelerate.cli.arguments import launch_parser
+from vram_guard_accelerate.cli.target import simple_launch
 from vram_guard_accelerate.messages import say
 
 
@@ -25,8 +26,8 @@ def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
         simple: whether accelerate starts one process, without torchrun. It is started here then, for accelerate
             itself turns every exit code into 1.
     """
-    arguments = launch_parser().parse_args([*options, *command])
-    return _one_process(arguments) if simple else _torchrun(arguments)
+    words = [*options, *command]
+    return _one_process(words) if simple else _torchrun(launch_parser().parse_args(words))
 
 
 def say_what_is_ignored() -> None:
@@ -42,12 +43,8 @@ def say_what_is_ignored() -> None:
         )
 
 
-def _one_process(arguments: Any) -> int:
-    from accelerate.commands.launch import _validate_launch_command
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-
-    arguments, *_defaults = _validate_launch_command(arguments)
-    command, environment = prepare_simple_launcher_cmd_env(arguments)
+def _one_process(words: Sequence[str]) -> int:
+    _arguments, command, environment = simple_launch(words)
     process = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own script
 
     def pass_on(number: int, _frame: Any) -> None:

@@ -6,17 +6,14 @@ import argparse
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.budget import Budget
+from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard.language import _, marked
 from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
-    from vram_guard_accelerate.settings import Settings
+from vram_guard_accelerate.settings import Settings
 
 #: Launchers that hand the model to somebody else, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {
@@ -51,9 +48,8 @@ def target_of(launch: LaunchArguments) -> Target:
         InvalidInputError: accelerate refuses its options or its config file.
         UnsupportedStepError: a way of training that cannot be followed.
     """
-    arguments = parsed(launch, [launch.script, *launch.arguments])
     with _quiet():
-        arguments, environment = _asked(arguments)
+        arguments, _command, environment = simple_launch([*launch.accelerate, launch.script, *launch.arguments])
     for name, why in NOT_FOLLOWED.items():
         if getattr(arguments, name, False) and not arguments.cpu:
             raise UnsupportedStepError(
@@ -75,18 +71,19 @@ def target_of(launch: LaunchArguments) -> Target:
     )
 
 
-def parsed(launch: LaunchArguments, command: list[str]) -> argparse.Namespace:
-    """What accelerate reads in its options, with this command in the script's place."""
-    return launch_parser().parse_args([*launch.accelerate, *command])
+def simple_launch(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
+    """The words after ``accelerate launch`` as it reads them; command and environment of a launch of one process.
 
-
-def _asked(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Mapping[str, str]]:
+    Raises:
+        InvalidInputError: accelerate refuses its options or its config file.
+    """
     from accelerate.commands.launch import _validate_launch_command
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
+    arguments = launch_parser().parse_args(words)
     try:
         arguments, *_defaults = _validate_launch_command(arguments)
-        _command, environment = prepare_simple_launcher_cmd_env(arguments)
+        return arguments, *prepare_simple_launcher_cmd_env(arguments)
     except Exception as error:  # accelerate raises ValueError, YAML's errors, OSError, AssertionError, ...
         if arguments.config_file:
             file = arguments.config_file
@@ -94,7 +91,6 @@ def _asked(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Mapping[s
         else:
             message = _("accelerate refuses its options: {error}", error=error)
         raise InvalidInputError(message) from error
-    return arguments, environment
 
 
 @contextlib.contextmanager
@@ -116,22 +112,13 @@ def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
         NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.
         DeviceQueryError: the GPU here cannot be read.
     """
-    from dataclasses import replace
-
-    from vram_guard.budget import Budget
-    from vram_guard.errors import DeviceQueryError, NoDeviceError
-
     if gpu_ids != "all":
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids  # as accelerate does for the script
     if settings.budget is None and settings.gpu is None:
         found = [Budget.resolve(margin=settings.margin, device=device) for device in range(ranks)] if ranks > 1 else []
-        return min(found, key=_usable, default=None) or Budget.resolve(margin=settings.margin)
+        return min(found, key=lambda one: one.usable, default=None) or Budget.resolve(margin=settings.margin)
     budget = Budget.resolve(settings.budget, settings.gpu, settings.margin)
     if budget.compute_capability is None:
         with contextlib.suppress(NoDeviceError, DeviceQueryError):
             return replace(budget, compute_capability=Budget.resolve().compute_capability)
     return budget
-
-
-def _usable(budget: Any) -> int:
-    return int(budget.usable)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate.apply import fsdp
@@ -16,6 +17,8 @@ from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
 from vram_guard_accelerate.dry_run.results import stopped
 from vram_guard_accelerate.dry_run.sharded_copy import ShardedCopy
+
+# ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
 
 
 class FollowedLoop:
@@ -37,7 +40,10 @@ class FollowedLoop:
         self.batches_at_steps: list[int] = []
         """Batches of the training before the end of each optimizer step."""
         self._steps: dict[int, int] = {}
-        self.tracer = ExternalLoopTracer(run.shape.capability, self._stepped)
+        self.tracer = ExternalLoopTracer(
+            run.shape.capability,
+            lambda optimizer: run.phase.stepped(optimizer),  # noqa: PLW0108 - of the phase that it is then
+        )
         self.tracer.begin()
         side_effects.discard_file_writes()
         subprocess_policy.refuse_processes(stopped)
@@ -75,13 +81,10 @@ class FollowedLoop:
             self._watch(model)
         return prepared
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._run.phase.stepped(optimizer)
-
     def _watch(self, model: nn.Module) -> None:
-        def returned(model: nn.Module, _args: Any, called: dict[str, Any], out: Any) -> None:
+        def returned(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             self.forwards += 1
-            self._run.phase.returned(model, called, out)
+            self._run.phase.returned(model, by_name(args, kwargs), out)
 
         model.register_forward_hook(returned, with_kwargs=True)
 
@@ -97,8 +100,8 @@ class FollowedLoop:
     @property
     def optimizers_behind(self) -> bool:
         """Whether a prepared optimizer has not taken its second step."""
-        known = [getattr(prepared, "optimizer", prepared) for prepared in self._prepared_optimizers]
-        return any(self._steps.get(id(one), 0) < 2 for one in known)
+        prepared = self.accelerator._optimizers
+        return any(self._steps.get(id(getattr(one, "optimizer", one)), 0) < 2 for one in prepared)
 
     @property
     def updates_others(self) -> bool:
@@ -106,15 +109,10 @@ class FollowedLoop:
         own = {id(parameter) for model in self.models for parameter in model.parameters()}
         return any(
             id(parameter) not in own
-            for optimizer in self._prepared_optimizers
+            for optimizer in self.accelerator._optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
-
-    @property
-    def _prepared_optimizers(self) -> Iterable[Any]:
-        optimizers: Iterable[Any] = self.accelerator._optimizers  # noqa: SLF001 - see private_api.py
-        return optimizers
 
 
 class LoopPhase(Phase):

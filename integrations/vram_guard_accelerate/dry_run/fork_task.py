@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vram_guard.apply.microbatch import Layout
 from vram_guard.plan.source import TraceRequest
 
 
@@ -14,5 +15,7 @@ class ForkTask:
     request: TraceRequest
     compares_samples: bool = False
     """Whether the loop as written was seen to compare the samples of its batch."""
+    layouts: tuple[Layout | None, ...] = ()
+    """How the arguments of the models are cut into slices, where they are."""
     first_look: bool = False
     """Whether the profile of the loop is asked for too: as written, at its own batch size."""

@@ -11,13 +11,14 @@ from vram_guard.capture.loader import Sample
 from vram_guard.language import _
 from vram_guard.techniques import install
 from vram_guard_accelerate.apply import techniques
+from vram_guard_accelerate.dry_run.accumulated_batches import AccumulatedBatches
 from vram_guard_accelerate.dry_run.followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run.fork_task import ForkTask
 from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.model_calls import ModelCall, read_call
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, stopped
 from vram_guard_accelerate.precision import ACCELERATES, precision_of
-from vram_guard_accelerate.relaunch.accumulated_batches import AccumulatedBatches
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ class ForkedPhase(LoopPhase):
         self._clips = False
         self._returns_loss = True
         self._compares = task.compares_samples
+        self._calls: list[ModelCall] = []
         self._change()
         loop.tracer.recorder.phase("forward", 1)
 
@@ -63,7 +65,7 @@ class ForkedPhase(LoopPhase):
         if request.slices_of_model > 1:
             techniques.set_slices(
                 accelerator,
-                self.loop.models,
+                zip(self.loop.models, self._task.layouts, strict=True),
                 request.slices * request.batch_size,
                 request.batch_size,
                 returns_loss=not request.forward_again,
@@ -85,7 +87,7 @@ class ForkedPhase(LoopPhase):
         return self.loop.tracer.loading()
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
-        """Look whether the model returns one scalar to differentiate, its loss, and whether it compares samples."""
+        """Look whether the model returns one scalar to differentiate, whether it compares samples, how it is called."""
         made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
         if not made:
             return
@@ -97,8 +99,15 @@ class ForkedPhase(LoopPhase):
         wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
         if self._request.slices_of_model == 1:
             self._compares = self._compares or wide
+            self._look_at_call(model, called)
         elif wide and self._compares and size != self._sample.batch_size:
             stopped(_("the model compares the samples of a batch with each other, which slices would separate"))
+
+    def _look_at_call(self, model: nn.Module, called: dict[str, Any]) -> None:
+        if model.training and any(parameter.requires_grad for parameter in model.parameters()):
+            number = next(at for at, one in enumerate(self.loop.models) if one is model)
+            call = read_call(number, called, self._request.batch_size)
+            self._calls += [call] if call not in self._calls else []
 
     def clips(self, parameters: Iterable[Any]) -> Any:
         """Remember it; under FSDP2, what is clipped must be what is trained."""
@@ -147,6 +156,7 @@ class ForkedPhase(LoopPhase):
             compares_samples=self._compares,
             losses=observer.returned.terms,
             counts_items=observer.returned.items,
+            calls=tuple(self._calls),
         )
         if not self._task.first_look:
             return TraceResult(timeline, facts)

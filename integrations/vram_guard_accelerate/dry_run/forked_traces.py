@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+from vram_guard.apply.microbatch import Layout
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.plan.source import TraceRequest
@@ -14,6 +15,7 @@ from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.fork_task import ForkTask
 from vram_guard_accelerate.dry_run.forks import Fork
+from vram_guard_accelerate.dry_run.model_calls import agreed_layouts
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult
 
 T = TypeVar("T", bound=TraceResult)
@@ -34,6 +36,8 @@ class ForkedTraces:
         self._compares_samples = False
         self._answers: dict[TraceRequest, TraceResult] = {}
         self._running: dict[TraceRequest, Fork] = {}
+        self.layouts: tuple[Layout | None, ...] = (None,) * len(first.models)
+        """How the models' arguments are cut in copies that work in slices."""
         self.why_not_sliced = ""
         """The reason why a copy that worked in slices came to no answer; "" where none failed."""
         self.why_not_sharded = ""
@@ -50,6 +54,12 @@ class ForkedTraces:
     def facts_at(self, batch_size: int) -> LoopFacts:
         """The loop as written, at another size of batches."""
         return self._answer(TraceRequest(batch_size, self._first.precision)).facts
+
+    def read_layouts(self) -> str:
+        """Find out how the models' arguments are cut; why they cannot be ("" where they can)."""
+        found, why = agreed_layouts(lambda size: self.facts_at(size).calls, len(self.layouts))
+        self.layouts = self.layouts if why else found
+        return why
 
     def trace(self, request: TraceRequest) -> Timeline:
         """:attr:`vram_guard.plan.source.Source.trace` of the script's loop."""
@@ -73,7 +83,7 @@ class ForkedTraces:
 
     def _fork(self, request: TraceRequest) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
-        task = ForkTask(request, self._compares_samples)
+        task = ForkTask(request, self._compares_samples, self.layouts)
         if request.recipe.parameters_on_host and self._first.fork_server is not None:
             return self._first.fork_server.fork(task)
         return forks.fork(task)

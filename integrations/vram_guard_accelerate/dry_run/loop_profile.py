@@ -7,7 +7,6 @@ A launch with other options is another training, unless it is shown to be the sa
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
 from vram_guard.language import marked
+from vram_guard_accelerate.patching import wrap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,31 +99,29 @@ class LoopObserver:
         if bars is not None:
             self._around(bars.tqdm, "__init__", self._bar_made)
 
-    def _around(self, owner: Any, name: str, told: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def _around(self, owner: Any, name: str, told: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Be told of every call that stands in no other call of the same function.
 
         Args:
             owner: whose function it is.
             name: of the function.
-            told: called with the result, the arguments and the function itself; before, where it is ``backward``.
+            told: called with the result and the arguments; before, where it is ``backward``.
         """
-        original, key = getattr(owner, name), f"{owner.__name__}.{name}"
+        key, before = f"{owner.__name__}.{name}", name == "backward"
 
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            before = name == "backward"
+        def watched(original: Any, *args: Any, **kwargs: Any) -> Any:
             self._inside[key] += 1
             try:
                 if before and self._inside[key] == 1:
-                    told(None, args, kwargs, original)
+                    told(None, args, kwargs)
                 result = original(*args, **kwargs)
                 if not before and self._inside[key] == 1:
-                    told(result, args, kwargs, original)
+                    told(result, args, kwargs)
                 return result
             finally:
                 self._inside[key] -= 1
 
-        setattr(owner, name, watched)
+        wrap(owner, name, watched)
 
     # --- events -----------------------------------------------------------------------------------------------
 
@@ -138,12 +136,12 @@ class LoopObserver:
     def _zeroed(self, *_call: Any) -> None:
         self._events.append(_Event("zero"))
 
-    def _scaled_up(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _function: Any) -> None:
+    def _scaled_up(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [*args[1:], *kwargs.values()]
         if isinstance(result, torch.Tensor) and given:
             self._scaled = (result, given[0])
 
-    def _differentiated(self, _result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _function: Any) -> None:
+    def _differentiated(self, _result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("tensors")
         given = given if self.reads_losses else None
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
@@ -155,7 +153,7 @@ class LoopObserver:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
         self._events.append(_Event("rates", (id(optimizer), _rates(optimizer))))
 
-    def _scheduler_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], _function: Any) -> None:
+    def _scheduler_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         scheduler = args[0]
         self._schedulers.append(scheduler)
         step = scheduler.step
@@ -174,7 +172,7 @@ class LoopObserver:
 
         scheduler.step = counted
 
-    def _bar_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], _function: Any) -> None:
+    def _bar_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         total = getattr(args[0], "total", None)
         if isinstance(total, int):
             self._bars.append(total)
@@ -303,7 +301,7 @@ class ReturnedLosses:
 
         Args:
             model: that was called.
-            called: its keyword arguments.
+            called: its arguments by name.
             out: the tensors that it returned.
         """
         from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH

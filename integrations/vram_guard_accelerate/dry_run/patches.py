@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader
@@ -32,80 +33,56 @@ def install(run: DryRun) -> None:
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
     run.script.options.watch()
     run.observer.install()
-    wrap(Accelerator, "__init__", lambda original: _accelerator_made(run, original))
+    wrap(Accelerator, "__init__", partial(_accelerator_made, run))
     for name in ("prepare", "prepare_model"):
-        wrap(Accelerator, name, lambda original: _prepare(run, original))
-    wrap(Accelerator, "load_state", lambda _original: _load_state(run))
-    wrap(Accelerator, "backward", lambda original: _backward(run, original))
+        wrap(Accelerator, name, lambda original, self, *args, **kwargs: run.phase.prepare(original, self, args, kwargs))
+    resumed = run.script.resumed
+    wrap(Accelerator, "load_state", lambda _, self, input_dir=None, *__, **___: resumed.look(self, input_dir))
+    wrap(Accelerator, "backward", partial(_backward, run))
     for owner in (Accelerator, torch.nn.utils):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            wrap(owner, name, lambda original: _clip(run, original))
+            wrap(owner, name, partial(_clip, run))
     _watch_precision(run, Accelerator)
-    wrap(accelerate.data_loader, "send_to_device", lambda original: _send_to_device(run, original))
-    wrap(DataLoader, "__init__", lambda original: _loader_made(run, original))
-    wrap(DataLoader, "__iter__", lambda original: lambda loader: BatchIterator(run, loader, original))
-    wrap(accelerate.state.PartialState, "__init__", lambda original: _state_made(run, original))
+    wrap(accelerate.data_loader, "send_to_device", partial(_send_to_device, run))
+    wrap(DataLoader, "__init__", partial(_loader_made, run))
+    wrap(DataLoader, "__iter__", lambda original, loader: BatchIterator(run, loader, original))
+    wrap(accelerate.state.PartialState, "__init__", partial(_state_made, run))
 
 
-def _accelerator_made(run: DryRun, original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        if given.get("mixed_precision") is not None:
-            run.script.precision_given = str(given["mixed_precision"])
-        for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
-            if given.get(plugin) is not None:
-                stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin=plugin))
-        original(self, **{name: value for name, value in given.items() if name not in ("self", "cpu")})
-        asker = sys._getframe(1).f_locals.get("self")
-        if any(kind.__module__ == "transformers.trainer" for kind in type(asker).__mro__):
-            run.script.by_trainer = True
-            run.sharding.start_server(self)
-
-    return made
+def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    made = given.pop("self")
+    if given.get("mixed_precision") is not None:
+        run.script.precision_given = str(given["mixed_precision"])
+    for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
+        if given.get(plugin) is not None:
+            stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin=plugin))
+    original(made, **{name: value for name, value in given.items() if name != "cpu"})
+    asker = sys._getframe(2).f_locals.get("self")
+    if any(kind.__module__ == "transformers.trainer" for kind in type(asker).__mro__):
+        run.script.by_trainer = True
+        run.sharding.start_server(made)
 
 
-def _state_made(run: DryRun, original: Any) -> Any:
-    def made(self: Any, _cpu: bool = False, **kwargs: Any) -> None:  # accelerate's own signature
-        run.phase.state_made()
-        kwargs.pop("cpu", None)
-        asker = sys._getframe(1).f_locals.get("self")  # TrainingArguments asks, and looks again after
-        if asker is not None and hasattr(asker, "use_cpu"):
-            asker.use_cpu = False
-        original(self, False, **kwargs)  # planned for the GPU, wherever it will run
-
-    return made
+def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kwargs: Any) -> None:
+    """The parameters after ``state`` are Accelerate's own."""
+    run.phase.state_made()
+    kwargs.pop("cpu", None)
+    asker = sys._getframe(2).f_locals.get("self")  # TrainingArguments asks, and looks again after
+    if asker is not None and hasattr(asker, "use_cpu"):
+        asker.use_cpu = False
+    original(state, False, **kwargs)  # planned for the GPU, wherever it will run
 
 
-def _prepare(run: DryRun, original: Any) -> Any:
-    return lambda self, *args, **kwargs: run.phase.prepare(original, self, args, kwargs)
+def _backward(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
+    run.phase.differentiates()
+    return original(*args, **kwargs)
 
 
-def _load_state(run: DryRun) -> Any:
-    def load_state(self: Any, input_dir: Any = None, *_args: Any, **_kwargs: Any) -> None:
-        run.script.resumed.look(self, input_dir)
-
-    return load_state
-
-
-def _backward(run: DryRun, original: Any) -> Any:
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        run.phase.differentiates()
-        return original(*args, **kwargs)
-
-    return backward
-
-
-def _clip(run: DryRun, original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    def clip(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        given["parameters"] = run.phase.clips(given["parameters"])
-        return original(**given)
-
-    return clip
+def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    given["parameters"] = run.phase.clips(given["parameters"])
+    return original(**given)
 
 
 def _watch_precision(run: DryRun, accelerator: Any) -> None:
@@ -119,29 +96,21 @@ def _watch_precision(run: DryRun, accelerator: Any) -> None:
     accelerator.mixed_precision = property(mixed_precision)
 
 
-def _send_to_device(run: DryRun, original: Any) -> Any:
-    def send_to_device(*args: Any, **kwargs: Any) -> Any:
-        with run.phase.moving_batch():
-            return original(*args, **kwargs)
-
-    return send_to_device
+def _send_to_device(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
+    with run.phase.moving_batch():
+        return original(*args, **kwargs)
 
 
-def _loader_made(run: DryRun, original: Any) -> Any:
+def _loader_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
     """Loaders work in this process: copies of it have no others."""
-    signature = inspect.signature(original)
     here = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        extra = given.pop("kwargs", {})
-        given = {name: value for name, value in given.items() if name not in ("self", "multiprocessing_context")}
-        original(self, **{**given, **extra, **{name: here[name] for name in here if name in given}})
-        maker = sys._getframe(1)
-        if made_by_script(maker):
-            run.script.loaders.add(self, maker)
-
-    return made
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    loader, extra = given.pop("self"), given.pop("kwargs", {})
+    given.pop("multiprocessing_context", None)
+    original(loader, **{**given, **extra, **{name: here[name] for name in here if name in given}})
+    maker = sys._getframe(2)
+    if made_by_script(maker):
+        run.script.loaders.add(loader, maker)
 
 
 def _refuse_processes() -> None:
@@ -157,17 +126,17 @@ def _refuse_processes() -> None:
             wrap(owner, name, _refusing(name if owner is accelerate else f"{owner.__name__}.{name}"))
 
 
-def _refusing(name: str) -> Callable[[Any], Any]:
+def _refusing(name: str) -> Callable[..., NoReturn]:
     """In place of a function that starts processes: the dry run ends."""
     reason = _("it starts processes of its own ({name}), which are not followed", name=name)
-    return lambda _original: lambda *_args, **_kwargs: stopped(reason)
+    return lambda *_args, **_kwargs: stopped(reason)
 
 
 def _refuse_local_sgd() -> None:
     import accelerate.local_sgd
 
-    def refused(_original: Any) -> Callable[..., None]:
-        return lambda *_args, **_kwargs: stopped(
+    def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
+        stopped(
             _(
                 "LocalSGD updates the weights of each process separately and averages them now and then; "
                 "vram_guard supports only steps that all processes take together. Launch it with accelerate "

@@ -120,7 +120,7 @@ class Phase:
         """An optimizer has stepped."""
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
-        """A prepared model, called with these keyword arguments, has returned."""
+        """A prepared model, called with these arguments (positional ones by their number), has returned."""
 
     def failed(self, error: BaseException, script: str) -> None:
         """The script has raised this. Does not return in a copy, which sends it to its original."""

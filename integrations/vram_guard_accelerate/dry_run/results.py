@@ -13,6 +13,7 @@ from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
+from vram_guard_accelerate.dry_run.model_calls import ModelCall
 from vram_guard_accelerate.script_files import place_of_error, place_of_frame
 
 
@@ -43,6 +44,8 @@ class LoopFacts:
     """The terms of the losses that models return; none where the script computes them."""
     counts_items: bool
     """Models are given the number of items that their loss is divided by."""
+    calls: tuple[ModelCall, ...]
+    """The ways in which models that are trained are called."""
 
 
 @dataclass(frozen=True)

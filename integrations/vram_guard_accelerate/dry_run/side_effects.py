@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -64,9 +65,9 @@ def discard_library_writes() -> None:
 
     for owner, names in ((Accelerator, ACCELERATOR), (HfApi, HUB)):
         for name in names:
-            wrap(owner, name, _nothing())
-    setattr(HfApi, "create_repo", _made_repository)  # noqa: B010 - a type checker forbids the other way
-    setattr(sys.modules["huggingface_hub"], "create_repo", _made_repository)  # noqa: B010 - the same
+            wrap(owner, name, _nothing)
+    for owner in (HfApi, sys.modules["huggingface_hub"]):
+        wrap(owner, "create_repo", _made_repository)
 
 
 def discard_file_writes() -> None:
@@ -76,38 +77,36 @@ def discard_file_writes() -> None:
     """
     import torch
 
-    in_cache = _below(_caches())
+    in_cache = _below_caches()
     for module, names in FILES.items():
         for name in names:
-            wrap(module, name, _nothing_outside(in_cache))
+            wrap(module, name, partial(_nothing_outside, in_cache))
     builtins.open = io.open = _opened(io.open, in_cache)
-    wrap(pathlib.Path, "touch", _nothing())
+    wrap(pathlib.Path, "touch", _nothing)
     accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of `os` and `io` there
     if accessor is not None:
         accessor.open = staticmethod(io.open)
         for name in FILES[os]:
             if hasattr(accessor, name):
                 setattr(accessor, name, staticmethod(getattr(os, name)))
-    wrap(torch, "save", _nothing())
+    wrap(torch, "save", _nothing)
     for name in ("save", "savez", "savez_compressed", "savetxt"):
-        wrap(sys.modules.get("numpy"), name, _nothing())
+        wrap(sys.modules.get("numpy"), name, _nothing)
     for library in ("safetensors.torch", "safetensors.numpy"):
         for name, answer in SAFETENSORS.items():
-            wrap(sys.modules.get(library), name, _nothing(answer))
+            wrap(sys.modules.get(library), name, partial(_nothing, answer=answer))
     for cls in _classes():
         for name in SAVING:
             if name in vars(cls):
-                wrap(cls, name, _nothing())
+                wrap(cls, name, _nothing)
 
 
-def _caches() -> tuple[str, ...]:
+def _below_caches() -> Callable[[Any], bool]:
     from huggingface_hub import constants
 
     named = (constants.HF_HOME, *(os.environ.get(name, "") for name in CACHES))
-    return tuple(os.path.realpath(name) + os.sep for name in named if name)
+    folders = tuple(os.path.realpath(name) + os.sep for name in named if name)
 
-
-def _below(folders: tuple[str, ...]) -> Callable[[Any], bool]:
     def is_below(path: Any) -> bool:
         try:
             return (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(folders)
@@ -145,37 +144,27 @@ def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
     builtins.input = asked
 
 
-def _nothing(answer: Any = None) -> Callable[[Any], Any]:
+def _nothing(_original: Any, *_args: Any, answer: Any = None, **_kwargs: Any) -> Any:
     """In place of a function: does nothing."""
-    return lambda _original: lambda *_args, **_kwargs: answer
+    return answer
 
 
-def _nothing_outside(allowed: Callable[[Any], bool]) -> Callable[[Any], Any]:
+def _nothing_outside(allowed: Callable[[Any], bool], original: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of a function: does nothing, except where every path that it is given is allowed."""
-
-    def around(original: Any) -> Any:
-        def discarding(*args: Any, **kwargs: Any) -> Any:
-            paths = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, bytes, os.PathLike))]
-            inside = kwargs.get("dir_fd") is not None  # a step of rmtree, which is allowed itself
-            return original(*args, **kwargs) if inside or (paths and all(map(allowed, paths))) else None
-
-        return discarding
-
-    return around
+    paths = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, bytes, os.PathLike))]
+    inside = kwargs.get("dir_fd") is not None  # a step of rmtree, which is allowed itself
+    return original(*args, **kwargs) if inside or (paths and all(map(allowed, paths))) else None
 
 
-def _made_repository(*args: Any, **kwargs: Any) -> Any:
+def _made_repository(_original: Any, *args: Any, **kwargs: Any) -> Any:
     name = kwargs.get("repo_id") or next((value for value in args if isinstance(value, str)), "repository")
     return SimpleNamespace(repo_id=name, url=name, __str__=lambda: name)
 
 
 def _opened(original: Callable[..., Any], allowed: Callable[[Any], bool]) -> Callable[..., Any]:
     def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-        if (
-            isinstance(mode, str)
-            and any(sign in mode for sign in "wax+")
-            and not (isinstance(file, int) or allowed(file))
-        ):
+        writes = isinstance(mode, str) and any(sign in mode for sign in "wax+")
+        if writes and not (isinstance(file, int) or allowed(file)):
             return original(os.devnull, "wb" if "b" in mode else "w", *args, **kwargs)
         return original(file, mode, *args, **kwargs)
 

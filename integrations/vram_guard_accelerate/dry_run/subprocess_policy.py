@@ -109,14 +109,11 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
         wrap(process, "start", _checked(lambda process: check([type(process).__name__])))
 
 
-def _checked(before: Callable[..., None]) -> Callable[[Any], Any]:
+def _checked(before: Callable[..., None]) -> Callable[..., Any]:
     """Around a function: its arguments are checked before it is called."""
 
-    def around(original: Any) -> Any:
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            before(*args, **kwargs)
-            return original(*args, **kwargs)
+    def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return original(*args, **kwargs)
 
-        return checked
-
-    return around
+    return checked

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vram_guard.apply.microbatch import CannotSplitError, probe_layout
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.guard.refusals import Refusal, splitting_notes
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
-from vram_guard.plan.descriptions import not_possible
-from vram_guard.plan.source import Source
+from vram_guard.plan.source import SlicedBy, Source
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard_accelerate.apply.fsdp import wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
@@ -25,7 +23,7 @@ from vram_guard_accelerate.precision import ACCELERATES
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
-from vram_guard_accelerate.settings import Settings
+from vram_guard_accelerate.settings import NOT_HERE, Settings
 
 
 @dataclass(frozen=True)
@@ -64,64 +62,93 @@ def decide(
     """
     traces = ForkedTraces(first)
     look = traces.first_look()
-    facts = look.facts
     if current is not None:
         current.check(first.precision, look.profile, first.shape.ranks)
-    weight, unclear = _loss_weight(first, traces, facts, settings)
-    refused = _refused(first, facts, unclear)
+    weight, unclear = _loss_weight(first, traces, look.facts, settings)
     candidates = RelaunchCandidates(first, look, settings) if may_relaunch else None
-    without = set() if current is None else current.settled
+    without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
+    refused = {name: why for name, why in _refused(first, traces, look.facts, settings, unclear) if name not in without}
+    planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
+    made = planner.in_slices()
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made)]
+    launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
+    if launch_plan.slices:
+        launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
+    relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
-        without |= candidates.reserved
-        refused = {name: why for name, why in refused.items() if name not in candidates.reserved}
+        if not made.fits or (made.changed and not _grows(made)):
+            relaunches = candidates.find(made, planner.in_smaller_batches, current)
+        notes += candidates.notes
+    if current is None:
+        return ScriptPlan(made, launch_plan, tuple(notes), relaunches)
+    notes = [*current.notes(made), *notes]
+    return ScriptPlan(current.combined(made), current.change.applied_to(launch_plan), tuple(notes), relaunches)
 
-    def planned(source: Source, *, possible: Container[str] = (), growing: bool = settings.grow) -> Plan:
+
+@dataclass(frozen=True)
+class _Planner:
+    """Plans for a script, by who makes its batches smaller."""
+
+    first: FirstBatch
+    settings: Settings
+    budget: Budget
+    traces: ForkedTraces
+    facts: LoopFacts
+    refused: Mapping[str, str]
+    """Technique -> why it cannot be applied to this script."""
+    without: frozenset[str]
+    """Techniques that are not to be planned here, and of which nothing is said."""
+
+    def in_slices(self) -> Plan:
+        """The models pass their batches through in slices."""
+        again = not self.facts.returns_loss
+        return self._plan("model", self.refused, forward_again=again, grow=self.settings.asks("grow"))
+
+    def in_smaller_batches(self) -> Plan:
+        """The script loads smaller batches, and takes an optimizer step after more of them."""
+        refused = {name: why for name, why in self.refused.items() if name != "accumulate"}
+        return self._plan("loader", refused, forward_again=False, grow=False)
+
+    def _plan(self, sliced_by: SlicedBy, refused: Mapping[str, str], *, forward_again: bool, grow: bool) -> Plan:
+        first, settings = self.first, self.settings
+        source = Source(
+            model=first.root,
+            trace=self.traces.trace,
+            precision=first.precision,
+            accumulate=self.facts.batches_per_step,
+            ranks=first.shape.ranks,
+            sharded=first.fork_server is not None,
+            sliced_by=sliced_by,
+            forward_again=forward_again,
+        )
         return plan(
             source,
             first.sample.batch_size,
-            budget,
-            allow=settings.techniques - without,
-            refused={name: why for name, why in refused.items() if name not in possible},
+            self.budget,
+            allow=settings.techniques - self.without,
+            refused=refused,
             host_budget=host_share(settings.host_budget, first.shape.local_ranks),
-            grow=growing and "grow" not in without,
+            grow=grow and "grow" not in self.without,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=first.sample.dataset_size,
         )
 
-    source = Source(
-        model=first.root,
-        trace=traces.trace,
-        precision=first.precision,
-        accumulate=facts.batches_per_step,
-        ranks=first.shape.ranks,
-        sharded=first.fork_server is not None,
-        sliced_by="model",
-        forward_again=not facts.returns_loss,
-    )
 
-    def accumulated() -> Plan:
-        smaller = replace(source, sliced_by="loader", forward_again=False)
-        return planned(smaller, possible=("accumulate",), growing=False)
-
-    made = planned(source)
-    notes = [*first.sample.notes, *first.script.resumed.notes, *settings.refused]
-    notes += [not_possible(name, why) for name, why in refused.items() if name not in without and settings.asks(name)]
-    if traces.why_not_sliced and made.splits == 1:
-        notes.append(not_possible("accumulate", traces.why_not_sliced))
+def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
+    """What is refused, and what the plan changes beside memory."""
+    first, settings, traces = planner.first, planner.settings, planner.traces
+    for name, why in planner.refused.items():
+        if settings.asks(name):
+            yield Refusal(name, why).words()
+    if made.splits == 1 and traces.why_not_sliced:
+        yield Refusal("accumulate", traces.why_not_sliced).words()
     if made.splits > 1:
-        notes += _slice_notes(first, facts)
-    notes += sharding_notes(first, made, settings, traces.why_not_sharded)
-    launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=facts.returns_loss)
-    relaunches: tuple[Relaunch, ...] = ()
-    if candidates is not None:
-        relaunches = candidates.find(made, accumulated, current) if _lacks_something(made) else ()
-        notes += candidates.notes
-    if current is None:
-        return ScriptPlan(made, launch_plan, tuple(notes), relaunches)
-    notes += _batch_norm_notes(first, _("batch")) if current.change.splits > 1 else []
-    notes = [*current.notes(), *notes]
-    return ScriptPlan(current.combined(made), current.change.applied_to(launch_plan), tuple(notes), relaunches)
+        if not planner.facts.returns_loss:
+            yield _("the script computes its loss outside the model: slices run their forward twice")
+        # Slices are weighed by what the model's loss was seen to be, not by a setting.
+        yield from splitting_notes(first.root, "sum", first.sample.make, first.sample.batch_size)
+    yield from sharding_notes(first, made, settings, traces.why_not_sharded)
 
 
 def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
@@ -149,11 +176,6 @@ def _grows(made: Plan) -> bool:
     return made.batch_size != made.batch_size_before
 
 
-def _lacks_something(made: Plan) -> bool:
-    """Whether the script has to be changed, or does not fit."""
-    return not made.fits or (made.changed and not _grows(made))
-
-
 def _loss_weight(
     first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: Settings
 ) -> tuple[Literal["mean", "sum"], str]:
@@ -169,17 +191,20 @@ def _loss_weight(
 # --- what cannot be done ----------------------------------------------------------------------------------------
 
 
-def _refused(first: FirstBatch, facts: LoopFacts, unclear: str) -> dict[str, str]:
-    """Technique -> the reason why it cannot be applied to this script."""
+def _refused(
+    first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: Settings, unclear: str
+) -> Iterator[tuple[str, str]]:
+    """Techniques that cannot be applied to this script, each with the reason."""
     clips = _("the script clips gradients, which a fused optimizer unscales itself")
     reasons = {
+        **{name: _(why) for name, why in NOT_HERE.items()},
         "offload_parameters": why_not_sharded(first),
-        "accumulate": _why_not_sliced(first, facts, unclear),
         "precision": _why_not_mixed(first),
         "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",
+        "accumulate": _why_not_sliced(first, traces, facts, unclear) if settings.asks("accumulate") else "",
     }
-    return {name: reason for name, reason in reasons.items() if reason}
+    return ((name, reason) for name, reason in reasons.items() if reason)
 
 
 def _why_not_grown(first: FirstBatch) -> str:
@@ -190,7 +215,7 @@ def _why_not_grown(first: FirstBatch) -> str:
     )
 
 
-def _why_not_sliced(first: FirstBatch, facts: LoopFacts, unclear: str) -> str:
+def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, unclear: str) -> str:
     if facts.updates_others:
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:
@@ -200,11 +225,7 @@ def _why_not_sliced(first: FirstBatch, facts: LoopFacts, unclear: str) -> str:
             "cannot tell whether the model's loss is a mean or a sum: {reason}; pass --loss-weight",
             reason=unclear,
         )
-    try:
-        probe_layout(first.sample.make)
-    except (CannotSplitError, UnsupportedStepError) as error:
-        return str(error)
-    return ""
+    return traces.read_layouts()
 
 
 def _why_not_mixed(first: FirstBatch) -> str:
@@ -220,23 +241,3 @@ def _why_not_mixed(first: FirstBatch) -> str:
             "--mixed_precision to see what it does then"
         )
     return ""
-
-
-# --- notes ------------------------------------------------------------------------------------------------------
-
-
-def _slice_notes(first: FirstBatch, facts: LoopFacts) -> list[str]:
-    notes = _batch_norm_notes(first, _("slice"))
-    if not facts.returns_loss:
-        notes.append(_("the script computes its loss outside the model: slices run their forward twice"))
-    if any("Dropout" in type(module).__name__ and getattr(module, "p", 0) for module in first.root.modules()):
-        notes.append(_("dropout draws other random numbers for slices, from the same distribution"))
-    return notes
-
-
-def _batch_norm_notes(first: FirstBatch, part: str) -> list[str]:
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    if any(isinstance(module, _BatchNorm) and module.training for module in first.root.modules()):
-        return [_("batch normalisation takes its statistics over the samples of a {part}", part=part)]
-    return []

@@ -81,7 +81,14 @@ def predict(
         forget_oldest(remembered.parent)
     first = _run(request, log)
     if isinstance(first, DryRunFailure):
-        raise _with_log(first, log).as_error()
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
+            out.write(first.traceback)
+        message = _(
+            "no plan for this script, which is not started: {reason}. What it printed: {log}",
+            reason=first.message,
+            log=log,
+        )
+        raise replace(first, message=message).as_error()
     best = best_of(first, lambda relaunch: _run(request.relaunched(relaunch), log), progress)
     prediction = Prediction(best, str(log))
     if remembered is not None and remembered.parent.is_dir():
@@ -177,7 +184,9 @@ def _run(request: DryRunRequest, log: Path) -> DryRunAnswer | DryRunFailure:
                 with signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
                     code = process.wait()
             finally:
-                _end(process)  # and what the script had started
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)  # all of its copies too, and what the script had started
+                process.wait()
         return read_answer(folder) or DryRunFailure.unsupported(_how_it_ended(code))
 
 
@@ -200,28 +209,9 @@ def _leave(number: int, _frame: Any) -> None:
     sys.exit(signals.EXIT_BASE + number)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all of its copies."""
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
     """The script's own environment, on a machine without a GPU: no driver is touched, the GPU is pretended."""
     environment = {name: value for name, value in {**os.environ, **added}.items() if name not in OF_A_RANK}
     environment.update(SILENT_ENVIRONMENT)
     environment.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="False", PYTHONUNBUFFERED="1")
     return environment
-
-
-def _with_log(failure: DryRunFailure, log: Path) -> DryRunFailure:
-    """A failure that names the log, which has the traceback then."""
-    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
-        out.write(failure.traceback)
-    message = _(
-        "no plan for this script, which is not started: {reason}. What it printed: {log}",
-        reason=failure.message,
-        log=log,
-    )
-    return replace(failure, message=message)

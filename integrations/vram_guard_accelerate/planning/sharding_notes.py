@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
 from vram_guard.plan import Plan
-from vram_guard.plan.descriptions import not_possible
 from vram_guard.private_names import missing_in_words
 from vram_guard.techniques.sharding import check_torch
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
@@ -54,7 +54,7 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
     """
     if not plan.recipe.parameters_on_host:
         if why_not:
-            return [not_possible("offload_parameters", why_not)]
+            return [Refusal("offload_parameters", why_not).words()]
         if plan.fits or "offload_parameters" in settings.techniques or len(first.models) != 1:
             return []
         untried = _(
@@ -84,19 +84,15 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
                 "write whole tensors, called by all processes"
             )
         )
-        notes += _saving_notes(sys.argv[0])
+        lines = lines_that_save_shards(sys.argv[0])
+        if lines:
+            where = f"{Path(sys.argv[0]).name}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
+            notes.append(
+                _(
+                    "if this is the sharded model, it is saved in shards, or not at all ({place}): save_pretrained "
+                    "needs state_dict=accelerator.get_state_dict(model), called by all processes, and so does "
+                    "torch.save",
+                    place=where,
+                )
+            )
     return notes
-
-
-def _saving_notes(script: str) -> list[str]:
-    lines = lines_that_save_shards(script)
-    if not lines:
-        return []
-    where = f"{Path(script).name}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
-    note = _(
-        "if this is the sharded model, it is saved in shards, or not at all ({place}): "
-        "save_pretrained needs state_dict=accelerator.get_state_dict(model), called by all "
-        "processes, and so does torch.save",
-        place=where,
-    )
-    return [note]

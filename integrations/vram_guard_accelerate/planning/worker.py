@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +36,11 @@ def main() -> NoReturn:
 
 
 def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) -> NoReturn:
+    """Run a script until it is planned for; never returns.
+
+    Raises:
+        StoppedError, Exception: in the original process, what ended the script before.
+    """
     settings, began = request.settings, time.monotonic()
 
     def decided(first: FirstBatch) -> NoReturn:
@@ -59,22 +64,13 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
     # As in vram_guard.plan: of a GPU that nobody named, the oldest generation with bfloat16 is assumed.
     shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
     run = DryRun(shape, decided, may_shard="offload_parameters" in settings.techniques)
-    follow_script(run, request.command, module=request.module)
-
-
-def follow_script(run: DryRun, command: Sequence[str], *, module: bool) -> NoReturn:
-    """Run a script until it is planned for; never returns.
-
-    Raises:
-        StoppedError, Exception: in the original process, what ended the script before.
-    """
     forks.check_forks()
     run.phase = PreparingPhase(run)
     patches.install(run)
     try:
-        run_script.run(command, module=module)
+        run_script.run(request.command, module=request.module)
     except BaseException as error:
-        run.phase.failed(error, command[0])
+        run.phase.failed(error, request.command[0])
         raise
     run.phase.ended()
     stopped(_("the script ended without asking for a training batch of a model prepared by Accelerator.prepare"))

@@ -15,6 +15,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.step_time import seconds_as_written
+from vram_guard.plan.techniques import uses_batch_norm
 from vram_guard.timeline import Estimate
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 from vram_guard_accelerate.launch_plan import LaunchPlan, option_words
@@ -171,8 +172,8 @@ class Relaunch:
             ),
         )
 
-    def notes(self) -> list[str]:
-        """Notes for a reader of the plan."""
+    def notes(self, plan: Plan) -> list[str]:
+        """Notes for a reader of the plan, which was made for this launch."""
         seen = _(
             "{options}: seen in a dry run of its own, with the same samples and learning rates at every optimizer step",
             options=self.change.words,
@@ -186,4 +187,6 @@ class Relaunch:
             "different numbers from the same distribution. No forward runs twice",
             count=self.change.splits,
         )
-        return [seen, smaller]
+        if plan.timeline is None or not uses_batch_norm(plan.timeline):
+            return [seen, smaller]
+        return [seen, smaller, _("batch normalisation takes its statistics over the samples of a batch")]

@@ -42,16 +42,13 @@ class ScriptOptions:
         HfArgumentParser is an ``ArgumentParser``: it is seen too. What comes from a file of settings has no option.
         """
 
-        def watched(original: Any) -> Any:
-            def parse_known_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
-                parsed = original(parser, *args, **kwargs)
-                strings = {action.dest: action.option_strings for action in parser._actions}  # noqa: SLF001 - nothing else lists them
-                for name, value in vars(parsed[0]).items():
-                    if strings.get(name):
-                        self._parsed[name] = ParsedOption(value, max(strings[name], key=len))
-                return parsed
-
-            return parse_known_args
+        def watched(original: Any, parser: Any, *args: Any, **kwargs: Any) -> Any:
+            parsed = original(parser, *args, **kwargs)
+            strings = {action.dest: action.option_strings for action in parser._actions}  # noqa: SLF001 - nothing else lists them
+            for name, value in vars(parsed[0]).items():
+                if strings.get(name):
+                    self._parsed[name] = ParsedOption(value, max(strings[name], key=len))
+            return parsed
 
         wrap(argparse.ArgumentParser, "parse_known_args", watched)
 
