@@ -1,4 +1,4 @@
-"""Which small faults in the code would no test notice: ``make mutants``.
+"""Mutation testing, ``make mutants``: find small faults in the code that no test would notice.
 
 For each room a seeded sample of changes is made, one node each: comparisons, signs, constants, ``and``/``or``, ``not``,
 results replaced by None. Each is run against the tests nearest to the room, in a copy of the working tree. A mutant is
@@ -95,7 +95,7 @@ class Mutant:
 
 
 def changes(node: ast.AST) -> Iterator[str]:
-    """What may stand in the place of a node."""
+    """The nodes that may replace a node."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in SWAPS:
             yield f"({ast.unparse(ast.Compare(left, [SWAPS[type(op)]()], [right]))})"

@@ -128,7 +128,7 @@ def compare_results(
 
 
 def _not_measured(measured: Measured) -> str:
-    """Why there is nothing to compare with; "" where there is."""
+    """The reason why there is nothing to compare with; "" where there is something."""
     if measured.status not in ("ok", "out of memory"):
         return f"{measured.status}: {measured.message}"
     if measured.status == "ok" and not (measured.peak_allocated and measured.peak_reserved):

@@ -47,7 +47,7 @@ class Row:
     judged: bool = True
     """False: shown, but counted in no figure, because an input of the step was inferred from this row."""
     reason: str = ""
-    """Why there is no prediction."""
+    """The reason why there is no prediction."""
     details: dict[str, Any] = field(default_factory=dict)
     """Further facts that the benchmark's own table shows."""
 

@@ -141,7 +141,7 @@ def _epoch_samples(trainer: Trainer, found: Sample) -> int | None:
 
 
 def _hook_owner(trainer: Trainer, module: LightningModule, hook: str) -> Any:
-    """Who moves batches, as Lightning decides: the datamodule if it overrides the hook, else the module."""
+    """The owner of the hook that moves batches, as Lightning decides: the datamodule if it overrides it, else the module."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if datamodule is not None and _overridden(datamodule, hook) else module
 
@@ -251,7 +251,7 @@ def optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
 
 
 def _preparation_of(trainer: Trainer, module: LightningModule) -> Callable[[Any], None]:
-    """What happens on the pretend device before the first step."""
+    """The work that is done on the simulated device before the first step."""
 
     def prepare(model: Any) -> None:
         move_to_simulated_device(model)
@@ -304,7 +304,7 @@ def _stepping_batches(trainer: Trainer, batches: float) -> float:
 
 
 def _notes(module: LightningModule) -> list[str]:
-    """What the user's module does that a trace does not follow."""
+    """Notes on the parts of the user's module that a trace does not follow."""
     overridden = [
         name for name in ("backward", "configure_gradient_clipping", "optimizer_step") if _overridden(module, name)
     ]

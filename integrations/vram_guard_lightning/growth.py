@@ -28,7 +28,7 @@ COUNTED_IN_BATCHES = ("val_check_interval", "limit_train_batches")
 
 
 def why_not(trainer: Trainer, growable: str) -> str:
-    """Why the batch of this training cannot be grown; "" where it can.
+    """The reason why the batch of this training cannot be grown; "" where it can.
 
     Args:
         trainer: the Trainer.

@@ -97,7 +97,7 @@ class LightningTraining:
             warnings.warn(f"vram_guard: {message}", stacklevel=2)
 
     def _has(self, callback: str) -> bool:
-        """Whether a callback of this class (its path below the namespace) is in the Trainer."""
+        """True if a callback of this class (its path below the namespace) is in the Trainer."""
         return any(namespaces.is_a(found, callback) for found in self.trainer.callbacks)  # type: ignore[attr-defined]
 
 

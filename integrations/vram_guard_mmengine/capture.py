@@ -170,7 +170,7 @@ def capture(runner: Any) -> Captured:
 
 
 def by_epoch(runner: Any) -> bool:
-    """Whether the training is counted in epochs, not in iterations."""
+    """True if the training is counted in epochs, not in iterations."""
     return _loop_class(runner) is not IterBasedTrainLoop
 
 
@@ -194,7 +194,7 @@ def checkpointed_by_config(runner: Any) -> list[str]:
 
 
 def _prepare(model: nn.Module, checkpointed: list[str]) -> None:
-    """What happens on the pretend device before the first step."""
+    """The work that is done on the simulated device before the first step."""
     move_to_simulated_device(model)
     turn_on_activation_checkpointing(model, checkpointed)
     model.train()  # as the loops do; backbones freeze stages in it

@@ -30,7 +30,7 @@ def _statistic(owner: object, name: object) -> Any:
 
 
 def own_classes() -> list[Any]:
-    """What MMEngine saves in every checkpoint, in the form that ``torch.serialization.safe_globals`` takes."""
+    """The classes that MMEngine saves in every checkpoint, in the form that ``torch.serialization.safe_globals`` takes."""
     rebuild: Callable[..., Any] = np.array(0.0).__reduce__()[0]  # type: ignore[assignment]
     scalar: Callable[..., Any] = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(kind)) for kind in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")}
@@ -41,7 +41,7 @@ def own_classes() -> list[Any]:
 
 
 def loads_weights_only() -> bool:
-    """Whether this torch loads weights only unless told otherwise."""
+    """True if ``torch.load`` of this release loads weights only by default."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
 
 

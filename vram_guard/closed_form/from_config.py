@@ -155,7 +155,7 @@ class _Entries:
         self.places: dict[str, str] = {}
 
     def path_of(self, name: str) -> str:
-        """Where the number was found, for messages."""
+        """The place where the number was found, for messages."""
         return self.places.get(name, name)
 
     def one(self, name: str, names: tuple[str, ...], several: Any = None) -> Any:

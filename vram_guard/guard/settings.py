@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What a plan may use and change.
+    """Techniques that a plan may use and parts of the training that it may change.
 
     Args:
         budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
@@ -74,7 +74,7 @@ class PlanSettings:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """What may be set."""
+        """The settings of a guard."""
         return tuple(one.name for one in fields(cls))
 
     @classmethod

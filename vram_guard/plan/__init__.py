@@ -156,7 +156,7 @@ def plan(
 
 
 def _environment_settings() -> AllocatorSettings | None:
-    """What the training that is planned for will run under, as far as it can be replayed."""
+    """The allocator settings that the planned training will run under, as far as they can be replayed."""
     from vram_guard.allocator import AllocatorSettings
 
     try:

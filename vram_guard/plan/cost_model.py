@@ -1,4 +1,4 @@
-"""What options cost and what they take at the least, worked out from the traces of the step's precisions alone."""
+"""Costs of options and lower bounds of their memory, computed from the traces of the step's precisions alone."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class CostModel:
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def lower_bound(self, option: Option) -> LowerBound:
-        """What is alive on the GPU when the optimizer steps, or when a forward pass of the second step ends."""
+        """The memory allocated on the GPU when the optimizer steps, or when a forward of the second step ends."""
         stepping, waiting = self._when_stepping(option), self._when_forward_ends(option)
         if waiting > stepping:
             return LowerBound(waiting, Why.NEEDS_SAVED)

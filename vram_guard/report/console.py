@@ -19,7 +19,7 @@ def as_text(report: RenderableType, width: int) -> str:
 
 
 def is_unicode(encoding: str | None = None) -> bool:
-    """Whether more than ASCII can be drawn in an encoding; None: in standard output's."""
+    """True if more than ASCII can be drawn in an encoding; None: in standard output's."""
     return (encoding or getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith(("utf-", "utf8"))
 
 

@@ -27,7 +27,7 @@ class SymbolicAnswer:
     largest_batch: int | None
     """None without a budget."""
     plan: Plan | None = None
-    """Where one was asked for."""
+    """The plan, where one was asked for."""
 
     @property
     def fits(self) -> bool:

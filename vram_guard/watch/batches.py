@@ -39,7 +39,7 @@ class BatchPass:
     parts: list[MicroBatch]
     loss_weight: LossWeight
     attempt: Attempt | None
-    """Where recovery is armed."""
+    """The attempt of the pass, where recovery is armed."""
 
     @property
     def whole(self) -> bool:

@@ -83,7 +83,7 @@ def fingerprint(model: nn.Module, precision: str) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where corrections are kept; None where this user has no place of their own.
+    """The folder where corrections are kept; None where this user has no such folder.
 
     ``VRAM_GUARD_CACHE``, else the platform's rule: ``XDG_CACHE_HOME`` or ``~/.cache``, ``~/Library/Caches`` on macOS,
     ``LOCALAPPDATA`` on Windows.

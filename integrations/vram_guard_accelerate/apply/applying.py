@@ -177,7 +177,7 @@ class _NoGroups:  # it has what scaling asks an optimizer for
 
 
 def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:
-    """Whether schedulers were made over rates that were scaled already: their base is the optimizer's own."""
+    """True if schedulers were made over rates that were scaled already: their base is the optimizer's own."""
     bases = [getattr(one, "base_lrs", None) for one in schedulers]
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     return factor == 1 or all(base is None or list(base) == rates for base in bases)

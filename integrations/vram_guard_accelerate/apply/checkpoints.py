@@ -79,7 +79,7 @@ def loaded_folder(accelerator: Any, folder: Any) -> Path | None:
 
 
 def own_folder(accelerator: Any) -> Path | None:
-    """Where Accelerate names checkpoints itself; None where the script does."""
+    """The folder in which Accelerate names checkpoints itself; None where the script names them."""
     project = getattr(accelerator, "project_dir", None)
     if project is None or not accelerator.project_configuration.automatic_checkpoint_naming:
         return None

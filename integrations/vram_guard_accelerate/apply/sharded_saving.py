@@ -58,7 +58,7 @@ def _whole(_model: nn.Module, state: dict[str, Any], _prefix: str, _metadata: An
 
 
 def _asked_by_library(frame: Any) -> bool:
-    """Whether ``Module.state_dict`` was called by torch's or Accelerate's own code."""
+    """True if ``Module.state_dict`` was called by torch's or Accelerate's own code."""
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
         frame = frame.f_back
     return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_KNOWING)

@@ -29,7 +29,7 @@ class LaunchArguments:
     arguments: tuple[str, ...]
     """The script's own."""
     module: bool
-    """Whether ``script`` names a module (``-m``)."""
+    """True if ``script`` names a module (``-m``)."""
 
 
 def parsed(arguments: Sequence[str]) -> LaunchArguments:

@@ -61,7 +61,7 @@ def _one_process(arguments: Any) -> int:
 
 
 def _in_front(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the script is in the terminal's foreground group, which gets Ctrl-C from the terminal itself."""
+    """True if the script is in the terminal's foreground group, which gets Ctrl-C from the terminal itself."""
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgid(process.pid)
     except (OSError, ValueError, AttributeError):

@@ -30,22 +30,22 @@ NOT_FOLLOWED = {
 
 @dataclass(frozen=True)
 class Target:
-    """Where and how a script will run."""
+    """The processes, devices and environment that a script will run with."""
 
     ranks: int
     """Processes that train together."""
     machines: int
     """On which they are spread evenly."""
     environment: Mapping[str, str]
-    """What accelerate adds to the environment of a script."""
+    """Variables that accelerate adds to the environment of a script."""
     gpu_ids: str
     """accelerate's ``--gpu_ids``: "all", or numbers."""
     simple: bool
-    """Whether accelerate starts one process by itself, without torchrun."""
+    """True if accelerate starts one process by itself, without torchrun."""
 
 
 def target_of(launch: LaunchArguments) -> Target:
-    """What accelerate makes of its options, its config file and the environment.
+    """Read accelerate's options, its config file and the environment as accelerate does.
 
     Raises:
         InvalidInputError: accelerate refuses its options or its config file.
@@ -76,7 +76,7 @@ def target_of(launch: LaunchArguments) -> Target:
 
 
 def parsed(launch: LaunchArguments, command: list[str]) -> argparse.Namespace:
-    """What accelerate reads in its options, with this command in the script's place."""
+    """The options as accelerate parses them, with this command in the script's place."""
     return launch_parser().parse_args([*launch.accelerate, *command])
 
 
@@ -110,7 +110,7 @@ def _quiet() -> Iterator[None]:
 
 
 def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
-    """What every process may take: that of the GPU with the least memory.
+    """The budget of every process: that of the GPU with the least memory.
 
     Raises:
         NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.

@@ -91,7 +91,7 @@ _RealGenerator = torch.Generator
 
 
 class _AsReal(type):
-    """Whose instances are the real generators."""
+    """Metaclass that takes the real generators for its instances."""
 
     def __instancecheck__(cls, thing: object) -> bool:
         return isinstance(thing, _RealGenerator)

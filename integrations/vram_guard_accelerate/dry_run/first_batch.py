@@ -30,7 +30,7 @@ class LaunchShape:
 
 @dataclass
 class ScriptObservations:
-    """What a script was seen to do by itself, before it trains."""
+    """Facts observed while a script ran by itself, before it trains."""
 
     options: ScriptOptions = field(default_factory=ScriptOptions)
     loaders: LoadersMade = field(default_factory=LoadersMade)
@@ -78,12 +78,12 @@ class FirstBatch:
 
     @property
     def loader_place(self) -> LoaderPlace | None:
-        """Where the script makes the training's loader; None where it makes none of its batch size."""
+        """The place where the script makes the training's loader; None where it makes none of its batch size."""
         return self.script.loaders.place_of_training(self.sample)
 
     @property
     def compiled(self) -> bool:
-        """Whether ``torch.compile`` compiles a model as a whole."""
+        """True if ``torch.compile`` compiles a model as a whole."""
         backend = getattr(self.accelerator.state.dynamo_plugin, "backend", "NO")
         compiled = any(hasattr(part, "_orig_mod") for part in self.root.modules())
         return compiled or str(getattr(backend, "value", backend)).upper() != "NO"

@@ -40,7 +40,7 @@ class FollowingPhase(LoopPhase):
         self._probe.differentiated()
 
     def _trains(self) -> bool:
-        """Whether whoever asks for a batch now is about to train on it."""
+        """True if the caller that asks for a batch now is about to train on it."""
         if not torch.is_grad_enabled() or not self.loop.models:
             return False
         return any(model.training for model in self.loop.models) or self._probe.trains_from_here(PATIENCE)

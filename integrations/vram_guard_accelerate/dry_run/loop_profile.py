@@ -49,7 +49,7 @@ class LoopProfile:
     losses: tuple[tuple[Term, ...], ...]
     """The terms of everything that ``backward`` was called for."""
     counts: tuple[tuple[str, int], ...]
-    """How often gradients were clipped, and how often set to zero."""
+    """Numbers of gradient clippings and of calls that set gradients to zero."""
     rates: tuple[tuple[float, ...], ...]
     """The learning rates at every optimizer step, each once: the first two as seen, the others as schedules go on."""
     rates_unknown: UnknownRates
@@ -78,7 +78,7 @@ class LoopObserver:
         self.returned = ReturnedLosses()
         self._events: list[_Event] = []
         self._ends: list[int] = []
-        """Where optimizer steps end among the events."""
+        """Indices of the events at which optimizer steps end."""
         self._schedulers: list[Any] = []
         self._bars: list[int] = []
         self._scaled: tuple[Any, Any] = (None, None)
@@ -294,9 +294,9 @@ class ReturnedLosses:
         self._of: dict[int, tuple[tuple[Term, ...], ...]] = {}
         self._numbers: set[int] = set()
         self.beside = False
-        """Whether something else was differentiated than what models returned as their losses."""
+        """True if something else was differentiated than the losses that the models returned."""
         self.items = False
-        """Whether the models are given a number to divide their loss by."""
+        """True if the models are given a number to divide their loss by."""
 
     def look(self, model: nn.Module, called: dict[str, Any], out: list[torch.Tensor]) -> None:
         """After a forward.

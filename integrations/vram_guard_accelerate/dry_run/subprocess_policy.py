@@ -41,7 +41,7 @@ _SHELLS_OWN = frozenset("<>|;&$`\n")
 
 
 def only_tells(command: Any, *, in_shell: bool = False) -> bool:
-    """Whether a program changes nothing, as far as its command says.
+    """True if a program changes nothing, as far as its command says.
 
     Args:
         command: text, or words, as ``subprocess.Popen`` takes them.

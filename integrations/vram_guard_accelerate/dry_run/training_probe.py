@@ -36,7 +36,7 @@ class TrainingProbe:
         return self._latest
 
     def trains_from_here(self, patience: float) -> bool:
-        """Whether the batch that is asked for is the training's first; called where the mode does not say so.
+        """True if the requested batch is the training's first; called where the mode does not say so.
 
         Args:
             patience: seconds that a copy may take.

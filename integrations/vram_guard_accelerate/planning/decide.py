@@ -36,7 +36,7 @@ class ScriptPlan:
     launch_plan: LaunchPlan
     """The same for the processes of the real launch."""
     notes: tuple[str, ...]
-    """What a reader of the prediction should know, and what was refused for which reason."""
+    """Remarks for a reader of the prediction, and the requests that were refused, each with its reason."""
     relaunches: tuple[Relaunch, ...] = ()
     """Relaunches that may be better, the likeliest first."""
 
@@ -150,7 +150,7 @@ def _grows(made: Plan) -> bool:
 
 
 def _lacks_something(made: Plan) -> bool:
-    """Whether the script has to be changed, or does not fit."""
+    """True if the script has to be changed, or does not fit."""
     return not made.fits or (made.changed and not _grows(made))
 
 

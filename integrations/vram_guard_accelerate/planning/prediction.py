@@ -48,9 +48,9 @@ class Prediction:
 
     answer: DryRunAnswer
     log: str
-    """Where the script's own prints are."""
+    """Path of the file with the script's own output."""
     remembered: bool = False
-    """Whether an earlier dry run of an equal launch gave it."""
+    """True if it comes from an earlier dry run of an equal launch."""
 
 
 def predict(
