@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 def settings(
     environment: Mapping[str, str] | None = None, folder: str | os.PathLike[str] | None = None
 ) -> dict[str, Setting]:
-    """The settings of the file and the environment, by name; what nobody set is not there.
+    """The settings of the file and the environment, by name; settings that were not set are missing.
 
     Args:
         environment: None: the process's.

@@ -1,4 +1,4 @@
-"""Timeline: every allocation and free of a training step; Estimate: what it comes to at one batch size."""
+"""Timeline: every allocation and free of a training step; Estimate: its peak at one batch size."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Estimate:
         return peak_fits(self.corrected(correction), self.tier, budget)
 
     def corrected(self, correction: float) -> int:
-        """The reserved peak as it is held against a budget, in bytes."""
+        """The reserved peak as it is compared with a budget, in bytes."""
         return int(self.peak_reserved * correction)
 
 

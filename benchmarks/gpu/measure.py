@@ -33,7 +33,7 @@ DEFAULT_OUT = Path(__file__).parent / "results"
 #: Seconds after which a case is given up.
 LONGEST_CASE = 90.0
 LONGEST_PROBES = 60.0
-#: Of a trace that chooses a batch size; these run beside the measurements, on the CPU.
+#: Of a trace that chooses a batch size; these run in parallel with the measurements, on the CPU.
 LONGEST_FILL = 120.0
 
 

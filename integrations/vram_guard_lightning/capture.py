@@ -141,7 +141,7 @@ def _epoch_samples(trainer: Trainer, found: Sample) -> int | None:
 
 
 def _hook_owner(trainer: Trainer, module: LightningModule, hook: str) -> Any:
-    """The owner of the hook that moves batches, as Lightning decides: the datamodule if it overrides it, else the module."""
+    """The owner of the hook that moves batches, as in Lightning: the datamodule if it overrides it, else the module."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if datamodule is not None and _overridden(datamodule, hook) else module
 

@@ -40,7 +40,7 @@ def of(trainer: object) -> ModuleType:
     """The namespace that a Trainer belongs to.
 
     Raises:
-        UnsupportedStepError: for an object that is no Lightning Trainer.
+        UnsupportedStepError: for an object that is not a Lightning Trainer.
     """
     for namespace in installed():
         if isinstance(trainer, namespace.Trainer):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def why_not(trainer: Trainer, module: LightningModule) -> str:
-    """The reason for which this training cannot be taken through an out-of-memory error; "" where it can."""
+    """The reason why this training cannot recover from an out-of-memory error; "" where it can."""
     strategy: Any = trainer.strategy
     if not module.automatic_optimization:
         return _("manual optimization does its own backward and steps")
@@ -268,7 +268,7 @@ def _not_merged(outputs: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _unwrapped(strategy: Any) -> Iterator[None]:
-    """Without DDP's wrapper, whose collectives could wait for ever."""
+    """Without DDP's wrapper, whose collectives could hang."""
     wrapped = strategy.model
     strategy.model = strategy.lightning_module
     try:

@@ -107,5 +107,5 @@ def write(text: str) -> None:
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
-    except (BrokenPipeError, ValueError):  # nobody reads any more; the training goes on
+    except (BrokenPipeError, ValueError):  # the output is no longer read; the training goes on
         return

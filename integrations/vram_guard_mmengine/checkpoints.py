@@ -30,7 +30,7 @@ def _statistic(owner: object, name: object) -> Any:
 
 
 def own_classes() -> list[Any]:
-    """The classes that MMEngine saves in every checkpoint, in the form that ``torch.serialization.safe_globals`` takes."""
+    """The classes that MMEngine saves in every checkpoint, as ``torch.serialization.safe_globals`` takes them."""
     rebuild: Callable[..., Any] = np.array(0.0).__reduce__()[0]  # type: ignore[assignment]
     scalar: Callable[..., Any] = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(kind)) for kind in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")}

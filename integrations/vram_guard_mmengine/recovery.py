@@ -2,7 +2,7 @@
 
 Stands on the model in place of ``train_step`` and ``val_step``. The optimizer's update is not part of what is taken
 back: it begins once the gradients of the batch are complete on all ranks. Under DDP the module itself runs, without
-its wrapper, whose averaging during backward could wait for ever for a rank that failed; the gradients are averaged
+its wrapper, whose averaging during backward could hang for a rank that failed; the gradients are averaged
 after backward instead. What taking back means is described in :mod:`vram_guard.watch.recovery`.
 """
 

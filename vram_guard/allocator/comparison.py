@@ -1,4 +1,4 @@
-"""compare: a recorded run beside the simulation of the same run, segment by segment."""
+"""compare: a recorded run and its simulation, segment by segment."""
 
 from __future__ import annotations
 

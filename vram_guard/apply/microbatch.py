@@ -90,7 +90,7 @@ _SHARED, _ROWS = Layout(), Layout(rows=True)
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples of a batch whose size nobody said.
+    """The number of samples of a batch of unknown size.
 
     The leading size that all tensors share counts; without tensors, the length of its lists. A bare list of
     equally large tensors reads as a list of columns, not of samples: say the size to :func:`split` there.
@@ -123,7 +123,7 @@ def split(batch: Any, batch_size: int, micro_batch_size: int) -> list[MicroBatch
     The sizes differ by one sample at most, the larger first; their sum is ``batch_size``.
 
     Raises:
-        InvalidInputError: for sizes that are no positive ints.
+        InvalidInputError: for sizes that are not positive ints.
         CannotSplitError: when a part of the batch does not hold ``batch_size`` samples.
     """
     checked_count("batch_size", batch_size)

@@ -140,7 +140,7 @@ def find_gpu(name: str) -> GPU:
 
 
 def match_gpu(nvml_name: str, memory_bytes: int) -> GPU | None:
-    """The catalogue's entry for a card at hand, or None.
+    """The catalogue's entry for a card of this machine, or None.
 
     Args:
         nvml_name: the product name as NVML or torch gives it.

@@ -63,7 +63,7 @@ def host_share(host_budget: str | int | None, processes: int) -> int | None:
         processes: on the machine, at least 1.
 
     Returns:
-        None where the operating system does not tell what is free.
+        None where the operating system does not report what is free.
     """
     if host_budget is not None:
         return parse_bytes(host_budget) // processes

@@ -108,7 +108,7 @@ class Nvml:
             raise _explained(error) from None
 
     def maybe(self, function: str, *arguments: Any, untold: frozenset[int] = _UNTOLD) -> Any:
-        """The answer, or None for what this device, driver, account or package does not tell."""
+        """The answer, or None for what this device, driver, account or package does not report."""
         if not hasattr(self._library, function):
             return None
         try:
@@ -156,7 +156,7 @@ class Nvml:
         count = len(handles)
         visible = visible_devices()
         chosen_slice = any(str(entry).startswith("MIG-") for entry in visible or ())
-        # CUDA's own word for which GPU it runs on, except that it does not tell the slice.
+        # CUDA's own word for which GPU it runs on, except that it does not name the slice.
         known = self._with_uuid(handles, uuid) if uuid and not chosen_slice else []
         if len(known) == 1:
             return self._slice_of(known[0])

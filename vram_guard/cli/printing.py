@@ -1,4 +1,4 @@
-"""Answers of the commands: JSON for programs, lines and columns for people, messages beside the answer."""
+"""Answers of the commands: JSON for programs, lines and columns for people, messages apart from the answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Notes(list[str]):
 
 
 def tell(text: str) -> None:
-    """A message beside the answer."""
+    """A message apart from the answer."""
     print(f"vram-guard: {text}", file=sys.stderr)
 
 

@@ -39,7 +39,7 @@ class ModelFolder:
 
     path: Path
     class_name: str
-    """The pipeline's class; "" where the folder is no pipeline."""
+    """The pipeline's class; "" where the folder is not a pipeline."""
     components: Mapping[str, Component] = field(default_factory=dict)
 
     @property

@@ -65,7 +65,7 @@ _PRECISION_WORDS: Final = {
 
 @dataclass(frozen=True)
 class EstimateRequest:
-    """A request for an estimate, from a config and the options beside it; None: given in neither."""
+    """A request for an estimate, from a config and its options; None: given in neither."""
 
     numbers: Mapping[str, int] = field(default_factory=dict)
     """By the names of :data:`NAMES`."""
@@ -209,7 +209,7 @@ class _Entries:
         return name if isinstance(name, str) else None
 
     def _meant(self, path: str) -> bool:
-        """A width without a height beside it is a number of channels, as Fourier operators name it."""
+        """A width without a height is a number of channels, as Fourier operators name it."""
         section, _dot, last = path.rpartition(".")
         if last.lower() not in NAMES["width"]:
             return True

@@ -97,7 +97,7 @@ class PlanSettings:
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Self:
-        """Settings from parsed command-line options: those of other names, and those that nobody gave, are left out.
+        """Settings from parsed command-line options: those of other names, and those that were not given, are left out.
 
         Raises:
             InvalidInputError: a value makes no sense.

@@ -79,7 +79,7 @@ class Document:
             self._walk(root, (), _visits(root), shared=False)
 
     def entries(self) -> list[Entry]:
-        """Every value that is no mapping, in the order of the file."""
+        """Every value that is not a mapping, in the order of the file."""
         return [self._entry(place, spot) for place, spot in self._spots.items()]
 
     def rewritten(self, changes: Mapping[Place, Any], additions: Sequence[tuple[Place, str, Any]] = ()) -> str:

@@ -42,7 +42,7 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
     Raises:
         InvalidInputError: a share outside (0, 1], or an unknown rule.
     """
-    # Annotations stop nobody; a comparison with NaN is false.
+    # Annotations are not enforced; a comparison with NaN is false.
     share = target_utilization
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidInputError(

@@ -141,7 +141,7 @@ def compare(
     Args:
         configurations: what to compare.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
-        gpu: a whole card by name; with neither, the device at hand.
+        gpu: a whole card by name; with neither, this machine's device.
         margin: the share of the budget to leave free; None: the default.
         allow: what a plan may change where a configuration does not fit as written.
         lr_rule: "linear", "sqrt" or "none": how learning rates follow the samples of an optimizer step.

@@ -49,7 +49,7 @@ class CostModel:
         self._times: dict[Option, StepTime] = {}
         self._steps: dict[tuple[str, int], StepTime] = {}
         self._saved: dict[tuple[str, int], Mapping[str, int]] = {}
-        """Bytes that wait for the backward pass, by module, what lies inside it included."""
+        """Bytes saved for the backward pass, by module, what lies inside it included."""
         self._outside: dict[tuple[str, ...], tuple[int, int]] = {}
 
     # --- time -------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def learning_rate_factor(rule: str, before: int, after: int) -> float:
         after: samples per optimizer step from now on.
 
     Raises:
-        InvalidInputError: an unknown rule, or a batch size that is no positive whole number.
+        InvalidInputError: an unknown rule, or a batch size that is not a positive whole number.
     """
     one_of("lr_rule", rule, LEARNING_RATE_RULES)
     k = checked_count("effective batch size", after) / checked_count("effective batch size", before)

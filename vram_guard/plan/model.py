@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes that are held against the budget: the predicted reserved peak, corrected."""
+        """Bytes that are compared with the budget: the predicted reserved peak, corrected."""
         return self.estimate.corrected(self.correction)
 
     @property

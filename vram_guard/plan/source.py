@@ -45,7 +45,7 @@ class TraceRequest:
 class Source:
     """A training step that can be followed under the options of a plan.
 
-    An adapter that follows a loop of somebody else's hands one to :func:`vram_guard.plan.plan`; for a TrainingStep
+    An adapter that follows an external loop hands one to :func:`vram_guard.plan.plan`; for a TrainingStep
     :func:`source_of` makes it.
     """
 

@@ -125,7 +125,7 @@ def _gradient(block: Block) -> bool:
     return block.category == "gradients"
 
 
-# --- parts, for options that nobody has traced ----------------------------------------------------------------------
+# --- parts, for options that have not been traced --------------------------------------------------------------------
 
 
 def recompute_seconds(
@@ -222,7 +222,7 @@ def ancestors(path: str) -> Iterable[str]:
 
 
 def assumed_gpu(compute_capability: tuple[int, int]) -> GPU:
-    """The card that stands for a compute capability while nobody names one: the slowest that has it.
+    """The card that stands for a compute capability while none is named: the slowest that has it.
 
     Where the catalogue has no such card, the newest older capability stands in, or the oldest there is.
     """

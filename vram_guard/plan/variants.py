@@ -148,7 +148,7 @@ def _named_steps(steps: object) -> list[tuple[str, TrainingStep]]:
     """Names with their steps, in order.
 
     Raises:
-        InvalidInputError: not a mapping or pairs, a name that is no text or empty, or something else than a step.
+        InvalidInputError: not a mapping or pairs, a name that is not a text or empty, or something else than a step.
     """
     advice = _("give {example}", example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}")
     try:

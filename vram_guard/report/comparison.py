@@ -39,7 +39,7 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
     """Print the table, in colour where the stream is a terminal.
 
     Returns:
-        False where nobody reads the stream any more.
+        False where the stream is no longer read.
     """
     return console.show(lambda unicode: _report(answer, unicode=unicode), DEFAULT_WIDTH, file)
 

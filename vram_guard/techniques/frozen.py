@@ -48,7 +48,7 @@ def frozen_candidates(model: nn.Module, *, at_least: int = WORTH_MOVING) -> tupl
 
 
 def keep_on_host(model: nn.Module, names: Iterable[str], device: torch.device | str) -> Callable[[], None]:
-    """Let the named modules' parameters wait in host memory and come to ``device`` only for their forward.
+    """Let the named modules' parameters stay in host memory and come to ``device`` only for their forward.
 
     Moving the model afterwards (``model.to("cuda")``) moves all but these parameters; a change of dtype reaches them.
 

@@ -194,7 +194,7 @@ def host_optimizer() -> Any:
 
 
 def _placed(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """A state beside its parameter, as ``torch.optim.Optimizer.load_state_dict`` does it; fused: the count as well."""
+    """A state next to its parameter, as ``torch.optim.Optimizer.load_state_dict`` does it; fused: the count as well."""
     import torch
 
     def placed(name: str, value: Any) -> Any:

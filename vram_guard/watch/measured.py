@@ -1,4 +1,4 @@
-"""Predicted beside measured, after the first steps of a training."""
+"""Predicted and measured peaks, after the first steps of a training."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from vram_guard.watch.recovery import Recovery
 def guard_step(
     optimizer: torch.optim.Optimizer, recovery: Recovery, checkpoint: Callable[[], str] = str
 ) -> Callable[[], None]:
-    """Take ``optimizer.step`` through out-of-memory errors.
+    """Recover ``optimizer.step`` from out-of-memory errors.
 
     Args:
         optimizer: its ``step`` is replaced on the instance.

@@ -220,7 +220,7 @@ class Recovery:
             self.snapshot.check()
             self.snapshot.restore()
             smaller = schedule.below(samples_of())
-        except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must hear of it
+        except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must be told
             kind = "" if isinstance(error, CannotRollBackError) else f"{type(error).__name__}: "
             obstacle = _("the attempt cannot be repeated: {why}", why=f"{kind}{error}")
         self.snapshot.forget()

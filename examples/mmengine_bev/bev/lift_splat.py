@@ -1,6 +1,6 @@
 """Lift, Splat (Philion and Fidler, ECCV 2020, arXiv 2008.05711), with a small backbone.
 
-Every feature of every camera is lifted along its ray to all depths, weighed by a predicted distribution over them, and
+Every feature of every camera is lifted along its ray to all depths, weighted by a predicted distribution over them, and
 splatted onto a map seen from above, where a small network segments the cars. Memory goes into the lifted features:
 cameras x depths x height x width x channels of them for each sample.
 """

@@ -1,4 +1,4 @@
-"""The factor that the learning rates in a checkpoint of ``save_state`` contain, in a file beside it.
+"""The factor that the learning rates in a checkpoint of ``save_state`` contain, in a file next to it.
 
 A checkpoint of a run with a larger batch brings back rates that were multiplied. Whoever loads it has to know by what:
 the guard that grows again, by another factor or by none, and the dry run of a launch that changes nothing else.
@@ -57,7 +57,7 @@ def write_factor(folder: Path, factor: float) -> None:
 
 
 def read_factor(folder: Path) -> float:
-    """By what the learning rates in this checkpoint were multiplied; 1 where nobody says so."""
+    """By what the learning rates in this checkpoint were multiplied; 1 where it is not recorded."""
     path = folder / STATE
     return float(json.loads(path.read_text(encoding="utf-8"))[_KEY]) if path.is_file() else 1.0
 

@@ -65,7 +65,7 @@ def _asked_by_library(frame: Any) -> bool:
 
 
 def lines_that_save_shards(script: str) -> list[int]:
-    """Lines of a script that would write shards, or wait for ever, where there are several processes.
+    """Lines of a script that would write shards, or hang, where there are several processes.
 
     Those are ``save_pretrained`` with neither ``state_dict`` nor ``is_main_process``, and ``state_dict()`` itself; not
     all of them speak of the sharded model.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard_accelerate.settings import Settings
 
-#: Launchers that hand the model to somebody else, by accelerate's own option, and what to do about it.
+#: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {
     "use_deepspeed": marked("DeepSpeed builds an engine of its own around the model"),
     "use_fsdp": marked("FSDP shards the model over the processes"),

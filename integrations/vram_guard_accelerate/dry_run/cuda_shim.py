@@ -1,4 +1,4 @@
-"""The dry run until ``Accelerator.prepare``: the script's own code runs for real, on the CPU, and believes in a GPU.
+"""The dry run until ``Accelerator.prepare``: the script's own code runs for real, on the CPU, with a simulated GPU.
 
 Models are built and loaded with real values, for their constructors may look at them. What the script moves to the GPU
 stays where it is and is remembered: from ``prepare`` on it is symbolic.
@@ -98,7 +98,7 @@ class _AsReal(type):
 
 
 class _Generator(metaclass=_AsReal):
-    """``torch.Generator``, which lies on the CPU whatever the device: nobody looks at its numbers."""
+    """``torch.Generator``, which lies on the CPU whatever the device: its numbers are not used."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _RealGenerator(device="cpu" if _is_gpu(device) else device)

@@ -21,7 +21,7 @@ class LaunchShape:
     """The launch that a dry run stands for."""
 
     capability: tuple[int, int]
-    """Compute capability of the GPU that is pretended."""
+    """Compute capability of the simulated GPU."""
     ranks: int
     """Processes of the real launch."""
     local_ranks: int
@@ -59,7 +59,7 @@ class FirstBatch:
     """Those that were prepared, in order."""
     sample: Sample
     fork_server: ForkServer | None
-    """Makes copies in which the model is sharded; None where parameters may not wait on the host."""
+    """Makes copies in which the model is sharded; None where parameters may not be kept on the host."""
 
     @property
     def root(self) -> nn.Module:

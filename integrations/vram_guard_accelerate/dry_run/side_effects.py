@@ -128,7 +128,7 @@ def _classes() -> set[type]:
 
 
 def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
-    """Nobody is there to answer: a script that asks is stopped, and told why."""
+    """No user is there to answer: a script that asks is stopped, and told why."""
 
     def asked(*_args: Any, **_kwargs: Any) -> NoReturn:
         stopped(_("it reads from standard input, where nobody answers during a dry run"))

@@ -44,7 +44,7 @@ def why_not_accumulated(profile: LoopProfile, ranks: int) -> str:
 
 
 def _unequal(profile: LoopProfile) -> Iterator[str]:
-    """Losses whose parts would not weigh the same in smaller batches."""
+    """Losses whose parts would not have the same weight in smaller batches."""
     for terms in profile.losses:
         for term in terms:
             if not term.known and not profile.counts_items:
