@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "guard": {"budget": "8GiB", "margin": 0},
     "guard, recover=True": {"budget": "8GiB", "margin": 0, "recover": True},
 }
-#: Milliseconds of iterations that the share is also said for.
+#: Milliseconds of iterations for which the share is printed as well.
 OTHERS = (50.0, 200.0)
 
 

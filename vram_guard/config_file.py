@@ -1,4 +1,4 @@
-"""Configs that people hand in, read so that no file can do harm: YAML without tags, bombs or surprises."""
+"""Configs from users, read so that no file can do harm: YAML without tags, bombs or surprises."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
         InvalidInputError: it is not there, no ordinary file, larger than ``largest`` bytes, or no UTF-8.
     """
     try:
-        # Not blocking: a pipe without a writer is told as what it is.
+        # Not blocking: a pipe without a writer gets its own message.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):

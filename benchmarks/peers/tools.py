@@ -25,7 +25,7 @@ NOT_APPLICABLE = "the formula does not apply"
 
 
 class NoAnswerError(Exception):
-    """The tool has nothing to say about this workload; the message says why."""
+    """The tool gives no answer for this workload; the message says why."""
 
 
 @dataclass(frozen=True)

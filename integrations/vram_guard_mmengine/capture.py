@@ -258,7 +258,7 @@ def _sample(loader: Any) -> Sample:
 
 
 def _is_endless(loader: Any) -> bool:
-    """MMEngine's InfiniteSampler, and others that never stop: they say so by their names."""
+    """MMEngine's InfiniteSampler, and others that never stop: recognised by their names."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     return any("Infinite" in type(sampler).__name__ for sampler in samplers)
 

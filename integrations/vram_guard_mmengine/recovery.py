@@ -1,4 +1,4 @@
-"""Goes on after a real out-of-memory error: the batch is taken back, and runs again in smaller micro-batches.
+"""Recovers from a real out-of-memory error: the batch is rolled back, and runs again in smaller micro-batches.
 
 Stands on the model in place of ``train_step`` and ``val_step``. The optimizer's update is not part of what is taken
 back: it begins once the gradients of the batch are complete on all ranks. Under DDP the module itself runs, without

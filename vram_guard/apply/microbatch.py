@@ -246,7 +246,7 @@ def _cut(layout: Layout, batch: Any, size: int, most: int) -> list[MicroBatch]:
 
 
 def _unambiguous(batch: Any, size: int) -> Layout:
-    """The layout, where no other batch tells it: a list that reads in two ways is refused."""
+    """The layout, where no other batch determines it: a list that reads in two ways is refused."""
     layout = read_layout(batch, size)
     for path, part in _lists(batch, "batch"):
         alike = {(leaf.dtype, leaf.ndim) if _is_tensor(leaf) and leaf.ndim > 1 else None for leaf in part}

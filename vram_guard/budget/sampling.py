@@ -55,7 +55,7 @@ def nvml_sampler(ordinal: int | None = None, uuid: str | None = None) -> Iterato
 
     Args:
         ordinal: CUDA's number, after CUDA_VISIBLE_DEVICES; None: every GPU, whatever CUDA may see.
-        uuid: that device's UUID where CUDA itself has told it.
+        uuid: that device's UUID where CUDA itself has reported it.
 
     Raises:
         NvmlUnavailableError: there is no NVML or no GPU.

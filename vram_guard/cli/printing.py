@@ -18,10 +18,10 @@ _Answer = TypeVar("_Answer")
 
 
 class Notes(list[str]):
-    """Remarks on an answer: told on standard error at once, and kept for the JSON."""
+    """Remarks on an answer: printed on standard error at once, and kept for the JSON."""
 
     def add(self, text: str) -> None:
-        """Tell and keep a remark."""
+        """Print and keep a remark."""
         self.append(text)
         tell(text)
 
@@ -46,7 +46,7 @@ def tell(text: str) -> None:
 
 
 def print_now(lines: Iterable[str]) -> None:
-    """Print lines that somebody reads while the rest of the answer is being computed."""
+    """Print lines for a reader while the rest of the answer is being computed."""
     for line in lines:
         print(line)
     sys.stdout.flush()

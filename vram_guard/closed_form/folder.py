@@ -44,7 +44,7 @@ class ModelFolder:
 
     @property
     def usually_trained(self) -> str:
-        """The component that a training changes unless somebody says otherwise."""
+        """The component that a training changes unless another one is named."""
         for name in TRAINED_FIRST:
             if name in self.components:
                 return name

@@ -83,7 +83,7 @@ class EstimateRequest:
         return [name for name in NEEDED if name not in self.numbers]
 
     def network(self) -> Network:
-        """The network that the rule looks at.
+        """The network that the rule applies to.
 
         Raises:
             InvalidInputError: numbers are missing; says which, and how they may be called.

@@ -77,7 +77,7 @@ class Guard:
         captured, decision = outcome.value
         plan, self.decision = decision.plan, decision
         self.no_recovery = self._why_not_recovered()
-        if not self._left_alone:  # whoever changes the training trains another step than the predicted one
+        if not self._left_alone:  # with a changed training, another step runs than the predicted one
             estimate = plan.estimate if self.changes else plan.before
             self.first_steps = FirstSteps.begin(
                 reader, captured.model, decision.precision, estimate, remember=settings.remember

@@ -69,7 +69,7 @@ class PlanSettings:
 
     @property
     def asked_for(self) -> frozenset[str]:
-        """Techniques whose refusal is told: all but the kinds of offload that only the default stands for."""
+        """Techniques whose refusal is reported: all but the kinds of offload that only the default stands for."""
         return self.techniques - frozenset(OFFLOADS if self.allow == frozenset(DEFAULT_ALLOW) else ())
 
     @classmethod

@@ -42,7 +42,7 @@ class CapturedTraining(ABC):
     def symbolic_run(self) -> AbstractContextManager[Progress | None]:
         """Inside the block the user's model may be run symbolically, and the framework notices nothing of it.
 
-        Its value is called with a line of text before each slow part, where somebody looks on.
+        Its value is called with a line of text before each slow part, where a user watches.
         """
 
     @abstractmethod

@@ -55,8 +55,8 @@ def plan(
     A step that fits as written is left as it is.
 
     Args:
-        step: the training step as written; or its :class:`~vram_guard.plan.source.Source`, where a loop of somebody
-            else's is followed.
+        step: the training step as written; or its :class:`~vram_guard.plan.source.Source`, where an external
+            loop is followed.
         batch_size: samples that the loader delivers at once, on one process.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
         gpu: a whole card by name; with neither, this machine's device.

@@ -27,7 +27,7 @@ def render(answer: Comparison, *, width: int | None = None, unicode: bool | None
     """The table as plain text, with the choice among variants above it and the budget below.
 
     Args:
-        answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` said.
+        answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` returned.
         width: columns; None: 118.
         unicode: whether to draw with more than ASCII; None: where standard output is UTF.
     """

@@ -157,7 +157,7 @@ def _install(hooks: Any, module: nn.Module, name: str, device: torch.device) -> 
         undo_placement()
         cleaning.remove()
         hooks.remove_hook_from_module(module)
-        if other is not None:  # somebody else's hook, which accelerate took away with ours
+        if other is not None:  # a hook that is not ours, which accelerate removed with ours
             hooks.add_hook_to_module(module, other)
         elif forward is None:
             module.__dict__.pop("forward", None)  # accelerate leaves the bound method there, which no pickle likes

@@ -123,7 +123,7 @@ def host_optimizer() -> Any:
             return {p: p._version for p in self.param_d2h_map}  # noqa: SLF001 - named in autograd's documentation
 
         def _follow(self) -> None:
-            """Parameters that somebody else wrote to since (a checkpoint that was loaded) are copied once more."""
+            """Parameters that other code wrote to since (a checkpoint that was loaded) are copied once more."""
             with torch.no_grad():
                 for parameter, version in self._versions_now().items():
                     if self._versions[parameter] != version:

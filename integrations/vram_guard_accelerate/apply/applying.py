@@ -98,7 +98,7 @@ class PlanInstaller:
     # --- a larger batch ---------------------------------------------------------------------------------------
 
     def _larger_batches(self, original: Any) -> Any:
-        """The training's loaders, told by where the script makes them, deliver more at once."""
+        """The training's loaders, identified by where the script makes them, deliver more at once."""
         signature = inspect.signature(original)
         training = LoaderMatcher(self.plan.loader)
 

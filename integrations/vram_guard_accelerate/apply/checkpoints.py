@@ -1,7 +1,7 @@
 """The factor that the learning rates in a checkpoint of ``save_state`` contain, in a file next to it.
 
-A checkpoint of a run with a larger batch brings back rates that were multiplied. Whoever loads it has to know by what:
-the guard that grows again, by another factor or by none, and the dry run of a launch that changes nothing else.
+A checkpoint of a run with a larger batch brings back rates that were multiplied. The code that loads it has to know the
+factor: the guard that grows again, by another factor or by none, and the dry run of a launch that changes nothing else.
 """
 
 from __future__ import annotations

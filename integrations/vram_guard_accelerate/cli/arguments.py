@@ -88,7 +88,7 @@ def _own_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _named(program: str) -> Iterator[None]:
-    """The help of accelerate looks at ``sys.argv`` to find what to leave out."""
+    """The help of accelerate reads ``sys.argv`` to find what to leave out."""
     before = sys.argv
     sys.argv = [program]
     try:

@@ -1,4 +1,4 @@
-"""accelerate's own launchers, started in a way that tells how they ended."""
+"""accelerate's own launchers, started so that their exit codes are known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
 
 
 def say_what_is_ignored() -> None:
-    """Tell whoever started this launch with signals switched off that they do not end it."""
+    """Warn that signals which were ignored when this launch was started do not end it."""
     names = ", ".join(number.name for number in signals.ignored())
     if names:
         say(

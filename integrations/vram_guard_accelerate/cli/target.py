@@ -99,7 +99,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Mapping[s
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """It says which defaults it takes; it says so again when it launches."""
+    """It prints the defaults that it takes; it prints them again when it launches."""
     logger = logging.getLogger("accelerate.commands.launch")
     before = logger.level
     logger.setLevel(logging.ERROR)

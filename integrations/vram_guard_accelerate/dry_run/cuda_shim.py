@@ -1,6 +1,6 @@
 """The dry run until ``Accelerator.prepare``: the script's own code runs for real, on the CPU, with a simulated GPU.
 
-Models are built and loaded with real values, for their constructors may look at them. What the script moves to the GPU
+Models are built and loaded with real values, because their constructors may read them. What the script moves to the GPU
 stays where it is and is remembered: from ``prepare`` on it is symbolic.
 """
 
@@ -43,7 +43,7 @@ class CudaShim(TorchFunctionMode):
         self._begun = False
 
     def begin(self) -> None:
-        """From here on there is a GPU, as far as the script can tell; called again, it does nothing."""
+        """From here on the script finds a GPU; called again, it does nothing."""
         if self._begun:
             return
         self._begun = True

@@ -13,6 +13,6 @@ class ForkTask:
 
     request: TraceRequest
     compares_samples: bool = False
-    """True if the loop as written compares the samples of its batch."""
+    """Whether the loop as written was seen to compare the samples of its batch."""
     first_look: bool = False
-    """True if the profile of the loop is wanted too: as written, at its own batch size."""
+    """Whether the profile of the loop is asked for too: as written, at its own batch size."""

@@ -100,7 +100,7 @@ class LoopObserver:
             self._around(bars.tqdm, "__init__", self._bar_made)
 
     def _around(self, owner: Any, name: str, told: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
-        """Be told of every call that stands in no other call of the same function.
+        """Call back after every call that is not inside another call of the same function.
 
         Args:
             owner: whose function it is.

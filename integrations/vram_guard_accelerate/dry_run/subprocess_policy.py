@@ -1,4 +1,4 @@
-"""Programs that a script may start by itself from ``prepare`` on: those that tell something, and change nothing.
+"""Programs that a script may start by itself from ``prepare`` on: those that report something, and change nothing.
 
 Until ``prepare`` a script runs for real, and so does what it starts. From then on its loop runs in several copies of
 its process, each of which would start the program again. Which commit it is or what ``nvidia-smi`` says may be asked
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from vram_guard.language import _
 from vram_guard_accelerate.patching import wrap
 
-#: Programs that only tell something, whatever their arguments are.
+#: Programs that only report something, whatever their arguments are.
 TELLING = frozenset(
     {
         *("nvidia-smi", "rocm-smi", "xpu-smi", "hostname", "uname", "whoami", "id", "pwd", "which", "whereis"),
@@ -28,7 +28,7 @@ TELLING = frozenset(
     }
 )
 
-#: Programs some of whose commands only tell something.
+#: Programs some of whose commands only report something.
 TELLING_COMMANDS = {
     "git": ("rev-parse", "rev-list", "describe", "status", "log", "diff", "show", "ls-files", "ls-remote", "version"),
     "pip": ("freeze", "list", "show", "--version"),

@@ -196,7 +196,7 @@ def _how_it_ended(code: int) -> str:
 
 
 def _leave(number: int, _frame: Any) -> None:
-    """SIGTERM and SIGHUP become exceptions, as SIGINT is one: whoever ends us ends the dry run too."""
+    """SIGTERM and SIGHUP become exceptions, as SIGINT is one: what ends us ends the dry run too."""
     sys.exit(signals.EXIT_BASE + number)
 
 

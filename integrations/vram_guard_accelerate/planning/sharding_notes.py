@@ -1,4 +1,4 @@
-"""Parameters on the host by FSDP2, in a plan: where they cannot be, and what whoever chooses them should know."""
+"""Parameters on the host by FSDP2, in a plan: where they are not possible, and what to know before choosing them."""
 
 from __future__ import annotations
 

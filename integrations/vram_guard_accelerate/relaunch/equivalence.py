@@ -181,7 +181,7 @@ def loss_weight(
         other_samples: see ``other``.
 
     Returns:
-        Which, and why that cannot be told ("" where it can).
+        Which, and the reason why that is unknown ("" where it is known).
     """
     if len(one) != len(other):
         return "mean", _("it returns other numbers for other sizes of batches")
