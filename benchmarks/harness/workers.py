@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
     result: Any
     error: str
-    """Its traceback, or how it ended without a word."""
+    """Its traceback, or its exit status where it left none."""
     seconds: float
     """Of the whole process."""
     timed_out: bool = False

@@ -177,7 +177,7 @@ class Session:
 
 
 class RecoveringClosure(MicroBatchClosure):
-    """Closure that the optimizer calls for one loaded batch; an attempt that breaks is taken back and made again."""
+    """Closure that the optimizer calls for one loaded batch; a failed attempt is rolled back and repeated."""
 
     def __init__(self, session: Session, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> None:
         super().__init__(session.trainer, session.batches, kwargs, optimizer, batch_idx)

@@ -1,7 +1,7 @@
 """Resuming with MMEngine on a torch that loads weights only.
 
-MMEngine 0.10.7 calls ``torch.load`` without a word about ``weights_only``, which torch 2.6 and later take as "yes",
-and then refuses what MMEngine itself saves beside the weights: its history of logged numbers. Those are plain numbers
+MMEngine 0.10.7 calls ``torch.load`` without ``weights_only``, which torch 2.6 and later take as "yes",
+and then refuses what MMEngine itself saves besides the weights: its history of logged numbers. Those are plain numbers
 in NumPy arrays. While the guard's training loads, exactly these classes are allowed; code in a checkpoint is refused as
 before.
 """

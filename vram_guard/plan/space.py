@@ -190,7 +190,7 @@ def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[
 
 
 def _orders(blocks: tuple[str, ...], parts: Parts) -> Iterator[tuple[str, ...]]:
-    """In which order blocks are checkpointed: most bytes for a second of recomputing first, or largest first.
+    """The order in which blocks are checkpointed: most bytes for a second of recomputing first, or largest first.
 
     Equal blocks in the order of their forward: the first ones are recomputed last, when all later blocks' activations
     are gone, so that they raise the peak least.

@@ -53,7 +53,8 @@ class Watcher:
     """Measures one training's first steps.
 
     It is made before the model is on the device: what is there by then is not its own. Peaks are never reset,
-    because the user's code may read them; so a peak counts only once it rises above that of everything before the training.
+    because the user's code may read them; so a peak counts only once it rises above that of everything before the
+    training.
 
     Args:
         reader: the device's memory.

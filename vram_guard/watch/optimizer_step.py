@@ -221,7 +221,7 @@ class _OptimizerState:
         return ", ".join(found)
 
     def restore(self) -> None:
-        """Throw away the state that the broken step made."""
+        """Throw away the state that the failed step made."""
         state = self._optimizer.state
         for owner in list(state):
             if owner not in self._keys:

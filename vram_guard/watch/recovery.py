@@ -1,4 +1,4 @@
-"""Going on after a real out-of-memory error: the broken attempt is taken back, and the same batch runs again.
+"""Recovery after a real out-of-memory error: the failed attempt is rolled back, and the same batch runs again.
 
 A batch is an *attempt* at a micro-batch size. Before it, the state that forward changes is remembered; gradients of
 earlier batches are set aside before its first backward; what it logs is kept back by the caller. When its gradients
@@ -34,7 +34,7 @@ MAX_RECOVERIES = 8
 
 
 class ElsewhereError(Exception):
-    """Another rank ran out of memory; this rank's attempt is taken back with it."""
+    """Another rank ran out of memory; this rank's attempt is rolled back with it."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vram_guard.capture.loader import Sample
 
-#: Optimizer steps for which learning rates are foretold.
+#: Optimizer steps for which learning rates are predicted.
 FORETOLD = 2000
 
 
@@ -53,7 +53,7 @@ class LoopProfile:
     rates: tuple[tuple[float, ...], ...]
     """The learning rates at every optimizer step, each once: the first two as seen, the others as schedules go on."""
     rates_unknown: UnknownRates
-    """The reason why they could not be foretold; "" where they were."""
+    """The reason why they could not be predicted; "" where they were."""
     batches: int | None
     """Of an epoch, where one process has all of it; None: it has no known end."""
     samples: int | None
