@@ -67,7 +67,7 @@ ROOMS = {
     "integrations/vram_guard_accelerate": ["test_accelerate*"],
 }
 LEAST_LIMIT, TIMES_USUAL = 30, 4  # seconds, and how often as long as without a change the tests may take
-#: Operators, and what stands in their places.
+#: Operators, and their replacements.
 PAIRS = {"Lt": "LtE", "Gt": "GtE", "Eq": "NotEq", "Is": "IsNot", "In": "NotIn", "And": "Or", "Add": "Sub"}
 ONE_WAY = {"Mult": "FloorDiv", "FloorDiv": "Mult", "Div": "Mult", "Mod": "Mult", "Pow": "Mult"}
 SWAPS = {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
 
-# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here stands in private_api.py
+# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here is listed in private_api.py
 
 #: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
 STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")

@@ -32,7 +32,7 @@ from vram_guard_lightning.step_log import StepLog
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# ruff: noqa: SLF001 - every private name of Lightning used here stands in private_api.py
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
 def why_not(trainer: Trainer, module: LightningModule) -> str:

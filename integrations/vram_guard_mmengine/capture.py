@@ -1,4 +1,4 @@
-"""Runner -> TrainingStep: what one optimizer step of this training is. Changes nothing but what is built for good."""
+"""Runner -> TrainingStep: what one optimizer step of this training is. Changes nothing but what stays built."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ STATISTICS = ("min", "max", "current", "mean")
 
 
 def _statistic(owner: object, name: object) -> Any:
-    """Stands in for ``getattr`` in a pickle, by which a history names its own methods; nothing else is had of it."""
+    """Stands in for ``getattr`` in a pickle, by which a history names its own methods; it permits nothing else."""
     if owner is HistoryBuffer and name in STATISTICS:
         return getattr(HistoryBuffer, str(name))
     raise InvalidInputError(f"the checkpoint asks for the attribute {name!r} of {owner!r}: that is not MMEngine's")

@@ -31,7 +31,7 @@ _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.Size)
 
 
 class CannotSplitError(UnsupportedStepError):
-    """A batch cannot be cut along its samples; ``path`` names the part that stands in the way."""
+    """A batch cannot be cut along its samples; ``path`` names the part that prevents it."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(_("cannot split the batch into micro-batches: {path}: {reason}", path=path, reason=reason))
@@ -109,7 +109,7 @@ def batch_size(batch: Any) -> int:
     if len(readable) == 1:
         return readable[0]
     if len(sizes) == 1:
-        read_layout(batch, *sizes)  # says what stands in the way
+        read_layout(batch, *sizes)  # its error says what prevents it
     found = ", ".join(_("{path} has {size}", path=path, size=size) for path, size in list(rows.items())[:4])
     raise CannotSplitError(
         "batch",

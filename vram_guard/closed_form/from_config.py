@@ -162,7 +162,7 @@ class _Entries:
         """The value of the first of ``names`` that the config has.
 
         Raises:
-            InvalidInputError: it stands in two places with different values.
+            InvalidInputError: it occurs in two places with different values.
         """
         for candidate in names:
             found = [(path, value) for path, value in self.all if path.rpartition(".")[2].lower() == candidate]

@@ -56,7 +56,7 @@ class Tuning:
     """One fine-tuning. All amounts are ints of bytes.
 
     Attributes:
-        trained, frozen: components; one that stands in both is there twice, once as a frozen copy.
+        trained, frozen: components; one that is in both is there twice, once as a frozen copy.
         batch: samples of one forward pass.
         dtype: of the weights, a key of :data:`DTYPES`.
         sample_numbers: numbers of one sample as the trained model is given it (latents or pixels).

@@ -24,7 +24,7 @@ class Measured:
     predicted_allocated: int
     predicted_reserved: int
     allocated: int | None
-    """Peak of this training; None where it cannot be told, for an earlier peak of the process was higher."""
+    """Peak of this training; None where it is unknown, because an earlier peak of the process was higher."""
     reserved: int | None
 
     @property

@@ -117,7 +117,7 @@ class LiftSplat(BaseModel):
         """The sum of what falls into each cell; (samples, channels, cells, cells)."""
         samples = calibration.shape[0]
         places = self._cells_of(calibration).flatten()
-        # One cell more, for what falls beside the map: no size depends on where the points are.
+        # One cell more, for what falls outside the map: no size depends on where the points are.
         canvas = lifted.new_zeros(samples * self.cells**2 + 1, self.channels)
         canvas = canvas.index_add(0, places, lifted.reshape(-1, self.channels))
         return canvas[:-1].view(samples, self.cells, self.cells, self.channels).permute(0, 3, 1, 2)

@@ -48,7 +48,7 @@ class CudaShim(TorchFunctionMode):
             return
         self._begun = True
         self._stack.enter_context(replaced(torch.cuda, self._answers))
-        torch.Generator = _Generator  # type: ignore[misc] # for good: scripts seed on their device
+        torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
         self._stack.enter_context(imports_run_for_real(self))
         self.active = True
         self._stack.enter_context(self)

@@ -88,7 +88,7 @@ class LoopObserver:
         host."""
 
     def install(self) -> None:
-        """For good: the process is for nothing else."""
+        """Permanently: the process has no other purpose."""
         self._around(torch.autograd, "backward", self._differentiated)
         self._around(torch.amp.GradScaler, "scale", self._scaled_up)
         for owner in (torch.optim.Optimizer, torch.nn.Module):

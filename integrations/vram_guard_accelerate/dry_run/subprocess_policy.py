@@ -74,7 +74,7 @@ def words_of(command: Any) -> list[str]:
 
 
 def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
-    """From now on, for good: a program that may change something ends the dry run.
+    """From now on a program that may change something ends the dry run.
 
     Args:
         stopped: ends it, given the reason.
