@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Techniques that were asked for by name and are not available here, in words."""
+        """What was asked for by its own name and cannot be done here, in words."""
         return tuple(
             _("{technique} is not possible here: {reason}", technique=name, reason=_(NOT_HERE[name]))
             for name in self.allow
@@ -83,7 +83,7 @@ class Settings:
         )
 
     def asks(self, technique: str) -> bool:
-        """True if a technique, or "grow", was asked for by its name, or is by default."""
+        """Whether a technique, or "grow", was asked for by its name, or is by default."""
         return self.grow if technique == "grow" else technique in self.allow
 
     @classmethod

@@ -98,7 +98,7 @@ class PlanInstaller:
     # --- a larger batch ---------------------------------------------------------------------------------------
 
     def _larger_batches(self, original: Any) -> Any:
-        """The training's loaders, identified by where the script makes them, deliver more at once."""
+        """The training's loaders, told by where the script makes them, deliver more at once."""
         signature = inspect.signature(original)
         training = LoaderMatcher(self.plan.loader)
 
@@ -177,7 +177,7 @@ class _NoGroups:  # it has what scaling asks an optimizer for
 
 
 def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:
-    """True if schedulers were made over rates that were scaled already: their base is the optimizer's own."""
+    """Whether schedulers were made over rates that were scaled already: their base is the optimizer's own."""
     bases = [getattr(one, "base_lrs", None) for one in schedulers]
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     return factor == 1 or all(base is None or list(base) == rates for base in bases)

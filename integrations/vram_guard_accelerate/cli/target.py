@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard_accelerate.settings import Settings
 
-#: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
+#: Launchers that hand the model to somebody else, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {
     "use_deepspeed": marked("DeepSpeed builds an engine of its own around the model"),
     "use_fsdp": marked("FSDP shards the model over the processes"),
@@ -30,22 +30,22 @@ NOT_FOLLOWED = {
 
 @dataclass(frozen=True)
 class Target:
-    """The processes, devices and environment that a script will run with."""
+    """Where and how a script will run."""
 
     ranks: int
     """Processes that train together."""
     machines: int
     """On which they are spread evenly."""
     environment: Mapping[str, str]
-    """Variables that accelerate adds to the environment of a script."""
+    """What accelerate adds to the environment of a script."""
     gpu_ids: str
     """accelerate's ``--gpu_ids``: "all", or numbers."""
     simple: bool
-    """True if accelerate starts one process by itself, without torchrun."""
+    """Whether accelerate starts one process by itself, without torchrun."""
 
 
 def target_of(launch: LaunchArguments) -> Target:
-    """Read accelerate's options, its config file and the environment as accelerate does.
+    """What accelerate makes of its options, its config file and the environment.
 
     Raises:
         InvalidInputError: accelerate refuses its options or its config file.
@@ -76,7 +76,7 @@ def target_of(launch: LaunchArguments) -> Target:
 
 
 def parsed(launch: LaunchArguments, command: list[str]) -> argparse.Namespace:
-    """The options as accelerate parses them, with this command in the script's place."""
+    """What accelerate reads in its options, with this command in the script's place."""
     return launch_parser().parse_args([*launch.accelerate, *command])
 
 
@@ -99,7 +99,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Mapping[s
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """It prints the defaults that it takes; it prints them again when it launches."""
+    """It says which defaults it takes; it says so again when it launches."""
     logger = logging.getLogger("accelerate.commands.launch")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -110,7 +110,7 @@ def _quiet() -> Iterator[None]:
 
 
 def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
-    """The budget of every process: that of the GPU with the least memory.
+    """What every process may take: that of the GPU with the least memory.
 
     Raises:
         NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.

@@ -96,13 +96,13 @@ class FollowedLoop:
 
     @property
     def optimizers_behind(self) -> bool:
-        """True while a prepared optimizer has not taken its second step."""
+        """Whether a prepared optimizer has not taken its second step."""
         known = [getattr(prepared, "optimizer", prepared) for prepared in self._prepared_optimizers]
         return any(self._steps.get(id(one), 0) < 2 for one in known)
 
     @property
     def updates_others(self) -> bool:
-        """True if an optimizer updates parameters of none of the prepared models."""
+        """Whether an optimizer updates parameters of none of the prepared models."""
         own = {id(parameter) for model in self.models for parameter in model.parameters()}
         return any(
             id(parameter) not in own
@@ -126,7 +126,7 @@ class LoopPhase(Phase):
 
     @property
     def forwards(self) -> int:
-        """Number of calls of prepared models."""
+        """How often prepared models were called."""
         return self.loop.forwards
 
     def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
