@@ -1,1 +1,1 @@
-"""Measurements: speed, plans, and predictions beside peaks that were measured on real GPUs."""
+"""Measurements: speed, plans, and predictions compared with peaks that were measured on real GPUs."""

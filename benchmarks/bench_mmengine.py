@@ -1,6 +1,6 @@
 """The time that the guard adds to an iteration of MMEngine, once training has started.
 
-A training whose step is next to nothing shows what an iteration costs around it, to the microsecond: with no guard,
+A training whose step is almost nothing shows what an iteration costs around it, to the microsecond: with no guard,
 with the guard, with the guard and ``recover=True``. Put beside a real iteration (the bird's-eye view example, on this
 CPU), that is the share. Processor time of the best of several rounds. Exits with 1 where the guard's share is above
 --limit.
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "guard": {"budget": "8GiB", "margin": 0},
     "guard, recover=True": {"budget": "8GiB", "margin": 0, "recover": True},
 }
-#: Milliseconds of iterations that the share is also said for.
+#: Milliseconds of iterations for which the share is printed as well.
 OTHERS = (50.0, 200.0)
 
 
@@ -42,7 +42,7 @@ def main() -> int:
     options = parser.parse_args()
     sys.path.insert(0, str(EXAMPLE))
     best = {name: float("inf") for name in VARIANTS}
-    for _ in range(options.rounds):  # in turns, so that what else goes on here meets all of them
+    for _ in range(options.rounds):  # in turns, so that other load on this machine affects all of them
         for name, settings in VARIANTS.items():
             best[name] = min(best[name], _iteration(_tiny(options.iterations), settings))
     real = _iteration(_real(), {})
@@ -107,7 +107,7 @@ def _silence() -> Any:
 
 
 def _tiny(iterations: int) -> Any:
-    """A training whose step is next to nothing."""
+    """A training whose step is almost nothing."""
     import torch
     from mmengine.config import Config
     from mmengine.model import BaseModel

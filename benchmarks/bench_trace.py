@@ -1,4 +1,4 @@
-"""Seconds of a trace, beside PyTorch's own MemTracker and beside bare FakeTensorMode.
+"""Seconds of a trace, compared with PyTorch's own MemTracker and bare FakeTensorMode.
 
 Every measurement runs in a worker of its own, on the same model, the same batch and the same AdamW:
 
@@ -126,7 +126,7 @@ def _measure_all(models: list[str], tools: list[str], repeat: int) -> list[Row]:
 
 
 def _fastest(runs: list[Row]) -> Row:
-    """One row of several runs: the shortest time of each kind of call, and all of them beside."""
+    """One row of several runs: the shortest time of each kind of call, and the list of all."""
     every = {call: [run.details[call] for run in runs] for call in CALLS}
     runs[0].details.update({call: min(times) for call, times in every.items()}, every=every)
     return runs[0]

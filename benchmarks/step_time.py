@@ -1,9 +1,9 @@
-"""Published step-time ratios beside those of the cost model: a sanity check on numbers that nothing was fitted to.
+"""Published step-time ratios compared with those of the cost model: a sanity check, nothing was fitted to them.
 
 Hugging Face measured one epoch of BERT-large on a Tesla V100 with 16 GB (transformers' guide "Performance and
 Scalability: How To Fit a Bigger Model and Train It Faster", v4.18 to v4.27): 512 samples of 512 tokens, the Trainer's
 defaults of that time (AdamW in a for-loop, gradients clipped at 1.0, attention without a fused kernel). Seconds of an
-epoch contain what the Trainer does beside training, and the first steps.
+epoch contain what the Trainer does besides training, and the first steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EPOCHS = (
 
 
 def predicted_seconds(epoch: Epoch) -> float:
-    """The cost model's seconds for the same samples, without whatever the Trainer does beside training."""
+    """The cost model's seconds for the same samples, without whatever the Trainer does besides training."""
     settings: dict[str, Any] = {"precision": epoch.precision, "accumulate": min(epoch.micro_batches, 2)}
     step = step_of(lambda: _bert_large(epoch.checkpointing), _batch, own_loss, lr=5e-5, foreach=False)
     timeline = trace(step.with_(clip_grad_norm=1.0, **settings), compute_capability=CAPABILITY)

@@ -17,7 +17,7 @@ from babel.messages.pofile import read_po, write_po
 ROOT = Path(__file__).parents[1]
 SOURCES = (ROOT / "vram_guard", ROOT / "integrations")
 CATALOGUE = ROOT / "vram_guard" / "locale" / "zh_CN" / "LC_MESSAGES" / "vram_guard.po"
-#: argparse's own messages: written by hand, for they stand in its code and not in ours.
+#: argparse's own messages: written by hand, because they are in its code and not in ours.
 ARGPARSE = CATALOGUE.with_name("argparse.po")
 FUNCTIONS = ("_", "marked", "Message")
 

@@ -1,6 +1,6 @@
 """Know how much GPU memory a training step takes before it runs, and make it fit.
 
-Most public names are imported on first use, so that ``import vram_guard`` costs next to nothing and
+Most public names are imported on first use, so that ``import vram_guard`` costs almost nothing and
 ``vram-guard --help`` never waits for torch.
 """
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 # Not lazy: importing the package `vram_guard.plan` would bind it here under the name of the function. Done now,
-# the function has the last word, whoever imports what in which order. Costs milliseconds, and no torch.
+# the function keeps the name in any order of imports. Costs milliseconds, and no torch.
 from vram_guard.plan import Plan, plan
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ def assert_fits(
         step: the training step, or the name of one: ``"package.module:function"``, ``"train.py:function"``.
         batch_size: samples per micro-batch.
         budget: what PyTorch's allocator may reserve: "24GiB", bytes, a Budget.
-        gpu: a whole card by name; with neither, the device at hand.
+        gpu: a whole card by name; with neither, this machine's device.
         margin: the share of the budget to leave free; None: the default.
         settings: the allocator's settings; None: those of the environment.
         arguments: for the function that a name stands for.

@@ -37,7 +37,7 @@ def checked_count(name: str, value: object) -> int:
 
 
 def one_of(name: str, value: object, known: Iterable[str]) -> None:
-    """Whether ``value`` is one of the known words.
+    """Check that ``value`` is one of the known words.
 
     Raises:
         InvalidInputError: it is none of them.
@@ -49,7 +49,7 @@ def one_of(name: str, value: object, known: Iterable[str]) -> None:
 
 
 def known_names(where: str, names: Iterable[object], known: Iterable[str]) -> None:
-    """Whether all of these names are known.
+    """Check that all of these names are known.
 
     Raises:
         InvalidInputError: one is not; the message suggests the nearest known one.

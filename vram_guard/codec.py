@@ -29,7 +29,7 @@ def from_json(kind: type[T], text: str | bytes) -> T:
     """A value of this class from :func:`to_json`.
 
     Raises:
-        ValueError: the text is no JSON, or no value of this class.
+        ValueError: the text is not JSON, or no value of this class.
     """
     return from_plain(kind, json.loads(text))
 
@@ -58,7 +58,7 @@ def from_plain(kind: type[T], value: Any) -> T:
     """A value of this class from :func:`to_plain`.
 
     Raises:
-        ValueError: it is no value of this class.
+        ValueError: it is not a value of this class.
     """
     return cast("T", _read(kind, value))
 

@@ -1,4 +1,4 @@
-"""Configs that people hand in, read so that no file can do harm: YAML without tags, bombs or surprises."""
+"""Configs from users, read so that no file can do harm: YAML without tags, bombs or surprises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vram_guard.language import _
 if TYPE_CHECKING:
     import yaml
 
-#: Larger files are no configs that a person wrote.
+#: Larger files are not configs that a person wrote.
 LARGEST_CONFIG: Final = 2**20
 
 #: Nodes of the config with every alias written out: real ones have hundreds.
@@ -29,7 +29,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         InvalidInputError: there is no such file, it is too large, no UTF-8, no YAML, or no mapping; it names a tag
-            that is no plain value; its aliases multiply; a key stands twice.
+            that is not a plain value; its aliases multiply; a key stands twice.
     """
     import yaml
 
@@ -79,7 +79,7 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
         InvalidInputError: it is not there, no ordinary file, larger than ``largest`` bytes, or no UTF-8.
     """
     try:
-        # Not blocking: a pipe that nobody writes to is told as what it is.
+        # Not blocking: a pipe without a writer gets its own message.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -40,7 +40,7 @@ class DoesNotFitError(VramGuardError, RuntimeError):
 
 
 class UnsupportedTechniqueError(VramGuardError, RuntimeError):
-    """A technique cannot be used with this model, optimizer or step; names what stands in the way."""
+    """A technique cannot be used with this model, optimizer or step; names what prevents it."""
 
 
 class MissingLibraryError(VramGuardError, ImportError):

@@ -21,7 +21,7 @@ class PrivateName(NamedTuple):
     held_by: str = ""
     """The test that fails when the behaviour changes while the name stays."""
     parameters: tuple[str, ...] = ()
-    """Parameters that a method must take after ``self``, in this order; () where it is no method or takes any."""
+    """Parameters that a method must take after ``self``, in this order; () where it is not a method or takes any."""
 
     @property
     def dotted(self) -> str:
@@ -72,7 +72,7 @@ def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        # torch._C is no package: its submodules are attributes.
+        # torch._C is not a package: its submodules are attributes.
         parent, _dot, last = name.rpartition(".")
         return getattr(_module(parent), last, _ABSENT) if parent else _ABSENT
 

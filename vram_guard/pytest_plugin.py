@@ -59,7 +59,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
 
 
 def _configured(config: pytest.Config) -> tuple[Any, Any]:
-    """(budget, GPU's name) of the options; with neither, of the settings; the GPU at hand where both are None."""
+    """(budget, GPU's name) of the options; with neither, of the settings; this machine's GPU where both are None."""
     budget, gpu = config.getoption("--vram-guard-budget"), config.getoption("--vram-guard-gpu")
     if budget is not None or gpu is not None:
         return budget, gpu

@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 def settings(
     environment: Mapping[str, str] | None = None, folder: str | os.PathLike[str] | None = None
 ) -> dict[str, Setting]:
-    """The settings of the file and the environment, by name; what nobody set is not there.
+    """The settings of the file and the environment, by name; settings that were not set are missing.
 
     Args:
         environment: None: the process's.
@@ -84,7 +84,7 @@ def settings(
 
 
 def filled(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What is given, with settings for those of ``names`` that are not.
+    """The given values, and settings for those of ``names`` that are not given.
 
     Args:
         given: what the user wrote in the code, a config or an option; it wins.
@@ -115,7 +115,7 @@ def filled_from_settings(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def disabled() -> bool:
-    """Whether vram_guard is to do nothing: ``VRAM_GUARD_DISABLE=1``, or ``disable = true`` in the file.
+    """True if vram_guard is switched off: ``VRAM_GUARD_DISABLE=1``, or ``disable = true`` in the file.
 
     A word in the variable that is neither yes nor no switches off: nobody sets it to keep something on. A file that
     cannot be read switches nothing off; who reads the settings proper says what is wrong with it.

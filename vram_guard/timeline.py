@@ -1,4 +1,4 @@
-"""Timeline: every allocation and free of a training step; Estimate: what it comes to at one batch size."""
+"""Timeline: every allocation and free of a training step; Estimate: its peak at one batch size."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ Unit = Literal["vector", "fp32", "tf32", "3xtf32", "fp16", "bf16", "fp64", "host
 
 
 class Work(NamedTuple):
-    """What one operator of the second training step computes and moves."""
+    """The computation and the memory traffic of one operator of the second training step."""
 
     operator: str
     """"aten.addmm.default"."""
@@ -116,7 +116,7 @@ class Work(NamedTuple):
     transfer: Affine = Affine(0, 0)
     """Bytes between host and device."""
     micro_batch: int = 0
-    """Which micro-batch of the optimizer step, from 0; the optimizer's own work belongs to the last one."""
+    """The micro-batch of the optimizer step, from 0; the optimizer's own work belongs to the last one."""
 
 
 class Note(NamedTuple):
@@ -130,7 +130,7 @@ class Note(NamedTuple):
 
     @property
     def message(self) -> str:
-        """What is said, in the reader's language."""
+        """The message in the reader's language."""
         return str(self.said)
 
     def __str__(self) -> str:
@@ -138,13 +138,13 @@ class Note(NamedTuple):
 
 
 def peak_fits(peak_reserved: int, tier: Tier, budget: Budget) -> bool:
-    """Whether a predicted peak is known to stay within a budget: with its tier's margin; a lower bound never is."""
+    """True if a predicted peak is known to stay within a budget: with its tier's margin; a lower bound never is."""
     return tier != "formula" and peak_reserved <= budget.for_tier(tier).usable
 
 
 @dataclass(frozen=True)
 class OutOfMemoryPoint:
-    """Where a replay under a capacity limit fails, as ``torch.OutOfMemoryError`` would."""
+    """The point at which a replay under a capacity limit fails, as ``torch.OutOfMemoryError`` would."""
 
     batch_size: int
     requested: int
@@ -161,7 +161,7 @@ class OutOfMemoryPoint:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one training step takes at one batch size.
+    """The memory that one training step takes at one batch size.
 
     Example:
         >>> net = torch.nn.Linear(256, 256)
@@ -194,7 +194,7 @@ class Estimate:
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
-        """Whether the step is known to stay within the budget.
+        """True if the step is known to stay within the budget.
 
         Args:
             budget: what the allocator may reserve.
@@ -203,7 +203,7 @@ class Estimate:
         return peak_fits(self.corrected(correction), self.tier, budget)
 
     def corrected(self, correction: float) -> int:
-        """The reserved peak as it is held against a budget, in bytes."""
+        """The reserved peak as it is compared with a budget, in bytes."""
         return int(self.peak_reserved * correction)
 
 
@@ -230,9 +230,9 @@ class Timeline:
     compute_capability: tuple[int, int] = (8, 0)
     precision: str = "32-true"
     work: tuple[Work, ...] = field(default=(), repr=False)
-    """What the operators of the second step compute and move, in order; empty where that is not known."""
+    """Computation and traffic of the operators of the second step, in order; empty where that is not known."""
     host_blocks: tuple[HostBlock, ...] = ()
-    """What the step puts into host memory."""
+    """Blocks that the step puts into host memory."""
     host_events: tuple[int, ...] = ()
     """As ``events``, for ``host_blocks``."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
@@ -294,7 +294,7 @@ class Timeline:
         capacity: int | None = None,
         settings: AllocatorSettings | None = None,
     ) -> Estimate:
-        """What the step takes at this batch size. Milliseconds, unless the step has to be traced anew."""
+        """The memory that the step takes at this batch size. Milliseconds, unless the step has to be traced anew."""
         timeline = self.exact(checked_count("batch_size", batch_size))
         result = timeline.replay(batch_size, capacity=capacity, settings=settings)
         return _estimate(timeline, batch_size, result)
@@ -371,7 +371,7 @@ def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
-    """Who holds the bytes at the allocated peak of a replay."""
+    """The holders of the bytes at the allocated peak of a replay."""
     breakdown: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
     by_module: dict[str, int] = {}
     for index, granted in result.peak_live.items():

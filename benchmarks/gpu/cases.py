@@ -125,7 +125,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw_fused": optimizer_of("AdamW", lr=1e-4, fused=True),
 }
 
-#: In order of importance: where the minutes do not suffice, the end is left out, and the results say so.
+#: In order of importance: where the minutes do not suffice, the last ones are left out, and the results list them.
 CASES: tuple[Case, ...] = (
     # One of each network, its history kept.
     Case("gpt2", 8, history=True),

@@ -4,8 +4,8 @@
 
 A FOLDER holds ``results.json`` and perhaps ``histories.json.gz``; without any, all of ``benchmarks/gpu/results``.
 Rows are predicted for the compute capability and the free memory of the results' GPU, through vram_guard's public
-functions. A row that cannot be predicted is shown with its traceback and the rest goes on. The exit status is 1 where
-there is such a row, 2 for a file that cannot be read.
+functions. A row that cannot be predicted is shown with its traceback, and the others are still predicted. The exit
+status is 1 where there is such a row, 2 for a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def compare_results(
 
 
 def _not_measured(measured: Measured) -> str:
-    """Why there is nothing to compare with; "" where there is."""
+    """The reason why there is nothing to compare with; "" where there is something."""
     if measured.status not in ("ok", "out of memory"):
         return f"{measured.status}: {measured.message}"
     if measured.status == "ok" and not (measured.peak_allocated and measured.peak_reserved):

@@ -5,7 +5,7 @@
 Run from the root of the repository; needs torch and transformers, and nothing of this project installed
 (``PYTHONPATH=.:integrations``). Writes ``results.json`` and ``histories.json.gz`` into DIR/<gpu>-<torch>/, anew after
 every case: a run that is cut short keeps what it has. Cases that the minutes do not suffice for, that fail or that run
-out of memory are recorded as that, and the rest goes on.
+out of memory are recorded as that, and the others are still predicted.
 
 ``--device cpu`` tries every case's code with one sample where there is no GPU, and measures nothing.
 """
@@ -33,7 +33,7 @@ DEFAULT_OUT = Path(__file__).parent / "results"
 #: Seconds after which a case is given up.
 LONGEST_CASE = 90.0
 LONGEST_PROBES = 60.0
-#: Of a trace that chooses a batch size; these run beside the measurements, on the CPU.
+#: Of a trace that chooses a batch size; these run in parallel with the measurements, on the CPU.
 LONGEST_FILL = 120.0
 
 

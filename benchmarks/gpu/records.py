@@ -51,7 +51,7 @@ class Measured:
     used_after: int | None = None
     """NVML's use of the whole device: before the process, after its context was made, at the end of the run."""
     outside: int | None = None
-    """Taken by the process between context and end beside what the allocator reserved: kernels, library handles."""
+    """Taken by the process between context and end on top of what the allocator reserved: kernels, library handles."""
     alloc_retries: int = 0
     """Times that the allocator gave back its cache because the device was full."""
     workspaces: list[dict[str, Any]] | None = None

@@ -1,4 +1,4 @@
-"""Recorded allocator histories beside their replay, and the requests in them beside the predicted ones."""
+"""Recorded allocator histories compared with their replay, and the requests in them with the predicted ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_LISTED = 8
 
 
 def history_facts(measured: Measured, snapshot: dict[str, Any], timeline: Timeline | None) -> dict[str, Any]:
-    """One recorded history beside its replay. Sizes in bytes.
+    """One recorded history compared with its replay. Sizes in bytes.
 
     Returns:
         ``followed_reserved``: the peak where every release of the recorded run is followed; ``replayed_reserved``:
@@ -60,7 +60,7 @@ def _difference(followed: RecordingComparison) -> str:
 
 
 def requests(measured: Measured, recording: Recording, timeline: Timeline) -> str:
-    """The predicted requests of the first two updates beside the recorded ones: common beginning, and differences."""
+    """The predicted requests of the first two updates compared with the recorded ones: common prefix, differences."""
     if measured.status != "ok" or len(measured.peaks) < 2 or measured.skipped_updates:
         return "not comparable"
     exact = timeline.exact(measured.batch_size)
@@ -85,7 +85,7 @@ def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _listed(sizes: Counter[int]) -> str:
-    """The kinds that weigh most."""
+    """The kinds that matter most."""
     if not sizes:
         return "none"
     heaviest = sorted(sizes.items(), key=lambda item: -item[0] * item[1])

@@ -1,6 +1,6 @@
 """Pages that benchmarks write: one in each language, with tables in Markdown.
 
-A page's texts lie beside its module in ``page.json``: language (its folder under ``docs``) -> name -> text.
+A page's texts lie next to its module in ``page.json``: language (its folder under ``docs``) -> name -> text.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ FORMAT = "vram_guard published rows"
 VERSION = 1
 
 
-class NotReproducible(Exception):  # noqa: N818 - it is no fault of the row's
+class NotReproducible(Exception):  # noqa: N818 - it is not an error of the row
     """This row cannot be run here; the message is the reason."""
 
 
@@ -37,7 +37,7 @@ class Row:
     seconds: float | None
     """That the answer took."""
     ran: bool | None = None
-    """The step ran on that card; None: nothing was said about it. False: ``measured`` is no peak."""
+    """The step ran on that card; None: unknown. False: ``measured`` is not a peak."""
     fits: bool | None = None
     """Our verdict; None where there is none to give."""
     tools: dict[str, int] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Row:
     judged: bool = True
     """False: shown, but counted in no figure, because an input of the step was inferred from this row."""
     reason: str = ""
-    """Why there is no prediction."""
+    """The reason why there is no prediction."""
     details: dict[str, Any] = field(default_factory=dict)
     """Further facts that the benchmark's own table shows."""
 

@@ -48,7 +48,7 @@ class Errors(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One tool on one group of rows; None: not to be said."""
+    """One tool on one group of rows; None: not shown."""
 
     tool: str
     rows: int

@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
     result: Any
     error: str
-    """Its traceback, or how it ended without a word."""
+    """Its traceback, or its exit status where it left none."""
     seconds: float
     """Of the whole process."""
     timed_out: bool = False
@@ -92,7 +92,7 @@ def _serve(connection: Any, job: Callable[..., Any], arguments: tuple[Any, ...])
     """The worker's main function: answers (result, None) or (None, traceback) as JSON text."""
     try:
         answer: tuple[Any, str | None] = (job(*arguments), None)
-    except BaseException:  # noqa: BLE001 - also SystemExit of user code: the parent must hear of it
+    except BaseException:  # noqa: BLE001 - also SystemExit of user code: the parent must be told
         answer = (None, traceback.format_exc()[-LONGEST_MESSAGE:])
     connection.send_bytes(json.dumps(answer).encode())
     connection.close()

@@ -1,1 +1,1 @@
-"""Beside what one would pick instead: every estimator on the same training steps."""
+"""Comparison with other tools: every estimator on the same training steps."""

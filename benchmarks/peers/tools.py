@@ -25,7 +25,7 @@ NOT_APPLICABLE = "the formula does not apply"
 
 
 class NoAnswerError(Exception):
-    """The tool has nothing to say about this workload; the message says why."""
+    """The tool gives no answer for this workload; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def answer(tool: str, workload: str) -> dict[str, Any]:
         row = row_of(tool, step, predicted=asked.predict(step), seconds=time.perf_counter() - started)
     except NoAnswerError as reason:
         row = row_of(tool, step, reason=str(reason))
-    except Exception as error:  # noqa: BLE001 - another's code: the table goes on
+    except Exception as error:  # noqa: BLE001 - another's code: the table continues
         first = str(error).splitlines()[0][:200] if str(error) else ""
         row = row_of(tool, step, reason=f"failed: {type(error).__name__}: {first}")
         row.details["traceback"] = traceback.format_exc()

@@ -37,7 +37,7 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked(Workload):
-    """One training step in float32 with AdamW or Adam, and what the estimators ask beside it.
+    """One training step in float32 with AdamW or Adam, and what else the estimators need.
 
     Attributes:
         layers: None where the layers are not alike.

@@ -1,4 +1,4 @@
-"""Plans for large models on small budgets, beside halving the batch until it fits.
+"""Plans for large models on small budgets, compared with halving the batch until it fits.
 
     python -m benchmarks.plans [--json FILE] [--only WORD ...] [--budgets AMOUNT ...] [--gpu NAME] [--out DIR]
 

@@ -1,1 +1,1 @@
-"""Predictions beside peaks that others measured and published."""
+"""Predictions compared with peaks that others measured and published."""

@@ -188,7 +188,7 @@ def predict(row: Published) -> Row:
     """Trace the operator twice in a row; the allocated peak of the second time.
 
     Raises:
-        NotReproducible: something else was alive beside the operator in that benchmark.
+        NotReproducible: something else was alive besides the operator in that benchmark.
     """
     if row.operator in LEFT_OUT:
         raise NotReproducible(LEFT_OUT[row.operator])

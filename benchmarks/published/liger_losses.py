@@ -62,7 +62,7 @@ class Preference(LinearLoss):
         tokens = torch.gather(logits.log_softmax(-1), dim=2, index=target.unsqueeze(2)).squeeze(2)
         chosen, rejected = ((tokens * mask).sum(-1) / mask.sum(-1)).split(half)
         loss = nll + F.logsigmoid(0.1 * (chosen - rejected)).mean()
-        # Reported beside the loss, and alive until the forward function returns.
+        # Reported with the loss, and alive until the forward function returns.
         self.reported = (logits[:half].detach().mean(), logits[half:].detach().mean())
         return loss
 

@@ -81,7 +81,7 @@ class MultiheadAttention(nn.Module):
         )
         shares: torch.Tensor = Softmax.apply(torch.bmm(q, k.transpose(1, 2)), -1, False)  # type: ignore[no-untyped-call]
         mixed = torch.bmm(shares, v).transpose(0, 1).contiguous().view(length, samples, width)
-        shares.view(samples, heads, length, -1).sum(dim=1).div(heads)  # given back, and used by nobody
+        shares.view(samples, heads, length, -1).sum(dim=1).div(heads)  # returned, and not used
         result: torch.Tensor = self.out(mixed)
         return result
 
@@ -200,7 +200,7 @@ class Head(nn.Module):
 
 
 class SegFormer(nn.Module):
-    """Backbone, head, loss and the accuracy that is logged beside it."""
+    """Backbone, head, loss and the accuracy that is logged with it."""
 
     def __init__(self, name: str, classes: int) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def _need(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise NotReproducible(f"{' and '.join(missing)} not installed")
-    # Some load themselves at first use: while a trace pretends that there is a GPU is no time for that.
+    # Some load themselves at first use: that must not happen while a trace simulates a GPU.
     for name in names:
         module = importlib.import_module(name)
         _ = [getattr(module, each) for each in LOADED_EARLY.get(name, ())]

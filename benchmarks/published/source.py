@@ -69,7 +69,7 @@ def predicted(
 
 
 def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None) -> Results:
-    """Predict every row; a row that fails is kept with its traceback, and the rest goes on.
+    """Predict every row; a row that fails is kept with its traceback, and the others are still predicted.
 
     Args:
         source: whose rows.

@@ -140,7 +140,7 @@ def _source(title: str, file: str) -> Source:
 
 BRACKETS = _source("timm on a 24 GB card", "timm_brackets.csv")
 
-#: Models that nobody looked at while causes were sought: they judge what was found.
+#: Models that were not looked at while causes were sought: they judge what was found.
 ASIDE = _source("timm on a 24 GB card, kept aside", "timm_brackets_aside.csv")
 
 

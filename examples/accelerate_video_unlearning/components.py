@@ -1,4 +1,4 @@
-"""GPU memory of each part of the training, beside a rule of thumb, and the plans that make it fit.
+"""GPU memory of each part of the training, compared with a rule of thumb, and the plans that make it fit.
 
     python components.py --model_path CogVideoX-5b --batch_size 4 --num_frames 17 --dtype float16
 

@@ -68,12 +68,12 @@ class LaunchPlan:
 
     @property
     def slices(self) -> bool:
-        """Whether batches pass through the models in slices."""
+        """True if batches pass through the models in slices."""
         return self.micro_batch_size < self.grown_batch_size
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters wait on the host, by FSDP2."""
+        """True if parameters are kept on the host, by FSDP2."""
         return bool(self.recipe.parameters_on_host)
 
     def script_arguments(self) -> list[str]:

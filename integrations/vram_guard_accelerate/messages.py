@@ -1,4 +1,4 @@
-"""What the guard says: messages on standard error, where they stay apart from what the script prints."""
+"""Messages of the guard, on standard error, where they stay apart from the script's own output."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _nothing() -> None:
 
 
 def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) -> None:
-    """In the copy: nothing is said or written from here on, and there is one process with a GPU."""
+    """In the copy: nothing is printed or written from here on, and there is one process with a GPU."""
     import torch
 
     from vram_guard_accelerate.cli.target import budget_for

@@ -16,7 +16,7 @@ EXIT_BASE = 128
 
 
 def ignored() -> list[signal.Signals]:
-    """The signals of :data:`ENDING` that whoever started this process has switched off."""
+    """The signals of :data:`ENDING` that the starting process has switched off."""
     return [number for number in ENDING if signal.getsignal(number) == signal.SIG_IGN]
 
 

@@ -33,7 +33,7 @@ CHECKPOINT_KEY = "vram_guard"
 
 
 class VramGuard(CallbackBase):
-    """Says what a training step will take on the GPU before anything is built, and makes it fit.
+    """Reports how much GPU memory a training step will take before anything is built, and makes it fit.
 
     It steps in once the model is complete and before it is moved, wrapped or given an optimizer, runs the
     user's own training step symbolically on the CPU, and prints the prediction. Then, by ``mode``:
@@ -169,7 +169,7 @@ class VramGuard(CallbackBase):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Say once, after the first steps, what was measured beside what was predicted."""
+        """Say once, after the first steps, the measured peak and the predicted one."""
         if self._utilization is not None:
             self._utilization.log(trainer)
         found = None if self._guard is None else self._guard.measured(trainer.global_step)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
 
-# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here stands in private_api.py
+# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here is listed in private_api.py
 
 #: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
 STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
@@ -148,7 +148,7 @@ def _epoch_samples(trainer: Trainer, found: Sample) -> int | None:
 
 
 def _hook_owner(trainer: Trainer, module: LightningModule, hook: str) -> Any:
-    """Who moves batches, as Lightning decides: the datamodule if it overrides the hook, else the module."""
+    """The owner of the hook that moves batches, as in Lightning: the datamodule if it overrides it, else the module."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if datamodule is not None and _overridden(datamodule, hook) else module
 
@@ -262,7 +262,7 @@ def optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
 
 
 def _preparation_of(trainer: Trainer, module: LightningModule) -> Callable[[Any], None]:
-    """What happens on the pretend device before the first step."""
+    """The work that is done on the simulated device before the first step."""
 
     def prepare(model: Any) -> None:
         move_to_simulated_device(model)
@@ -315,7 +315,7 @@ def _stepping_batches(trainer: Trainer, batches: float) -> float:
 
 
 def _notes(module: LightningModule) -> list[str]:
-    """What the user's module does that a trace does not follow."""
+    """Notes on the parts of the user's module that a trace does not follow."""
     overridden = [
         name for name in ("backward", "configure_gradient_clipping", "optimizer_step") if _overridden(module, name)
     ]

@@ -27,7 +27,7 @@ from vram_guard_lightning.step_log import StepLog
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# ruff: noqa: SLF001 - every private name of Lightning used here stands in private_api.py
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
 def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
@@ -97,7 +97,7 @@ class MicroBatchClosure:
         return type(self._loop)._make_closure(self._loop, *self._made_of)
 
     def _one(self, log: StepLog, losses: list[torch.Tensor], share: Share) -> dict[str, Any]:
-        """training_step and backward of one micro-batch, in Lightning's order; what it returns beside the loss."""
+        """training_step and backward of one micro-batch, in Lightning's order; what it returns besides the loss."""
         log.next_micro_batch(share.samples)
         with self._gradients_stay_here(stay=not share.last):
             output = self._loop._make_step_fn({**self._kwargs, "batch": share.data})()

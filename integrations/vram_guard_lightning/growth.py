@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from vram_guard.guard.applied import Applied
 
-# ruff: noqa: SLF001 - every private name of Lightning used here stands in private_api.py
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 #: Trainer settings that count batches when they are ints: kept at the same number of samples.
 COUNTED_IN_BATCHES = ("val_check_interval", "limit_train_batches")
 
 
 def why_not(trainer: Trainer, growable: str) -> str:
-    """Why the batch of this training cannot be grown; "" where it can.
+    """The reason why the batch of this training cannot be grown; "" where it can.
 
     Args:
         trainer: the Trainer.

@@ -41,7 +41,7 @@ def of(trainer: object) -> ModuleType:
     """The namespace that a Trainer belongs to.
 
     Raises:
-        UnsupportedStepError: for an object that is no Lightning Trainer.
+        UnsupportedStepError: for an object that is not a Lightning Trainer.
     """
     for namespace in installed():
         if isinstance(trainer, namespace.Trainer):
@@ -57,7 +57,7 @@ def part(namespace: ModuleType, path: str) -> Any:
 
 
 def is_a(thing: object, path: str) -> bool:
-    """Whether ``thing`` is an instance of this class in any installed namespace.
+    """True if ``thing`` is an instance of this class in any installed namespace.
 
     A class that a release does not have has no instances.
     """
@@ -69,7 +69,7 @@ def is_a(thing: object, path: str) -> bool:
 
 
 def loader_tree(loaders: Any) -> Any:
-    """What ``train_dataloader`` returned as a plain collection of loaders (Lightning's own one opened)."""
+    """The result of ``train_dataloader`` as a plain collection of loaders (Lightning's own one opened)."""
     return loaders.iterables if is_a(loaders, "utilities.combined_loader.CombinedLoader") else loaders
 
 

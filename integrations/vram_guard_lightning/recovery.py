@@ -32,11 +32,11 @@ from vram_guard_lightning.step_log import StepLog
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# ruff: noqa: SLF001 - every private name of Lightning used here stands in private_api.py
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
 def why_not(trainer: Trainer, module: LightningModule) -> str:
-    """The reason for which this training cannot be taken through an out-of-memory error; "" where it can."""
+    """The reason why this training cannot recover from an out-of-memory error; "" where it can."""
     strategy: Any = trainer.strategy
     if not module.automatic_optimization:
         return _("manual optimization does its own backward and steps")
@@ -177,7 +177,7 @@ class Session:
 
 
 class RecoveringClosure(MicroBatchClosure):
-    """Closure that the optimizer calls for one loaded batch; an attempt that breaks is taken back and made again."""
+    """Closure that the optimizer calls for one loaded batch; a failed attempt is rolled back and repeated."""
 
     def __init__(self, session: Session, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> None:
         super().__init__(session.trainer, session.batches, kwargs, optimizer, batch_idx)
@@ -268,7 +268,7 @@ def _not_merged(outputs: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _unwrapped(strategy: Any) -> Iterator[None]:
-    """Without DDP's wrapper, whose collectives could wait for ever."""
+    """Without DDP's wrapper, whose collectives could hang."""
     wrapped = strategy.model
     strategy.model = strategy.lightning_module
     try:

@@ -1,4 +1,4 @@
-"""What a plan may not use in a training with Lightning, and why."""
+"""Techniques that a plan may not use in a training with Lightning, with the reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Ite
 
 
 def without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:
-    """Where a plan's float16 needs a gradient scaler that the optimizer does not go together with.
+    """Refuse a plan's float16 where its gradient scaler does not work with the optimizer.
 
     Args:
         trainer: the Trainer.

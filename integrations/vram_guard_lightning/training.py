@@ -99,7 +99,7 @@ class LightningTraining:
             warnings.warn(f"vram_guard: {message}", stacklevel=2)
 
     def _has(self, callback: str) -> bool:
-        """Whether a callback of this class (its path below the namespace) is in the Trainer."""
+        """True if a callback of this class (its path below the namespace) is in the Trainer."""
         return any(namespaces.is_a(found, callback) for found in self.trainer.callbacks)  # type: ignore[attr-defined]
 
 
@@ -109,5 +109,5 @@ def write(text: str) -> None:
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
-    except (BrokenPipeError, ValueError):  # nobody reads any more; the training goes on
+    except (BrokenPipeError, ValueError):  # the output is no longer read; the training goes on
         return

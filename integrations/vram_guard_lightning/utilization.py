@@ -42,7 +42,7 @@ class Utilization:
             log_metrics(trainer, {"gpu_utilization": sample.utilization, "gpu_memory_used_bytes": sample.used})
 
     def finish(self, trainer: Trainer) -> list[str]:
-        """Stop, log means and peaks; lines for the user. A second call finds nothing new to say."""
+        """Stop, log means and peaks; lines for the user. A second call does nothing."""
         found = self._monitor.stop()
         for one in found:
             log_metrics(trainer, one.metrics())

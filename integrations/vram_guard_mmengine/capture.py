@@ -1,4 +1,4 @@
-"""Runner -> TrainingStep: what one optimizer step of this training is. Changes nothing but what is built for good."""
+"""Runner -> TrainingStep: what one optimizer step of this training is. Changes nothing but what stays built."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def capture(runner: Any) -> Captured:
 
 
 def by_epoch(runner: Any) -> bool:
-    """Whether the training is counted in epochs, not in iterations."""
+    """True if the training is counted in epochs, not in iterations."""
     return _loop_class(runner) is not IterBasedTrainLoop
 
 
@@ -201,7 +201,7 @@ def checkpointed_by_config(runner: Any) -> list[str]:
 
 
 def _prepare(model: nn.Module, checkpointed: list[str]) -> None:
-    """What happens on the pretend device before the first step."""
+    """The work that is done on the simulated device before the first step."""
     move_to_simulated_device(model)
     turn_on_activation_checkpointing(model, checkpointed)
     model.train()  # as the loops do; backbones freeze stages in it
@@ -267,7 +267,7 @@ def _sample(loader: Any) -> Sample:
 
 
 def _is_endless(loader: Any) -> bool:
-    """MMEngine's InfiniteSampler, and others that never stop: they say so by their names."""
+    """MMEngine's InfiniteSampler, and others that never stop: recognised by their names."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     return any("Infinite" in type(sampler).__name__ for sampler in samplers)
 

@@ -1,7 +1,7 @@
 """Resuming with MMEngine on a torch that loads weights only.
 
-MMEngine 0.10.7 calls ``torch.load`` without a word about ``weights_only``, which torch 2.6 and later take as "yes",
-and then refuses what MMEngine itself saves beside the weights: its history of logged numbers. Those are plain numbers
+MMEngine 0.10.7 calls ``torch.load`` without ``weights_only``, which torch 2.6 and later take as "yes",
+and then refuses what MMEngine itself saves besides the weights: its history of logged numbers. Those are plain numbers
 in NumPy arrays. While the guard's training loads, exactly these classes are allowed; code in a checkpoint is refused as
 before.
 """
@@ -24,7 +24,7 @@ STATISTICS = ("min", "max", "current", "mean")
 
 
 def _statistic(owner: object, name: object) -> Any:
-    """Stands in for ``getattr`` in a pickle, by which a history names its own methods; nothing else is had of it."""
+    """Stands in for ``getattr`` in a pickle, by which a history names its own methods; it permits nothing else."""
     if owner is HistoryBuffer and name in STATISTICS:
         return getattr(HistoryBuffer, str(name))
     raise InvalidInputError(
@@ -37,7 +37,7 @@ def _statistic(owner: object, name: object) -> Any:
 
 
 def own_classes() -> list[Any]:
-    """What MMEngine saves in every checkpoint, in the form that ``torch.serialization.safe_globals`` takes."""
+    """The classes that MMEngine saves in every checkpoint, as ``torch.serialization.safe_globals`` takes them."""
     rebuild: Callable[..., Any] = np.array(0.0).__reduce__()[0]  # type: ignore[assignment]
     scalar: Callable[..., Any] = np.float64(0).__reduce__()[0]
     dtypes = {type(np.dtype(kind)) for kind in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")}
@@ -48,7 +48,7 @@ def own_classes() -> list[Any]:
 
 
 def loads_weights_only() -> bool:
-    """Whether this torch loads weights only unless told otherwise."""
+    """True if ``torch.load`` of this release loads weights only by default."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
 
 

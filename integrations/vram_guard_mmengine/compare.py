@@ -73,7 +73,7 @@ def compare(
 
 
 def _learning_rate(runner: Any, rule: str, written: int, size: int) -> float | None:
-    """What the optimizer's learning rate is to be at another batch size than the written one."""
+    """The optimizer's learning rate at another batch size than the written one."""
     wrapper = runner.optim_wrapper
     described = isinstance(wrapper, dict)
     rate = (wrapper.get("optimizer") or {}).get("lr") if described else wrapper.param_groups[0]["lr"]

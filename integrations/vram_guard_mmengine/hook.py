@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module()
 class VramGuardHook(Hook):  # type: ignore[misc]
-    """Says what a training step will take on the GPU before anything is built, and makes it fit.
+    """Reports how much GPU memory a training step will take before anything is built, and makes it fit.
 
     At the start of ``Runner.train``, before loops, optimizer and schedules are built, it runs the model's own
     ``train_step`` symbolically on the CPU and logs the prediction. Then, by ``mode``:
@@ -119,13 +119,13 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             install_techniques(runner, plan.recipe, guard.applied)
         _arm(runner, guard, plan)
         guard.scale_learning_rates()
-        # MMEngine logs `memory`, the peak that torch counted, in MiB: this stands beside it, in text and JSON.
+        # MMEngine logs `memory`, the peak that torch counted, in MiB: this stands next to it, in text and JSON.
         predicted = plan.estimate if guard.changes else plan.before
         runner.message_hub.update_scalar("train/predicted_memory", predicted.peak_allocated // 2**20, resumed=False)
         runner.message_hub.update_info(CONFIG_KEY, summary(plan, applied=guard.changes), resumed=False)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Say once, after the first optimizer steps, what was measured beside what was predicted."""
+        """Say once, after the first optimizer steps, the measured peak and the predicted one."""
         if self._guard is None or self.plan is None:
             return
         self._iterations += 1

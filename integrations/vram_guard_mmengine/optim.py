@@ -1,4 +1,4 @@
-"""What a config says about the optimizer, without building any of it; and its wrapper in another precision."""
+"""Facts that a config states about the optimizer, without building it; and its wrapper in another precision."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class OptimFacts:
     make: Callable[[nn.Module], torch.optim.Optimizer]
     """The user's optimizer over a model's parameters, by the user's constructor."""
     built: bool
-    """Whether the user built the wrapper, instead of describing it."""
+    """True if the user built the wrapper, instead of describing it."""
 
 
 def read(wrapper: Any) -> OptimFacts:
-    """What ``optim_wrapper`` says, a config or an object.
+    """Read ``optim_wrapper``, a config or an object.
 
     Raises:
         UnsupportedStepError: several optimizers, or a wrapper that is not known here.

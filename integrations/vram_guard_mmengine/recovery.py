@@ -1,9 +1,9 @@
-"""Goes on after a real out-of-memory error: the batch is taken back, and runs again in smaller micro-batches.
+"""Recovers from a real out-of-memory error: the batch is rolled back, and runs again in smaller micro-batches.
 
-Stands on the model in place of ``train_step`` and ``val_step``. The optimizer's update is not part of what is taken
+Stands on the model in place of ``train_step`` and ``val_step``. The optimizer's update is not rolled
 back: it begins once the gradients of the batch are complete on all ranks. Under DDP the module itself runs, without
-its wrapper, whose averaging during backward could wait for ever for a rank that failed; the gradients are averaged
-after backward instead. What taking back means is described in :mod:`vram_guard.watch.recovery`.
+its wrapper, whose averaging during backward could hang for a rank that failed; the gradients are averaged
+after backward instead. Rolling back is described in :mod:`vram_guard.watch.recovery`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan may not use in a training with MMEngine, and why."""
+"""Techniques that a plan may not use in a training with MMEngine, with the reasons."""
 
 from __future__ import annotations
 

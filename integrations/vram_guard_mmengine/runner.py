@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_config(cfg: Any) -> None:
-    """The guard's settings, wherever they stand in a config, before anything is built.
+    """The guard's settings, wherever they are in a config, before anything is built.
 
     Raises:
-        InvalidInputError: an unknown key, a budget that cannot be, an unknown hook position, ...
+        InvalidInputError: an unknown key, an invalid budget, an unknown hook position, ...
     """
     shared = cfg.get("vram_guard") or {}
     Settings.of(shared)

@@ -14,7 +14,7 @@ CONFIG_KEY, META_KEY = "vram_guard_plan", "vram_guard"
 
 
 def summary(plan: Plan, *, applied: bool) -> dict[str, Any]:
-    """What the plan is and predicts; bytes are ints."""
+    """The plan and its predictions; bytes are ints."""
     techniques = {name: value for name, value in vars(plan.recipe).items() if value != getattr(AS_WRITTEN, name)}
     return {
         "applied": applied,

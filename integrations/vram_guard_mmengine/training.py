@@ -140,7 +140,7 @@ class RunnerTraining:
 
 
 def auto_scaled(runner: Any) -> bool:
-    """Whether MMEngine itself scales the learning rate with the loader's batch size (``auto_scale_lr``)."""
+    """True if MMEngine itself scales the learning rate with the loader's batch size (``auto_scale_lr``)."""
     settings = getattr(runner, "auto_scale_lr", None) or runner.cfg.get("auto_scale_lr") or {}
     return bool(settings.get("enable", False))
 

@@ -1,4 +1,4 @@
-"""Segments, blocks and sorted lists of free blocks: the allocator's books, and what one may look at."""
+"""Segments, blocks and sorted lists of free blocks: the allocator's books, and what may be inspected."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class CachingAllocator:
         if capacity is not None and settings.per_process_memory_fraction < 1.0:
             self._allowed = int(settings.per_process_memory_fraction * capacity)
         self._collects = self._allowed is not None and settings.garbage_collection_threshold > 0.0
-        #: Searches of the large pools so far: the clock by which garbage collection tells age.
+        #: Searches of the large pools so far: the clock of garbage collection.
         self._searches = 0
         #: Whether the best fit is always taken as it is.
         self._plain = not (settings.expandable_segments or settings.max_split_size or self._collects)

@@ -1,4 +1,4 @@
-"""compare: a recorded run beside the simulation of the same run, segment by segment."""
+"""compare: a recorded run and its simulation, segment by segment."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class _Follower:
 
     def _give_back(self, entry: TraceEntry) -> None:
         if entry.action == "segment_unmap":
-            # One release unmaps everything that is free; the trace tells it page by page.
+            # One release unmaps everything that is free; the trace lists it page by page.
             if not self._unmapping:
                 self.allocator.empty_cache()
             self._unmapping = True

@@ -40,7 +40,7 @@ class Recording:
 
     device: int
     settings: AllocatorSettings
-    """Those the run was made under, as far as the snapshot tells."""
+    """Those the run was made under, as far as the snapshot contains them."""
     trace: tuple[TraceEntry, ...]
     initial: tuple[Segment, ...]
     """The segments when recording began: the final ones, with the trace undone."""
@@ -49,7 +49,7 @@ class Recording:
     existing: tuple[TraceEntry, ...]
     """The blocks that were alive when recording began, as if each had just been allocated."""
     freed_by: str
-    """The action that makes memory free again: free_completed, unless the recorder was told to skip it."""
+    """The action that makes memory free again: free_completed, unless the recorder skips it."""
     events: tuple[int, ...]
     """As :func:`replay` takes them. Blocks that were alive when recording began are allocated first."""
     sizes: tuple[int, ...]
@@ -230,7 +230,7 @@ def _entry(raw: Any, index: int) -> TraceEntry | None:
 
 
 def _freeing_action(trace: Iterable[TraceEntry]) -> str:
-    """The action that tells that memory is free again: free_completed, unless the recorder skipped it."""
+    """The action that marks memory as free again: free_completed, unless the recorder skipped it."""
     actions = {entry.action for entry in trace}
     return "free_requested" if "free_completed" not in actions else "free_completed"
 

@@ -95,7 +95,7 @@ def replay(
 
 
 class _Run:
-    """The blocks of one replay while it goes on."""
+    """The blocks of a running replay."""
 
     def __init__(
         self, events: list[int], sizes: list[int], streams: Sequence[int] | None, optional: Container[int]

@@ -27,7 +27,7 @@ class Rewound(NamedTuple):
 class _Live(NamedTuple):
     requested: int
     granted: int | None
-    """Bytes of the block; None where the snapshot does not tell: it was freed during the recording."""
+    """Bytes of the block; None where the snapshot does not contain it: it was freed during the recording."""
     stream: int
     freed_at: int
     """Position of the trace entry that frees it; -1: none does."""

@@ -27,7 +27,7 @@ LEAST_OWN_SEGMENT = 10 * MIB
 #: (``kRoundUpPowerOfTwoIntervals`` in AllocatorConfig.cpp).
 INTERVALS = 16
 
-#: The variables torch looks at, in its order; the first that is set counts (AllocatorConfig.cpp).
+#: The variables that torch reads, in its order; the first that is set counts (AllocatorConfig.cpp).
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 #: Options that torch knows and that do not change how much device memory is reserved: they are about pinned

@@ -160,7 +160,7 @@ def _over_samples(
 
 
 def _further(node: Any, factor: float) -> Iterator[tuple[Any, float]]:
-    """Where a node only scales or adds: the nodes behind it, with their factors; nothing for any other."""
+    """The nodes behind one that only scales or adds, with their factors; nothing for any other node."""
     kind = _kind(node)
     behind = [other for other, _input in node.next_functions]
     if kind == "Neg":

@@ -12,8 +12,8 @@ import torch
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter
 from vram_guard.language import _
 
-#: What the user's loss is, over the samples of a batch: their mean, their sum, or a mean over something else,
-#: told by a function that counts it in a batch (labels that are not ignored, say).
+#: The reduction of the user's loss over the samples of a batch: their mean, their sum, or a mean over something else,
+#: given as a function that counts it in a batch (labels that are not ignored, say).
 LossWeight = Literal["mean", "sum"] | Callable[[Any], Any]
 
 #: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
@@ -35,7 +35,7 @@ def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any])
     """Weights of the slices' means in the batch's: their shares of samples, or of the labels that are not ignored.
 
     Args:
-        model: the one that was called; its name tells whether it predicts the next token.
+        model: the one that was called; its name shows whether it predicts the next token.
         slices: of the batch.
         called: what the model was called with, by name.
     """

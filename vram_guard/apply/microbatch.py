@@ -31,7 +31,7 @@ _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.Size)
 
 
 class CannotSplitError(UnsupportedStepError):
-    """A batch cannot be cut along its samples; ``path`` names the part that stands in the way."""
+    """A batch cannot be cut along its samples; ``path`` names the part that prevents it."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(_("cannot split the batch into micro-batches: {path}: {reason}", path=path, reason=reason))
@@ -90,7 +90,7 @@ _SHARED, _ROWS = Layout(), Layout(rows=True)
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples of a batch whose size nobody said.
+    """The number of samples of a batch of unknown size.
 
     The leading size that all tensors share counts; without tensors, the length of its lists. A bare list of
     equally large tensors reads as a list of columns, not of samples: say the size to :func:`split` there.
@@ -109,7 +109,7 @@ def batch_size(batch: Any) -> int:
     if len(readable) == 1:
         return readable[0]
     if len(sizes) == 1:
-        read_layout(batch, *sizes)  # says what stands in the way
+        read_layout(batch, *sizes)  # its error says what prevents it
     found = ", ".join(_("{path} has {size}", path=path, size=size) for path, size in list(rows.items())[:4])
     raise CannotSplitError(
         "batch",
@@ -123,7 +123,7 @@ def split(batch: Any, batch_size: int, micro_batch_size: int) -> list[MicroBatch
     The sizes differ by one sample at most, the larger first; their sum is ``batch_size``.
 
     Raises:
-        InvalidInputError: for sizes that are no positive ints.
+        InvalidInputError: for sizes that are not positive ints.
         CannotSplitError: when a part of the batch does not hold ``batch_size`` samples.
     """
     checked_count("batch_size", batch_size)
@@ -246,7 +246,7 @@ def _cut(layout: Layout, batch: Any, size: int, most: int) -> list[MicroBatch]:
 
 
 def _unambiguous(batch: Any, size: int) -> Layout:
-    """The layout, where no other batch tells it: a list that reads in two ways is refused."""
+    """The layout, where no other batch determines it: a list that reads in two ways is refused."""
     layout = read_layout(batch, size)
     for path, part in _lists(batch, "batch"):
         alike = {(leaf.dtype, leaf.ndim) if _is_tensor(leaf) and leaf.ndim > 1 else None for leaf in part}

@@ -36,7 +36,7 @@ class SummedGradients:
             gradients: of inputs and parameters; emptied.
             first: the slice's first sample.
             samples: of the slice.
-            others: memory that is somebody else's, see :func:`memory_of`.
+            others: memory with another owner, see :func:`memory_of`.
         """
         others = set() if others is None else others
         if self._sums is None:

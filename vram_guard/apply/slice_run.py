@@ -135,7 +135,7 @@ class SlicedRun:
         self._gathered.add(self._gradients([loss], [None], own), first, part.samples)
 
     def _watched_items(self) -> torch.Tensor | None:
-        """The number that losses are divided by, in a form that tells whether it was used; None where that is known."""
+        """The number that losses are divided by, which records whether it is used; None where that is known."""
         if self._items is None or self._sliced.divides is not None:
             return None
         return torch.as_tensor(self._items, dtype=torch.float32).detach().clone().requires_grad_()
@@ -236,5 +236,5 @@ class SlicedRun:
 
 
 def needs_gradient(leaf: Any) -> bool:
-    """Check whether somebody will ask for the gradient of this part of a batch."""
+    """Check whether the gradient of this part of a batch will be used."""
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad

@@ -138,7 +138,7 @@ class Budget:
         return replace(found, margin_source=source)
 
     def for_tier(self, tier: str) -> Budget:
-        """The budget as an answer of this tier is held against it: with that tier's measured margin.
+        """The budget as an answer of this tier is compared with it: with that tier's measured margin.
 
         A margin that the user gave stays, and so does everything else.
         """
@@ -236,7 +236,7 @@ def _names_a_card(text: str) -> bool:
     """True if ``text`` is meant as a card's name rather than an amount.
 
     Raises:
-        InvalidInputError: for "4090", which is both a card and a number of bytes that nobody means.
+        InvalidInputError: for "4090", which is both a card and an implausible number of bytes.
     """
     if text.strip().isdigit() and _is_known(text):
         name = find_gpu(text).name

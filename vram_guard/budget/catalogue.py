@@ -38,9 +38,9 @@ class GPU:
         name: the name used here ("RTX 4090"); names are unique.
         aliases: other names that mean this card; NVML's own name is understood without its brand words.
         architecture: NVIDIA's name of it ("Ampere").
-        nominal_gb: what the box says, in GB as the trade counts (GiB).
+        nominal_gb: the advertised size, in GB as the trade counts (GiB).
         memory_bytes: total as NVML and nvidia-smi report it, in bytes.
-        cuda_memory_bytes: total as CUDA and torch report it, in bytes, where somebody published it; the
+        cuda_memory_bytes: total as CUDA and torch report it, in bytes, where it was published; the
             driver keeps the difference for itself.
         compute_capability: (major, minor).
         multiprocessors: number of streaming multiprocessors (SM).
@@ -140,7 +140,7 @@ def find_gpu(name: str) -> GPU:
 
 
 def match_gpu(nvml_name: str, memory_bytes: int) -> GPU | None:
-    """The catalogue's entry for a card at hand, or None.
+    """The catalogue's entry for a card of this machine, or None.
 
     Args:
         nvml_name: the product name as NVML or torch gives it.

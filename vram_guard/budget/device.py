@@ -11,7 +11,7 @@ from vram_guard.language import _
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """Another process that holds memory on the GPU; ``bytes`` is None where the driver does not tell."""
+    """Another process that holds memory on the GPU; ``bytes`` is None where the driver does not report it."""
 
     pid: int
     name: str

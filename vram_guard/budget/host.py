@@ -36,7 +36,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     """The host RAM this process may use, bounded by the limits of its control groups (versions 1 and 2).
 
     Containers and batch systems limit memory through cgroups while ``/proc/meminfo`` still shows the
-    whole machine; the kernel kills whoever passes the limit, so the limit is what counts.
+    whole machine; the kernel kills the process that exceeds the limit, so the limit is what counts.
 
     Args:
         root: where ``proc`` and ``sys`` are looked up (tests give a directory of their own).
@@ -63,7 +63,7 @@ def host_share(host_budget: str | int | None, processes: int) -> int | None:
         processes: on the machine, at least 1.
 
     Returns:
-        None where the operating system does not tell what is free.
+        None where the operating system does not report what is free.
     """
     if host_budget is not None:
         return parse_bytes(host_budget) // processes
@@ -83,7 +83,7 @@ def _physical_memory(root: Path) -> HostMemory:
 
 
 def _physical_memory_without_proc() -> HostMemory:
-    """POSIX systems without /proc (macOS); what is available there is not told, so all of it counts."""
+    """POSIX systems without /proc (macOS); the available amount is unknown there, so all of it counts."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")

@@ -1,6 +1,6 @@
 """NVML, NVIDIA's management library, and every way in which it can fail.
 
-NVML tells a GPU's memory without a CUDA context, so that looking costs nothing and breaks no later fork.
+NVML reports a GPU's memory without a CUDA context, so that reading it costs nothing and breaks no later fork.
 This module is the only one that calls it. Tests replace one thing: :func:`load_library`, which returns the
 ``pynvml`` module of the nvidia-ml-py package; what they put in its place can have MIG slices, broken drivers
 and other machines' GPUs.
@@ -61,7 +61,7 @@ def read_device(ordinal: int, uuid: str | None = None) -> DeviceMemory:
 
     Args:
         ordinal: CUDA's number, after CUDA_VISIBLE_DEVICES.
-        uuid: that device's UUID where CUDA itself has told it; beats every other way to find it.
+        uuid: that device's UUID where CUDA itself has reported it; beats every other way to find it.
 
     Raises:
         NvmlUnavailableError: there is no NVML or no GPU.
@@ -108,7 +108,7 @@ class Nvml:
             raise _explained(error) from None
 
     def maybe(self, function: str, *arguments: Any, untold: frozenset[int] = _UNTOLD) -> Any:
-        """The answer, or None for what this device, driver, account or package does not tell."""
+        """The answer, or None for what this device, driver, account or package does not report."""
         if not hasattr(self._library, function):
             return None
         try:
@@ -151,12 +151,12 @@ class Nvml:
         return None if memory is None or memory.total == 0 else memory
 
     def find(self, ordinal: int, uuid: str | None) -> tuple[Any, tuple[str, ...]]:
-        """The handle of the GPU (or slice) that CUDA counts as ``ordinal``, and what is to be said about it."""
+        """The handle of the GPU (or slice) that CUDA counts as ``ordinal``, and remarks on it."""
         handles = self._by_bus(self.devices())
         count = len(handles)
         visible = visible_devices()
         chosen_slice = any(str(entry).startswith("MIG-") for entry in visible or ())
-        # CUDA's own word for which GPU it runs on, except that it does not tell the slice.
+        # CUDA's own word for which GPU it runs on, except that it does not name the slice.
         known = self._with_uuid(handles, uuid) if uuid and not chosen_slice else []
         if len(known) == 1:
             return self._slice_of(known[0])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """One process on a GPU; None where the driver does not tell."""
+    """One process on a GPU; None where the driver does not report it."""
 
     pid: int
     """As the driver counts: in a container these may be the host's numbers."""
@@ -34,7 +34,7 @@ class GpuSample:
     """NVML's number, as nvidia-smi counts; "0:1" is the second MIG slice of GPU 0."""
     name: str
     utilization: float | None
-    """Share of the last driver's period (1/6 to 1 s) in which any kernel ran, 0 to 1; None where it is not told.
+    """Share of the last driver's period (1/6 to 1 s) in which any kernel ran, 0 to 1; None where it is unavailable.
 
     It says how long the GPU was not idle, not how well it was used: one small kernel after another gives 1 (NVML API
     reference, ``nvmlUtilization_t``).
@@ -55,7 +55,7 @@ def nvml_sampler(ordinal: int | None = None, uuid: str | None = None) -> Iterato
 
     Args:
         ordinal: CUDA's number, after CUDA_VISIBLE_DEVICES; None: every GPU, whatever CUDA may see.
-        uuid: that device's UUID where CUDA itself has told it.
+        uuid: that device's UUID where CUDA itself has reported it.
 
     Raises:
         NvmlUnavailableError: there is no NVML or no GPU.
@@ -105,7 +105,7 @@ class _Device:
         return tuple(ProcessSample(one.pid, one.name, one.bytes, shares.get(one.pid)) for one in found)
 
     def _shares(self) -> dict[int, float]:
-        """Utilisation by pid since the last look; nothing where the driver does not tell (MIG, older GPUs)."""
+        """Utilisation by pid since the last look; nothing where the driver does not report it (MIG, older GPUs)."""
         latest: dict[int, Any] = {}
         for one in self._library.maybe("nvmlDeviceGetProcessUtilization", self._handle, self._seen) or ():
             if one.pid not in latest or one.timeStamp >= latest[one.pid].timeStamp:

@@ -17,7 +17,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from vram_guard.closed_form.calculator import Network
 
-#: Channels of the input where nobody says how many; they hardly count beside the hidden ones.
+#: Channels of the input where the number is not given; they hardly count compared with the hidden ones.
 CHANNELS = 3
 #: Fourier modes in each direction (Li et al. 2021, arXiv:2010.08895, section 5: 12 for two-dimensional problems).
 MODES = 12

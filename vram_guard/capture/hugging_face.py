@@ -113,7 +113,7 @@ def tuning_of(
     sizes: InputSizes,
     precision: Precision,
 ) -> TrainingStep:
-    """Training of one model beside others that are frozen.
+    """Training of one model together with others that are frozen.
 
     Args:
         trained: the config of the model that learns.

@@ -92,7 +92,7 @@ def load_steps(name: str, arguments: Mapping[str, Any] | None = None) -> dict[st
 
 
 def load_value(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
-    """The named object; a callable that is no step is called with the arguments that it has parameters for.
+    """The named object; a callable that is not a step is called with the arguments that it has parameters for.
 
     Raises:
         InvalidInputError: as :func:`load_object`; a parameter without a default is not among the arguments, or the

@@ -151,7 +151,7 @@ def _add_adapters(commands: Any) -> None:
 
 
 def _add_adapter(entry: EntryPoint, commands: Any) -> None:
-    """One that cannot be imported is left out, and said: the others still work."""
+    """One that cannot be imported is left out with a message; the others still work."""
     try:
         entry.load()(commands)
     except ImportError as error:

@@ -114,7 +114,7 @@ def checked_margin(text: str | float | None) -> float | None:
 
 
 def unknown_model(name: str) -> str:
-    """The message where a model's name does not tell how to build it."""
+    """The message where a model cannot be built from its name."""
     return _("the model {model} is unknown: name it as module:callable for a symbolic answer", model=name)
 
 

@@ -158,7 +158,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def configuration(name: str, config: dict[str, Any], change: dict[str, Any], step_name: str | None) -> Configuration:
-    """What a config, with some values changed, says of a training.
+    """Read a training from a config, with some values changed.
 
     Args:
         name: for messages and tables.
@@ -230,6 +230,6 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
 
 
 def tell_progress(line: str) -> None:
-    """What is being done, where somebody waits for it."""
+    """Show progress to a reader who waits at a terminal."""
     if sys.stderr.isatty():
         tell(line)

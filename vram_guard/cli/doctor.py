@@ -95,7 +95,7 @@ def _diagnosis() -> dict[str, Any]:
     }
 
 
-#: Variables of ours that are no settings: where measurements are kept, and what ``launch`` hands to its script.
+#: Variables of ours that are not settings: where measurements are kept, and what ``launch`` hands to its script.
 _OTHER_VARIABLES = ("VRAM_GUARD_CACHE", "VRAM_GUARD_LAUNCH_PLAN")
 
 

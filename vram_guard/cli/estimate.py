@@ -119,7 +119,7 @@ def _tells_its_sizes(request: EstimateRequest) -> bool:
 
 
 def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> TrainingStep | None:
-    """The step that is described, where it can be built; what stands in its way is said, and the rule remains."""
+    """The step that is described, where it can be built; otherwise a message says why not, and the rule remains."""
     from vram_guard.capture.config_step import is_buildable, step_from_config
 
     if request.model is None:

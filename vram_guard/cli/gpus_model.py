@@ -128,7 +128,7 @@ def _resolutions(text: str | None) -> list[tuple[int, int]]:
     """Resolutions of "64,128x256": [(64, 64), (128, 256)].
 
     Raises:
-        InvalidInputError: a part is no resolution.
+        InvalidInputError: a part is not a resolution.
     """
     if text is None:
         return []

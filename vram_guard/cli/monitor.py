@@ -36,7 +36,7 @@ COLUMNS = (
     "memory_total_bytes",
 )
 
-#: Below this mean a GPU is told to have room: guide values for a busy GPU begin at 80%.
+#: Below this mean a GPU counts as having room: guide values for a busy GPU begin at 80%.
 BUSY = 0.8
 
 
@@ -108,7 +108,7 @@ def _ending_cleanly(stop: threading.Event) -> Iterator[None]:
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(ValueError):  # not the main thread: whoever started it ends it
+        with suppress(ValueError):  # not the main thread: its starter ends it
             before[number] = signal.signal(number, end)
     try:
         yield

@@ -104,7 +104,7 @@ def _optimize(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace) -> Path:
-    """Where the result goes; never over the config itself."""
+    """The path of the result; never that of the config itself."""
     source = Path(options.config)
     stem = source.stem.removesuffix("_config")
     output = Path(options.output) if options.output else source.with_name(f"{stem}_gpu_optimized{source.suffix}")

@@ -43,7 +43,7 @@ def _plan(options: argparse.Namespace) -> int:
     check_pictures(options)
     cards = listed(options.cards or "")
     for card in cards:
-        Budget.of(card)  # an unknown one is told before any work
+        Budget.of(card)  # an unknown one is an error before any work
     name = options.title or (Path(options.config).name if options.config else options.step or "")
     config = load_config(options.config) if options.config else {}
     one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)

@@ -59,7 +59,7 @@ def write_pictures(
         options: with the values of :func:`add_picture_options`.
         answer: a plan, which brings its timelines and its budget, or an estimate.
         timeline: what an estimate was read from.
-        budget: what an estimate is held against.
+        budget: what an estimate is compared with.
         gpus: whose largest batches the page and the batch picture show; None: common cards.
         settings: the allocator's settings; None: PyTorch's defaults.
         title: what was predicted.

@@ -1,4 +1,4 @@
-"""Answers of the commands: JSON for programs, lines and columns for people, messages beside the answer."""
+"""Answers of the commands: JSON for programs, lines and columns for people, messages apart from the answer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Answer = TypeVar("_Answer")
 
 
 class Notes(list[str]):
-    """Remarks on an answer: told on standard error at once, and kept for the JSON."""
+    """Remarks on an answer: printed on standard error at once, and kept for the JSON."""
 
     def add(self, text: str) -> None:
-        """Tell and keep a remark."""
+        """Print and keep a remark."""
         self.append(text)
         tell(text)
 
@@ -41,12 +41,12 @@ class Notes(list[str]):
 
 
 def tell(text: str) -> None:
-    """A message beside the answer."""
+    """A message apart from the answer."""
     print(f"vram-guard: {text}", file=sys.stderr)
 
 
 def print_now(lines: Iterable[str]) -> None:
-    """Print lines that somebody reads while the rest of the answer is being computed."""
+    """Print lines for a reader while the rest of the answer is being computed."""
     for line in lines:
         print(line)
     sys.stdout.flush()

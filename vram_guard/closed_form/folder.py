@@ -39,12 +39,12 @@ class ModelFolder:
 
     path: Path
     class_name: str
-    """The pipeline's class; "" where the folder is no pipeline."""
+    """The pipeline's class; "" where the folder is not a pipeline."""
     components: Mapping[str, Component] = field(default_factory=dict)
 
     @property
     def usually_trained(self) -> str:
-        """The component that a training changes unless somebody says otherwise."""
+        """The component that a training changes unless another one is named."""
         for name in TRAINED_FIRST:
             if name in self.components:
                 return name

@@ -65,7 +65,7 @@ _PRECISION_WORDS: Final = {
 
 @dataclass(frozen=True)
 class EstimateRequest:
-    """A request for an estimate, from a config and the options beside it; None: given in neither."""
+    """A request for an estimate, from a config and its options; None: given in neither."""
 
     numbers: Mapping[str, int] = field(default_factory=dict)
     """By the names of :data:`NAMES`."""
@@ -83,7 +83,7 @@ class EstimateRequest:
         return [name for name in NEEDED if name not in self.numbers]
 
     def network(self) -> Network:
-        """The network that the rule looks at.
+        """The network that the rule applies to.
 
         Raises:
             InvalidInputError: numbers are missing; says which, and how they may be called.
@@ -155,14 +155,14 @@ class _Entries:
         self.places: dict[str, str] = {}
 
     def path_of(self, name: str) -> str:
-        """Where the number was found, for messages."""
+        """The place where the number was found, for messages."""
         return self.places.get(name, name)
 
     def one(self, name: str, names: tuple[str, ...], several: Any = None) -> Any:
         """The value of the first of ``names`` that the config has.
 
         Raises:
-            InvalidInputError: it stands in two places with different values.
+            InvalidInputError: it occurs in two places with different values.
         """
         for candidate in names:
             found = [(path, value) for path, value in self.all if path.rpartition(".")[2].lower() == candidate]
@@ -209,7 +209,7 @@ class _Entries:
         return name if isinstance(name, str) else None
 
     def _meant(self, path: str) -> bool:
-        """A width without a height beside it is a number of channels, as Fourier operators name it."""
+        """A width without a height is a number of channels, as Fourier operators name it."""
         section, _dot, last = path.rpartition(".")
         if last.lower() not in NAMES["width"]:
             return True

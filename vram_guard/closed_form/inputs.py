@@ -12,9 +12,9 @@ from vram_guard.step import checked_count
 
 #: Tokens of a prompt where the config does not say: CLIP's context (Radford et al. 2021, section 2.4).
 PROMPT_TOKENS: Final = 77
-#: Tokens of a text where nobody says how many: longer contexts are possible, and rarely trained with.
+#: Tokens of a text where the number is not given: longer contexts are possible, and rarely trained with.
 USUAL_LENGTH: Final = 512
-#: Sizes where nobody says: ImageNet's images; Stable Diffusion's latents of a 256 x 256 image.
+#: Sizes where none are given: ImageNet's images; Stable Diffusion's latents of a 256 x 256 image.
 USUAL_IMAGE: Final = 224
 USUAL_LATENT: Final = 32
 LATENT_CHANNELS: Final = 4

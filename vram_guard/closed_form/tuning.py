@@ -56,7 +56,7 @@ class Tuning:
     """One fine-tuning. All amounts are ints of bytes.
 
     Attributes:
-        trained, frozen: components; one that stands in both is there twice, once as a frozen copy.
+        trained, frozen: components; one that is in both is there twice, once as a frozen copy.
         batch: samples of one forward pass.
         dtype: of the weights, a key of :data:`DTYPES`.
         sample_numbers: numbers of one sample as the trained model is given it (latents or pixels).
@@ -64,7 +64,7 @@ class Tuning:
         shape: of the trained transformer; None where it is another kind of network.
         checkpointed: every layer computes its forward again in the backward pass.
         state_bytes: bytes of one number of the optimizer's; None: as the weights.
-        states_on_host, frozen_on_host: they wait in host memory; frozen ones come one after the other when used.
+        states_on_host, frozen_on_host: they stay in host memory; frozen ones come one after the other when used.
     """
 
     trained: tuple[Component, ...]
@@ -147,7 +147,7 @@ def checked_dtype(name: str) -> str:
 
 
 def stored_dtype(components: tuple[Component, ...]) -> str:
-    """The type that the largest component is stored in; float32 where that is no type to train in."""
+    """The type that the largest component is stored in; float32 where that is not a type to train in."""
     largest = max(components, key=lambda one: one.weights.parameters, default=None)
     return STORED.get((largest.weights.dtype if largest else None) or "", "float32")
 

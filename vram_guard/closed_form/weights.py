@@ -114,7 +114,7 @@ def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def _check_file(path: Path) -> None:
     """An ordinary file whose header can be as long as it says.
 
-    The library maps a file before it looks at it: what is no file, or says more than it has, is told first.
+    The library maps a file before it reads it: what is not a file, or claims more than it has, is refused first.
     """
     try:
         status = path.stat()

@@ -58,7 +58,7 @@ def decide(
 
 
 def budget_of(device: torch.device, settings: PlanSettings) -> Budget:
-    """What this rank's device may give.
+    """The budget of this rank's device.
 
     Raises:
         NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.
@@ -124,7 +124,7 @@ def _plan(
 
 
 def why_not_split(make: Callable[[int], Any]) -> str:
-    """Why the batches of a loader cannot be cut into micro-batches ("" where they can).
+    """The reason why the batches of a loader cannot be cut into micro-batches ("" where they can).
 
     Args:
         make: batch size -> a batch of the loader.

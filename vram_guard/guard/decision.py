@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks hold in common."""
+    """The decision that all ranks share."""
 
     plan: Plan
     notes: tuple[str, ...]
-    """What a reader of the prediction should know, and what was refused for which reason."""
+    """Remarks for a reader of the prediction, and the requests that were refused, each with its reason."""
     splitter: Splitter | None
-    """How loaded batches are cut; None where they stay whole."""
+    """Cuts loaded batches; None where they stay whole."""
     spare: Splitter | None = None
-    """How they would be cut after an out-of-memory error; None where they cannot be."""
+    """Cuts them after an out-of-memory error; None where they cannot be cut."""
     precision: str = "32-true"
     """As written."""
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Guard:
 
     @property
     def may_change(self) -> bool:
-        """Whether a plan may be applied."""
+        """True if a plan may be applied."""
         return self.settings.mode == "fit" and not self._left_alone
 
     @property
@@ -57,7 +57,7 @@ class Guard:
 
     @property
     def changes(self) -> bool:
-        """Whether the training runs under a plan that is not as written."""
+        """True if the training runs under a plan that is not as written."""
         return self.may_change and self.plan is not None and self.plan.fits and self.plan.changed
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class Guard:
         captured, decision = outcome.value
         plan, self.decision = decision.plan, decision
         self.no_recovery = self._why_not_recovered()
-        if not self._left_alone:  # whoever changes the training trains another step than the predicted one
+        if not self._left_alone:  # with a changed training, another step runs than the predicted one
             estimate = plan.estimate if self.changes else plan.before
             self.first_steps = FirstSteps.begin(
                 reader, captured.model, decision.precision, estimate, remember=settings.remember
@@ -90,7 +90,7 @@ class Guard:
             training.warn(warning)
 
     def _report_lines(self, decision: Decision) -> list[str]:
-        """What is said after the prediction."""
+        """The lines that follow the prediction."""
         notes = [*decision.notes, *([self._left_alone] if self._left_alone else ()), *self.applied.notes]
         if self.may_change and self.settings.recover and self.no_recovery:
             notes.append(_("a real out-of-memory error would not be recovered from: {why}", why=self.no_recovery))
@@ -113,7 +113,7 @@ class Guard:
         return self.training.why_not_recovered({} if self.decision is None else self.decision.refused)
 
     def prediction(self) -> str:
-        """What an error for want of memory ends with."""
+        """The last part of the message of an out-of-memory error."""
         return "" if self.plan is None else _("What was predicted:") + f"\n{self.plan.explain()}"
 
     def out_of_memory(self, _failure: object = None) -> None:
@@ -130,7 +130,7 @@ class Guard:
 
     @property
     def learning_rate_factor(self) -> float:
-        """What the learning rates of this run are to be multiplied by."""
+        """The factor that the learning rates of this run are multiplied by."""
         return self.training.learning_rate_factor(self.plan) if self.changes and self.plan is not None else 1.0
 
     def scale_learning_rates(self) -> None:

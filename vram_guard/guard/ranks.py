@@ -25,7 +25,7 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of rank ``source``, on every rank; values are picklable."""
@@ -41,7 +41,7 @@ class Failure:
 
     @property
     def unsupported(self) -> bool:
-        """Whether the training cannot be predicted, as opposed to being wrong."""
+        """True if the training cannot be predicted; False if it is wrong."""
         return self.kind == errors.UnsupportedStepError.__name__
 
     def as_error(self) -> errors.VramGuardError:
@@ -56,7 +56,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What an attempt came to on this rank, agreed upon by all: a value, or the same failure everywhere."""
+    """The outcome of an attempt, agreed upon by all ranks: a value, or the same failure everywhere."""
 
     value: T | None
     failure: Failure | None

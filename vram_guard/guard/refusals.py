@@ -83,7 +83,7 @@ _PARTS = {
 
 
 def splitting_notes(model: nn.Module, loss_weight: LossWeight, make: Callable[[int], Any], size: int) -> Iterator[str]:
-    """What splitting a batch changes beside memory; the plan's own reasons tell of batch normalisation.
+    """The effects of splitting a batch other than on memory; the plan's own reasons mention batch normalisation.
 
     Args:
         model: that is trained.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What a plan may use and change.
+    """Techniques that a plan may use and parts of the training that it may change.
 
     Args:
         budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
@@ -68,12 +68,12 @@ class PlanSettings:
 
     @property
     def asked_for(self) -> frozenset[str]:
-        """Techniques whose refusal is told: all but the kinds of offload that only the default stands for."""
+        """Techniques whose refusal is reported: all but the kinds of offload that only the default stands for."""
         return self.techniques - frozenset(OFFLOADS if self.allow == frozenset(DEFAULT_ALLOW) else ())
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """What may be set."""
+        """The settings of a guard."""
         return tuple(one.name for one in fields(cls))
 
     @classmethod
@@ -96,7 +96,7 @@ class PlanSettings:
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Self:
-        """Settings from parsed command-line options: those of other names, and those that nobody gave, are left out.
+        """Settings from parsed command-line options: those of other names, and those that were not given, are left out.
 
         Raises:
             InvalidInputError: a value makes no sense.

@@ -1,4 +1,4 @@
-"""What an adapter tells the guard of a training, and does with it on the guard's behalf."""
+"""The interface between the guard and an adapter: facts about a training, and actions on it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class CapturedTraining(ABC):
     epoch_samples: int | None
     """Samples that one epoch reads over all processes; None for streams, and where there are no epochs."""
     notes: tuple[str, ...]
-    """What a reader of the prediction should know."""
+    """Remarks for a reader of the prediction."""
 
     @abstractmethod
     def symbolic_run(self) -> AbstractContextManager[Progress | None]:
         """Inside the block the user's model may be run symbolically, and the framework notices nothing of it.
 
-        Its value is called with a line of text before each slow part, where somebody looks on.
+        Its value is called with a line of text before each slow part, where a user watches.
         """
 
     @abstractmethod
@@ -73,10 +73,10 @@ class Training(Protocol):
         """
 
     def why_left_alone(self) -> str:
-        """Why nothing may be changed in this training ("" where that is not so)."""
+        """The reason why nothing may be changed in this training ("" where changes are allowed)."""
 
     def why_not_recovered(self, refused: Mapping[str, str]) -> str:
-        """Why it cannot be taken through an out-of-memory error ("" where it can).
+        """The reason why it cannot recover from an out-of-memory error ("" where it can).
 
         Args:
             refused: technique -> why it is not possible.
@@ -86,7 +86,7 @@ class Training(Protocol):
         """Put the decision's plan into the framework's objects, as far as that is possible before they are set up."""
 
     def learning_rate_factor(self, plan: Plan) -> float:
-        """What the learning rates as written are to be multiplied by under an applied plan."""
+        """The factor that the learning rates as written are multiplied by under an applied plan."""
 
     def scale_learning_rates(self, factor: float) -> Iterable[str]:
         """Multiply every learning rate; what could not be scaled, in words."""

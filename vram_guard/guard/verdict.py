@@ -1,4 +1,4 @@
-"""What a mode makes of a plan that does not fit, or of a training without a prediction: an error, or a warning."""
+"""The consequence, by mode, of a plan that does not fit or of a missing prediction: an error, or a warning."""
 
 from __future__ import annotations
 

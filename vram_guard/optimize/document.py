@@ -48,7 +48,7 @@ class Entry(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """Where a value stands in the text."""
+    """The position of a value in the text."""
 
     key: yaml.Node
     value: yaml.Node
@@ -79,7 +79,7 @@ class Document:
             self._walk(root, (), _visits(root), shared=False)
 
     def entries(self) -> list[Entry]:
-        """Every value that is no mapping, in the order of the file."""
+        """Every value that is not a mapping, in the order of the file."""
         return [self._entry(place, spot) for place, spot in self._spots.items()]
 
     def rewritten(self, changes: Mapping[Place, Any], additions: Sequence[tuple[Place, str, Any]] = ()) -> str:
@@ -150,7 +150,7 @@ class Document:
         return f"{self._newline()}{indent}{key}: {written(value, '')}"
 
     def _end_of(self, spot: _Spot) -> int:
-        """Where something is added behind a value: at the end of its line, or right behind it inside braces."""
+        """The position for an addition behind a value: the end of its line, or right behind it inside braces."""
         end: int = spot.value.end_mark.index
         if spot.flow:
             return end

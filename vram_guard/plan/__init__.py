@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
-#: What is assumed of a GPU that nobody named: Ampere, the oldest generation with bfloat16.
+#: What is assumed of an unnamed GPU: Ampere, the oldest generation with bfloat16.
 ASSUMED_COMPUTE_CAPABILITY = (8, 0)
 
 
@@ -55,11 +55,11 @@ def plan(
     A step that fits as written is left as it is.
 
     Args:
-        step: the training step as written; or its :class:`~vram_guard.plan.source.Source`, where a loop of somebody
-            else's is followed.
+        step: the training step as written; or its :class:`~vram_guard.plan.source.Source`, where an external
+            loop is followed.
         batch_size: samples that the loader delivers at once, on one process.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
-        gpu: a whole card by name; with neither, the device at hand.
+        gpu: a whole card by name; with neither, this machine's device.
         margin: the share of the budget to leave free; None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; "offload" is every kind of it.
         refused: technique, or "grow" -> why it cannot be applied to this training: left out, and the plan says so.
@@ -156,7 +156,7 @@ def plan(
 
 
 def _environment_settings() -> AllocatorSettings | None:
-    """What the training that is planned for will run under, as far as it can be replayed."""
+    """The allocator settings that the planned training will run under, as far as they can be replayed."""
     from vram_guard.allocator import AllocatorSettings
 
     try:
@@ -191,7 +191,7 @@ def _precisions(
 
 
 def _compute_capability(budget: Budget) -> tuple[int, int] | None:
-    """The budget's GPU's; for a bare amount, that of the device at hand; None: no GPU is known."""
+    """The budget's GPU's; for a bare amount, that of this machine's device; None: no GPU is known."""
     from vram_guard.budget import Budget
 
     if budget.compute_capability is not None:

@@ -1,4 +1,4 @@
-"""Which modules hold the activations that wait for the backward pass (pure over a timeline)."""
+"""The modules that hold the activations saved for the backward pass (pure over a timeline)."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ def unchanged(
 
 
 def fits_reasons(before: Candidate) -> tuple[Reason, ...]:
-    """Why nothing has to change."""
+    """The reasons of a plan that changes nothing."""
     return (Reason(Why.FITS), *tier_reasons(before.estimate))
 
 
 def tier_reasons(estimate: Estimate) -> tuple[Reason, ...]:
-    """What has to be said of an answer that is not exact."""
+    """Remarks on an answer that is not exact."""
     return (Reason(Why.SIZES_ARE_BOUNDS),) if estimate.tier == "partly symbolic" else ()
 
 
@@ -122,7 +122,7 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
 
 
 def shortage(request: Request, estimate: Estimate) -> Reason:
-    """Why the step is not left as it is written."""
+    """The reason why the step is not left as it is written."""
     if request.fits(estimate):
         return Reason(Why.PINNED)
     peak, usable = request.corrected(estimate), request.usable(estimate)

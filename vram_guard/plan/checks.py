@@ -20,7 +20,7 @@ MODES: tuple[str, ...] = get_args(Mode)
 def check_amounts(
     budget: Budget | str | int | None, gpu: str | None, margin: float | None, host_budget: str | int | None
 ) -> None:
-    """Whether these amounts of memory can be read; the device at hand is not asked.
+    """Check that these amounts of memory can be read; the device is not queried.
 
     Raises:
         InvalidInputError: one of them makes no sense, or the GPU is not known.
@@ -37,12 +37,12 @@ def check_amounts(
 
 
 def check_growth(target_utilization: object, lr_rule: object) -> None:
-    """Whether a batch could be enlarged so.
+    """Check the settings with which a batch may grow.
 
     Raises:
         InvalidInputError: a share outside (0, 1], or an unknown rule.
     """
-    # Annotations stop nobody; a comparison with NaN is false.
+    # Annotations are not enforced; a comparison with NaN is false.
     share = target_utilization
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidInputError(
@@ -52,7 +52,7 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
 
 
 def check_mode(mode: object) -> None:
-    """Whether a guard can be told to do so.
+    """Check a guard's mode.
 
     Raises:
         InvalidInputError: it is none of :data:`MODES`.
@@ -61,7 +61,7 @@ def check_mode(mode: object) -> None:
 
 
 def check_loss_weight(loss_weight: object) -> None:
-    """Whether the losses of micro-batches can be weighed so, see :data:`vram_guard.apply.loss_weight.LossWeight`.
+    """Check the weighting of micro-batch losses, see :data:`vram_guard.apply.loss_weight.LossWeight`.
 
     Raises:
         InvalidInputError: it is neither a known word nor a function.
@@ -74,7 +74,7 @@ def check_loss_weight(loss_weight: object) -> None:
 
 
 def check_switches(**switches: object) -> None:
-    """Whether each is on or off.
+    """Check that each is on or off.
 
     Raises:
         InvalidInputError: one is something else; names it.

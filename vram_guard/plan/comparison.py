@@ -35,7 +35,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Compared(Configuration):
-    """What one configuration comes to. Bytes are ints."""
+    """The result of one configuration. Bytes are ints."""
 
     suggested_learning_rate: float | None = None
     """The first configuration's, scaled by the rule to this one's samples per optimizer step; None: not known."""
@@ -48,7 +48,7 @@ class Compared(Configuration):
     largest_batch_size: int | None = None
     """The largest batch that fits as written; 0: not even one sample; None where that was not asked, or failed."""
     error: str = ""
-    """What the model's constructor or the step raised, "" where nothing."""
+    """The error of the model's constructor or of the step, "" where there was none."""
 
     @property
     def precision(self) -> str:
@@ -77,12 +77,12 @@ class Compared(Configuration):
 
     @property
     def fits(self) -> bool:
-        """Whether it fits: as written, or under its plan."""
+        """True if it fits: as written, or under its plan."""
         return self.plan is not None and self.plan.fits
 
     @property
     def fits_as_written(self) -> bool:
-        """Whether it fits without any change."""
+        """True if it fits without any change."""
         return self.plan is not None and self.plan.fits_as_written
 
     @property
@@ -91,7 +91,7 @@ class Compared(Configuration):
         return self.batch_size * self.accumulate / self.seconds if self.seconds else None
 
     def verdict(self) -> str:
-        """What becomes of it, in a few words."""
+        """The verdict in a few words."""
         return self.error if self.plan is None else self.plan.verdict()
 
 
@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def all_fit(self) -> bool:
-        """Whether every one fits, as written or under its plan."""
+        """True if every one fits, as written or under its plan."""
         return all(row.fits for row in self.rows)
 
     def __getitem__(self, name: str) -> Compared:
@@ -141,7 +141,7 @@ def compare(
     Args:
         configurations: what to compare.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
-        gpu: a whole card by name; with neither, the device at hand.
+        gpu: a whole card by name; with neither, this machine's device.
         margin: the share of the budget to leave free; None: the default.
         allow: what a plan may change where a configuration does not fit as written.
         lr_rule: "linear", "sqrt" or "none": how learning rates follow the samples of an optimizer step.
@@ -239,7 +239,7 @@ def _seconds(made: Plan) -> float | None:
 
 
 def _parameters(model: Any) -> int:
-    """How many numbers are in the parameters; ``parameters()`` names shared ones once."""
+    """Number of elements of all parameters; ``parameters()`` yields shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""What options cost and what they take at the least, worked out from the traces of the step's precisions alone."""
+"""Costs of options and lower bounds of their memory, computed from the traces of the step's precisions alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CostModel:
         self._times: dict[Option, StepTime] = {}
         self._steps: dict[tuple[str, int], StepTime] = {}
         self._saved: dict[tuple[str, int], Mapping[str, int]] = {}
-        """Bytes that wait for the backward pass, by module, what lies inside it included."""
+        """Bytes saved for the backward pass, by module, what lies inside it included."""
         self._outside: dict[tuple[str, ...], tuple[int, int]] = {}
 
     # --- time -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class CostModel:
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def lower_bound(self, option: Option) -> LowerBound:
-        """What is alive on the GPU when the optimizer steps, or when a forward pass of the second step ends."""
+        """The memory allocated on the GPU when the optimizer steps, or when a forward of the second step ends."""
         stepping, waiting = self._when_stepping(option), self._when_forward_ends(option)
         if waiting > stepping:
             return LowerBound(waiting, Why.NEEDS_SAVED)

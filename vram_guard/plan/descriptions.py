@@ -155,7 +155,7 @@ def recipe_words(recipe: Recipe) -> list[str]:
 
 
 def offload_words(recipe: Recipe) -> list[str]:
-    """What waits in host memory."""
+    """A description of everything that is kept in host memory."""
     words = []
     if recipe.offload_activations:
         words.append(_("activations of {blocks} on the host", blocks=counted(recipe.offload_activations)))
@@ -169,7 +169,7 @@ def offload_words(recipe: Recipe) -> list[str]:
 
 
 def optimizer_words(recipe: Recipe) -> str:
-    """Which form of the optimizer runs, in a few words."""
+    """The optimizer's form, in a few words."""
     return _(_FORMS[recipe.optimizer]) if recipe.optimizer in _FORMS else _("as written")
 
 

@@ -1,4 +1,4 @@
-"""What fits on every GPU: the largest batch of one training step on each card."""
+"""The largest batch of one training step on each card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGEST_BATCH_ASKED = 2**16
 
 @dataclass(frozen=True)
 class OnGpu:
-    """What one card holds of a training step. Bytes are ints."""
+    """The largest batch on one card. Bytes are ints."""
 
     gpu: GPU
     usable: int
@@ -29,7 +29,7 @@ class OnGpu:
     peak: int
     """Predicted at the largest batch; at one sample where none fits."""
     known: bool = True
-    """Whether the prediction promises anything."""
+    """False where the prediction is a lower bound only."""
 
 
 def on_every_gpu(

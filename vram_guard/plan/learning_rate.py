@@ -1,4 +1,4 @@
-"""How the learning rate follows the effective batch size (pure arithmetic, no torch)."""
+"""Scaling of the learning rate with the effective batch size (pure arithmetic, no torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEARNING_RATE_RULES: tuple[str, ...] = get_args(LearningRateRule)
 
 
 def learning_rate_factor(rule: str, before: int, after: int) -> float:
-    """What every learning rate is multiplied by when the effective batch size changes.
+    """The factor for every learning rate when the effective batch size changes.
 
     With ``k = after / before``: "linear" gives k (Goyal et al. 2017, "Accurate, Large Minibatch SGD",
     sec. 2.1; derived for SGD), "sqrt" gives the square root of k (Krizhevsky 2014, arXiv:1404.5997, sec. 5;
@@ -24,7 +24,7 @@ def learning_rate_factor(rule: str, before: int, after: int) -> float:
         after: samples per optimizer step from now on.
 
     Raises:
-        InvalidInputError: an unknown rule, or a batch size that is no positive whole number.
+        InvalidInputError: an unknown rule, or a batch size that is not a positive whole number.
     """
     one_of("lr_rule", rule, LEARNING_RATE_RULES)
     k = checked_count("effective batch size", after) / checked_count("effective batch size", before)

@@ -46,7 +46,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to run the training step within a budget. Where nothing fits, it is the step as written.
+    """A way to run the training step within a budget. Where nothing fits, it is the step as written.
 
     Bytes are ints. A loaded batch of ``batch_size`` samples runs as ``batch_size // micro_batch_size``
     micro-batches, one after the other; gradients of ``accumulate`` micro-batches make one optimizer step.
@@ -72,7 +72,7 @@ class Plan:
     batch_size_before: int
     effective_batch_size_before: int
     learning_rate_factor: float
-    """What every learning rate has to be multiplied by; 1.0 while the effective batch size stays."""
+    """The factor for every learning rate; 1.0 while the effective batch size stays."""
     fits: bool
     estimate: Estimate
     """The predicted step under this plan, at ``micro_batch_size``."""
@@ -80,26 +80,26 @@ class Plan:
     """The predicted step as written, at the batch size that was asked for."""
     budget: Budget
     reason_values: tuple[Reason, ...]
-    """Why it is what it is, as kinds with figures."""
+    """The reasons for the plan, as kinds with figures."""
     rejected: tuple[Rejected, ...]
     recipe: Recipe = AS_WRITTEN
     """The techniques beyond precision and micro-batches."""
     slowdown: float | None = None
     """Step time over the step time as written, by the cost model; None: not modelled."""
     correction: float = 1.0
-    """What predicted peaks were multiplied by before they were held against the budget."""
+    """The factor that predicted peaks were multiplied by before they were compared with the budget."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
-    """What ``estimate`` was read from, for plots and snapshots."""
+    """The timeline that ``estimate`` was read from, for plots and snapshots."""
     timeline_before: Timeline | None = field(default=None, repr=False, compare=False)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is what it is, in the reader's language."""
+        """The reasons for the plan, in the reader's language."""
         return tuple(map(str, self.reason_values))
 
     @property
     def fits_as_written(self) -> bool:
-        """Whether the step as its author wrote it fits, whatever was planned or pinned."""
+        """True if the step as its author wrote it fits, whatever was planned or pinned."""
         return self.before.fits(self.budget, self.correction)
 
     @property
@@ -114,21 +114,21 @@ class Plan:
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """What waits in host memory, in words."""
+        """A description of everything that is kept in host memory."""
         return tuple(offload_words(self.recipe))
 
     @property
     def peak(self) -> int:
-        """Bytes that are held against the budget: the predicted reserved peak, corrected."""
+        """Bytes that are compared with the budget: the predicted reserved peak, corrected."""
         return self.estimate.corrected(self.correction)
 
     @property
     def changed(self) -> bool:
-        """Whether the plan differs from the step as written."""
+        """True if the plan differs from the step as written."""
         return bool(self.changes())
 
     def changes(self) -> tuple[tuple[str, str, str], ...]:
-        """What differs from the step as written: (name, before, after)."""
+        """Differences from the step as written: (name, before, after)."""
         sizes = (
             (_("precision"), self.precision_before, self.precision),
             (_("batch size"), str(self.batch_size_before), str(self.batch_size)),
@@ -148,7 +148,7 @@ class Plan:
         return nearest(self.rejected)
 
     def verdict(self) -> str:
-        """What becomes of the step, in a few words: "fits", what is changed, or by how much it misses the budget."""
+        """The verdict in a few words: "fits", the changes, or by how much the step exceeds the budget."""
         if self.fits and not self.changed:
             return _("fits")
         if self.fits:

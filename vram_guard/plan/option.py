@@ -39,7 +39,7 @@ class Option(NamedTuple):
 
     @property
     def changes_numbers(self) -> int:
-        """How much the option changes the numbers of the training: 0 nothing, more is more.
+        """A rank for how much the option changes the numbers of the training: 0 nothing, more is more.
 
         Checkpointing and offload compute what was computed before; micro-batches add up the same gradients in
         another order (and take batch normalisation's statistics over fewer samples); a fused optimizer rounds

@@ -17,7 +17,7 @@ from vram_guard.techniques.recipe import OPTIMIZER_FORMS
 
 @dataclass(frozen=True)
 class Pins:
-    """What the search may not choose; None: free. A pin holds whether its technique is allowed or not.
+    """Parts of the plan that the search may not choose; None: free. A pin holds even if its technique is not allowed.
 
     Attributes:
         precision: one of :data:`vram_guard.step.PRECISIONS`.
@@ -77,7 +77,7 @@ class Pins:
             raise InvalidInputError(_("pin: a block is either checkpointed or offloaded, so not all of them both ways"))
 
     def check(self, batch_size: int, capability: tuple[int, int] | None, *, grow: bool, trains: bool) -> None:
-        """Whether the pins go together with the rest of the request.
+        """Check that the pins are consistent with the rest of the request.
 
         Args:
             batch_size: samples that the loader delivers at once.

@@ -96,7 +96,7 @@ class _Trial:
         return missing > 0
 
     def _optimizer_form_useless(self, option: Option, group: _Group, *, exact: bool) -> bool:
-        """Whether forward and backward alone are too much: another form of the optimizer changes nothing of that."""
+        """True if forward and backward alone exceed the budget: another form of the optimizer does not help then."""
         if option.recipe.optimizer not in ("for-loop", "fused"):
             return False
         plain = option._replace(recipe=option.recipe.with_(optimizer="as-written"))
@@ -109,7 +109,7 @@ class _Trial:
         return missing > 0
 
     def misses_budget(self, option: Option, group: _Group, estimate: Estimate) -> bool:
-        """Whether a prediction is not good enough; then the miss is noted."""
+        """True if a prediction is not good enough; the rejected option is noted."""
         if self.request.fits(estimate):
             return False
         peak = self.request.corrected(estimate)
@@ -121,7 +121,7 @@ class _Trial:
         return True
 
     def host_suffices(self, option: Option, candidate: Candidate, group: _Group) -> bool:
-        """Whether host memory holds what the option keeps there; otherwise that is noted."""
+        """True if host memory holds what the option keeps there; otherwise that is noted."""
         host, usable = candidate.estimate.host_peak, self.request.host_usable
         if usable is None or host <= usable:
             return True
@@ -177,12 +177,12 @@ class _Trial:
         return None
 
     def _least_fits(self, family: OptionFamily) -> bool:
-        """Whether the group's smallest micro-batches with every block treated fit: if not, no member will do."""
+        """True if the group's smallest micro-batches with every block treated fit: if not, no member will do."""
         least = family._replace(splits=self.request.space.splits[-1]).option(family.lengths[-1])
         return self.fitting(least, family.group, exact=self._directly(family)) is not None
 
     def _directly(self, family: OptionFamily) -> bool:
-        """Whether direct traces are no more than the two that give the law for all sizes of a split step.
+        """True if direct traces are no more than the two that give the law for all sizes of a split step.
 
         Whole batches have one size only.
         """
@@ -190,7 +190,7 @@ class _Trial:
         return family.splits == 1 or len(splits) - (1 in splits) <= LAW_TRACES
 
     def _fits_or_dominated(self, family: OptionFamily, length: int, best: Key | None, *, exact: bool) -> bool:
-        """Whether this many blocks fit, or are more than would be taken anyhow: those are not worth a trace.
+        """True if this many blocks fit, or are more than would be taken anyhow: those are not worth a trace.
 
         Calling them fitting only leads to fewer blocks. What is found so is never later in the order under a bigger
         budget: both parts of the condition hold there whenever they hold here.

@@ -34,18 +34,18 @@ class LowerBound(NamedTuple):
     size: int
     """Bytes."""
     why: Why
-    """What alone takes them: a reason with an ``amount``."""
+    """The part of the step that takes them alone: a reason with an ``amount``."""
 
 
 class Costs(Protocol):
-    """What options cost, known without tracing each of them. Independent of any budget."""
+    """Costs of options, known without tracing each of them. Independent of any budget."""
 
     def relative(self, option: Option) -> float:
         """Step time under the option over the step time as written; a model."""
         ...
 
     def lower_bound(self, option: Option) -> LowerBound:
-        """What the option takes at the very least."""
+        """The least memory that the option can take."""
         ...
 
 
@@ -84,7 +84,7 @@ class Space:
     recipes: tuple[Recipe, ...] = (AS_WRITTEN,)
     prefixes: tuple[BlockPrefix, ...] = ()
     incompatible: Callable[[Option], str] = field(default=lambda _option: "", compare=False)
-    """Why an option's parts do not go together ("" where they do)."""
+    """The reason why an option's parts cannot be combined ("" where they can)."""
 
     def families(self) -> Iterator[OptionFamily]:
         """Every family whose parts go together."""
@@ -121,22 +121,22 @@ class OptionFamily(NamedTuple):
 
     @property
     def group(self) -> tuple[str, Recipe, BlockPrefix | None]:
-        """What families that differ only in their micro-batches have in common."""
+        """The key that families share which differ only in their micro-batches."""
         return self.precision, self.recipe, self.prefix
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the search; sizes in samples, amounts in bytes."""
+    """The question to the search; sizes in samples, amounts in bytes."""
 
     batch_size: int
     precision: str
     budget: Budget
     space: Space
     why_precision: Reason = field(default_factory=lambda: Reason(Why.NOT_ALLOWED))
-    """Why the precisions in the space are those."""
+    """The reason for the precisions in the space."""
     why_not_split: Reason = field(default_factory=lambda: Reason(Why.NO_ACCUMULATION))
-    """Why there are no smaller micro-batches in the space, where there are none."""
+    """The reason why there are no smaller micro-batches in the space, where there are none."""
     accumulate: int = 1
     ranks: int = 1
     grow: bool = False
@@ -147,7 +147,7 @@ class Request:
     host_usable: int | None = None
     """Bytes of host memory that techniques may take; None: not known, not limited."""
     correction: float = 1.0
-    """What predicted peaks are multiplied by, at least 1: earlier runs took more than predicted."""
+    """The factor for predicted peaks, at least 1: earlier runs took more than predicted."""
 
     @property
     def samples_per_batch(self) -> int:
@@ -168,7 +168,7 @@ class Request:
         return estimate.corrected(self.correction)
 
     def fits(self, estimate: Estimate) -> bool:
-        """Whether a prediction is known to stay within the budget."""
+        """True if a prediction is known to stay within the budget."""
         return estimate.fits(self.budget, self.correction)
 
 

@@ -33,7 +33,7 @@ class TraceRequest:
     sliced_by: SlicedBy = "loop"
     """Of no meaning for one slice."""
     forward_again: bool = False
-    """Whether slices run their forward once more in the backward pass."""
+    """True if slices run their forward once more in the backward pass."""
 
     @property
     def slices_of_model(self) -> int:
@@ -45,7 +45,7 @@ class TraceRequest:
 class Source:
     """A training step that can be followed under the options of a plan.
 
-    An adapter that follows a loop of somebody else's hands one to :func:`vram_guard.plan.plan`; for a TrainingStep
+    An adapter that follows an external loop hands one to :func:`vram_guard.plan.plan`; for a TrainingStep
     :func:`source_of` makes it.
     """
 
@@ -59,19 +59,19 @@ class Source:
     ranks: int = 1
     """Processes that share the work."""
     trains: bool = True
-    """Whether there is an optimizer."""
+    """True if there is an optimizer."""
     clips: bool = False
-    """Whether gradients are clipped."""
+    """True if gradients are clipped."""
     sharded: bool = False
-    """Whether parameters on the host are sharded over the ranks by whoever traces (FSDP2)."""
+    """True if parameters on the host are sharded over the ranks by the tracing code (FSDP2)."""
     sliced_by: SlicedBy = "loop"
     forward_again: bool = False
-    """Whether slices run their forward once more in the backward pass."""
+    """True if slices run their forward once more in the backward pass."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
 
     def request(self, precision: str, splits: int, recipe: Recipe, size: int) -> TraceRequest:
-        """What is traced for an option: two micro-batches tell of all, except where the model slices."""
+        """The request that is traced for an option: two micro-batches stand for any number, unless the model slices."""
         if splits == 1:
             return TraceRequest(size, precision, recipe)
         slices = splits if self.sliced_by == "model" else 2

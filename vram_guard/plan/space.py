@@ -26,7 +26,7 @@ MOST_FROZEN = 4
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model offers to the techniques."""
+    """The parts of a model that techniques can be applied to."""
 
     blocks: tuple[str, ...] = ()
     """Modules that can be checkpointed or offloaded, in the order of their forward."""
@@ -41,7 +41,7 @@ class Parts:
 
 
 def parts_of(model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | None) -> Parts:
-    """What the model offers to the techniques.
+    """The parts of the model that techniques can be applied to.
 
     Args:
         model: of the step.
@@ -192,7 +192,7 @@ def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[
 
 
 def _orders(blocks: tuple[str, ...], parts: Parts) -> Iterator[tuple[str, ...]]:
-    """In which order blocks are checkpointed: most bytes for a second of recomputing first, or largest first.
+    """The order in which blocks are checkpointed: most bytes for a second of recomputing first, or largest first.
 
     Equal blocks in the order of their forward: the first ones are recomputed last, when all later blocks' activations
     are gone, so that they raise the peak least.
@@ -213,7 +213,7 @@ def _recompute_is_cheaper(blocks: tuple[str, ...], parts: Parts) -> bool:
 
 
 def _form_on_host(recipe: Recipe) -> str:
-    """Why another form of the optimizer has no sense ("" where it has)."""
+    """The reason why another form of the optimizer is useless ("" where it is useful)."""
     on_host = recipe.optimizer_on_host and recipe.optimizer != "as-written"
     if on_host or (recipe.parameters_on_host and recipe.optimizer in ("fused", "8bit")):
         return "an optimizer on the host has no other form"

@@ -91,7 +91,7 @@ def seconds_as_written(made: Plan) -> float:
 
 
 def relative_cost(option: StepTime, as_written: StepTime) -> float:
-    """How many times as long the step takes under an option; both for the same number of samples."""
+    """The step time under an option, relative to the step as written; both for the same number of samples."""
     if as_written.seconds == 0:
         raise InvalidInputError(_("the step as written takes no time at all: there is nothing to compare with"))
     return option.seconds / as_written.seconds
@@ -125,7 +125,7 @@ def _gradient(block: Block) -> bool:
     return block.category == "gradients"
 
 
-# --- parts, for options that nobody has traced ----------------------------------------------------------------------
+# --- parts, for options that have not been traced --------------------------------------------------------------------
 
 
 def recompute_seconds(
@@ -136,7 +136,7 @@ def recompute_seconds(
     *,
     micro_batches: int = 1,
 ) -> StepTime:
-    """What checkpointing these modules adds to a step that was traced without it: their forward once more.
+    """The time that checkpointing these modules adds to a step traced without it: their forward once more.
 
     Torch stops a recomputation at the last tensor that the backward pass needs (``_StopRecomputationError`` in
     torch/utils/checkpoint.py): what follows it in a module, and a last product, whose operands are all that is needed
@@ -173,7 +173,7 @@ def _calls(work: Iterable[Work], chosen: frozenset[str]) -> list[list[Work]]:
 
 
 def _needed(call: list[Work]) -> int:
-    """How many of a call's operators run again before the last tensor that its backward pass needs is there."""
+    """The number of a call's operators that run again before the last tensor that its backward pass needs is there."""
     end = len(call)
     while end and call[end - 1].operator.startswith(_SAVES_NOTHING):
         end -= 1
@@ -204,7 +204,7 @@ def forward_seconds_by_module(
 def offload_seconds(
     size: int, gpu: GPU | str | None = None, *, pinned: bool = True, both_ways: bool = True
 ) -> StepTime:
-    """What moving ``size`` bytes to the host, and back if ``both_ways``, adds to a step. It overlaps with nothing."""
+    """The time for moving ``size`` bytes to the host, and back if ``both_ways``. It overlaps with nothing."""
     card, assumptions = _card(gpu, (8, 0))
     rate, unknown = link_rate(card, pinned=pinned)
     return StepTime(transfers=(2 if both_ways else 1) * size / rate, assumptions=(*assumptions, *unknown))
@@ -222,7 +222,7 @@ def ancestors(path: str) -> Iterable[str]:
 
 
 def assumed_gpu(compute_capability: tuple[int, int]) -> GPU:
-    """The card that stands for a compute capability while nobody names one: the slowest that has it.
+    """The card that stands for a compute capability while none is named: the slowest that has it.
 
     Where the catalogue has no such card, the newest older capability stands in, or the oldest there is.
     """

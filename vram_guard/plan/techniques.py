@@ -1,4 +1,4 @@
-"""What a plan may change, and what each change does to a timeline (pure functions)."""
+"""The changes that a plan may make, and the effect of each on a timeline (pure functions)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def resident_batch(timeline: Timeline, traced: int, resident: int) -> Timeline:
 
 
 def uses_batch_norm(timeline: Timeline) -> bool:
-    """Whether a batch normalisation ran: splitting changes what its statistics are taken over."""
+    """True if a batch normalisation ran: splitting changes the batch of its statistics."""
     return any("batch_norm" in block.operator for block in timeline.blocks)
 
 

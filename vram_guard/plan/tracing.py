@@ -60,7 +60,7 @@ class Traces:
         return self._resident(self._exact[request], option)
 
     def _request(self, option: Option, size: int = 0) -> TraceRequest:
-        """What has to be traced for an option."""
+        """The request that has to be traced for an option."""
         return self.source.request(option.precision, option.splits, option.unordered.recipe, size)
 
     def _at(self, request: TraceRequest) -> Callable[[int], Timeline]:

@@ -52,11 +52,11 @@ class Variants(Comparison):
         return fitting[0] if fitting else None
 
     def explain(self) -> str:
-        """What was chosen and why, and what becomes of every other variant; several lines."""
+        """The choice with its reason, and the verdict on every other variant; several lines."""
         return "\n".join([self.choice(), "", *(f"  - {row.name}: {_line(row)}" for row in self.rows)])
 
     def choice(self) -> str:
-        """What was chosen and why, in one line."""
+        """The choice with its reason, in one line."""
         chosen, size = self.chosen, self.batch_size
         if chosen is None or chosen.plan is None:
             return _(
@@ -103,7 +103,7 @@ def variants(
     settings: AllocatorSettings | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Variants:
-    """What each variant of a model takes at one batch size, and the largest that fits.
+    """Predict the memory of each variant of a model at one batch size, and choose the largest that fits.
 
     Variants that share everything but the model are made from one step::
 
@@ -148,7 +148,7 @@ def _named_steps(steps: object) -> list[tuple[str, TrainingStep]]:
     """Names with their steps, in order.
 
     Raises:
-        InvalidInputError: not a mapping or pairs, a name that is no text or empty, or something else than a step.
+        InvalidInputError: not a mapping or pairs, a name that is not a text or empty, or something else than a step.
     """
     advice = _("give {example}", example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}")
     try:

@@ -25,7 +25,7 @@ def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[st
 
     Args:
         answer: a plan, or an estimate.
-        budget: what an estimate is held against; a plan brings its own.
+        budget: what an estimate is compared with; a plan brings its own.
     """
     if isinstance(answer, Plan):
         return {"schema": SCHEMA, "kind": "plan", **_plan(answer), "budget": _budget(answer.budget)}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
     from vram_guard.timeline import Tier, Timeline
 
-#: Drawn where nobody names cards: common ones from 8 to 80 GB, one of each size.
+#: Drawn where no cards are named: common ones from 8 to 80 GB, one of each size.
 COMMON_CARDS = ("RTX 3070", "RTX 3060 12GB", "RTX 4080", "RTX 4090", "L40S", "A100 SXM4 80GB")
 
 #: Points of the curve between 1 and its end.

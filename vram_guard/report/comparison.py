@@ -27,7 +27,7 @@ def render(answer: Comparison, *, width: int | None = None, unicode: bool | None
     """The table as plain text, with the choice among variants above it and the budget below.
 
     Args:
-        answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` said.
+        answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` returned.
         width: columns; None: 118.
         unicode: whether to draw with more than ASCII; None: where standard output is UTF.
     """
@@ -39,7 +39,7 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
     """Print the table, in colour where the stream is a terminal.
 
     Returns:
-        False where nobody reads the stream any more.
+        False where the stream is no longer read.
     """
     return console.show(lambda unicode: _report(answer, unicode=unicode), DEFAULT_WIDTH, file)
 

@@ -19,7 +19,7 @@ def as_text(report: RenderableType, width: int) -> str:
 
 
 def is_unicode(encoding: str | None = None) -> bool:
-    """Whether more than ASCII can be drawn in an encoding; None: in standard output's."""
+    """True if more than ASCII can be drawn in an encoding; None: in standard output's."""
     return (encoding or getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith(("utf-", "utf8"))
 
 
@@ -28,11 +28,11 @@ def show(report: Callable[[bool], RenderableType], width: int, file: TextIO | No
 
     Args:
         report: makes it, with more than ASCII or without.
-        width: columns where the stream is no terminal.
+        width: columns where the stream is not a terminal.
         file: the stream; None: standard output.
 
     Returns:
-        False where nobody reads the stream any more; training must not end because of that.
+        False where the stream is no longer read; training must not end because of that.
     """
     stream = file or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"

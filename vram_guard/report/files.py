@@ -20,7 +20,7 @@ class NotWrittenWarning(UserWarning):
 def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> bool:
     """Write a file so that a reader sees the old one or the new one, never a part.
 
-    The content goes to a temporary file beside it, which is then renamed: the last of two writers wins.
+    The content goes to a temporary file next to it, which is then renamed: the last of two writers wins.
     Missing folders are made.
 
     Returns:

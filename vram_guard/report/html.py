@@ -1,6 +1,6 @@
 """One HTML file that says it all, to be sent to a colleague: verdict, numbers, charts, the plan and its reasons.
 
-It asks nobody for anything: style, script and data stand in the file, and a content security policy forbids the browser
+It requests nothing: style, script and data stand in the file, and a content security policy forbids the browser
 every request. It follows the reader's light or dark theme, and without a script only the values under the pointer are
 missing.
 """
@@ -54,7 +54,7 @@ def html_report(
     Args:
         answer: a plan, or an estimate.
         timeline: what an estimate was read from, for its charts; a plan brings its own.
-        budget: what an estimate is held against; a plan brings its own.
+        budget: what an estimate is compared with; a plan brings its own.
         gpus: whose largest batches are shown, beside the budget; None: common cards, and none at all where each batch
             size would have to be traced anew.
         settings: the allocator's settings; None: PyTorch's defaults.

@@ -230,7 +230,7 @@ def _spans(axes: Axes, chart: Chart) -> None:
 
 
 def _marks(axes: Axes, chart: Chart) -> None:
-    """Budgets, dots, and what is said beside them."""
+    """Budgets, dots, and their labels."""
     for limit in chart.limits:
         axes.axhline(limit, color=LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), label=_("budget"), zorder=4)
     for dot in chart.dots:

@@ -1,4 +1,4 @@
-"""The symbolic answer beside a closed form, in words and for programs."""
+"""The symbolic answer next to a closed form, in words and for programs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SymbolicAnswer:
 
     estimate: Estimate
     budget: Budget | None
-    """None: nobody said how much there is."""
+    """None: the amount is unknown."""
     largest_batch: int | None
     """None without a budget."""
     plan: Plan | None = None
-    """Where one was asked for."""
+    """The plan, where one was asked for."""
 
     @property
     def fits(self) -> bool:

@@ -61,7 +61,7 @@ def render(
 
     Args:
         answer: a plan, or an estimate.
-        budget: what an estimate is held against; a plan brings its own.
+        budget: what an estimate is compared with; a plan brings its own.
         console: where to print.
         width: columns; None: the console's, else 80.
         unicode: whether to draw with more than ASCII; None: where the console, or standard output, is UTF.
@@ -79,7 +79,7 @@ def show(answer: Plan | Estimate, *, budget: Budget | None = None, file: TextIO 
     """Print the report whatever the stream is: no terminal, another encoding than UTF-8, a closed pipe.
 
     Returns:
-        False where nobody reads the stream any more; training must not end because of that.
+        False where the stream is no longer read; training must not end because of that.
     """
     return show_report(lambda unicode: _report(answer, budget, unicode=unicode), DEFAULT_WIDTH, file)
 
@@ -118,7 +118,7 @@ def _heading(title: str) -> Text:
 
 
 def _table(content: Content, signs: _Signs) -> Table:
-    """Category, bytes and share; beside an estimate as written, where there is another one."""
+    """Category, bytes and share; next to an estimate as written, where there is another one."""
     table = Table(box=signs.table, pad_edge=False)
     for number, head in enumerate(content.peak_heads()):
         table.add_column(head, justify="right" if number else "left")

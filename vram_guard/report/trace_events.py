@@ -98,7 +98,7 @@ def _phases(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _modules(timeline: Timeline) -> list[dict[str, Any]]:
-    """A slice for each stretch in which one module allocates; frees belong to whoever allocated last."""
+    """A slice for each stretch in which one module allocates; frees belong to the module that allocated last."""
     slices: list[dict[str, Any]] = []
     start, running = 0, ""
     for index, event in enumerate(timeline.events):

@@ -83,7 +83,7 @@ def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked:
 
 
 def traced_at(run: Callable[[int], Timeline], batch_size: int) -> Timeline:
-    """What ``run`` follows at one batch size alone; other sizes that the timeline is asked for are traced anew."""
+    """Trace ``run`` at one batch size; other sizes that the timeline is asked for are traced anew."""
     return replace(run(batch_size), retrace=lambda size: traced_at(run, size))
 
 

@@ -69,7 +69,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 _SHARDED = "test_what_the_trace_allocates_is_the_sequence_of_a_real_run"
 _SHARDED_SCRIPT = "test_a_script_is_sharded_as_our_own_technique_shards_it"
 
-#: Only for steps whose parameters wait on the host.
+#: Only for steps whose parameters are kept on the host.
 FSDP_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C:StorageBase.resize_", "memory of unsharded parameters comes and goes", _SHARDED),
     PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.__enter__", "shapes are derived, not computed", _SHARDED),

@@ -15,7 +15,7 @@ MUTABLE = (list, dict, set, deque)
 
 
 def children(part: Any) -> dict[Any, Any] | None:
-    """The parts of a container by key, index or field; None for what is no container that can be rebuilt."""
+    """The parts of a container by key, index or field; None for what is not a container that can be rebuilt."""
     if isinstance(part, Mapping):
         return dict(part.items())
     if isinstance(part, (list, tuple)):
@@ -45,7 +45,7 @@ def rebuilt(part: Any, parts: dict[Any, Any]) -> Any:
 
 
 def leaves(part: Any) -> Iterator[Any]:
-    """Everything in nested containers that is no container, in order."""
+    """Everything in nested containers that is not a container, in order."""
     parts = children(part)
     if parts is None:
         yield part
@@ -55,7 +55,7 @@ def leaves(part: Any) -> Iterator[Any]:
 
 
 def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
-    """The same nested containers with ``function`` applied to what is no container."""
+    """The same nested containers with ``function`` applied to what is not a container."""
     parts = children(part)
     if parts is None:
         return function(part)

@@ -1,4 +1,4 @@
-"""Activation offload: what autograd saves in the forward pass waits in host memory for the backward pass.
+"""Activation offload: what autograd saves in the forward pass is kept in host memory until the backward pass.
 
 ``torch.autograd.graph.save_on_cpu`` with three differences: weights and buffers, which the GPU holds anyway, are left
 where they are; what several operators save is copied once; and pinned copies, too, come back with the strides of what
@@ -112,7 +112,7 @@ class _View:
 
 
 class _Elsewhere:
-    """A copy of a tensor that is no plain stretch of memory: sparse, conjugated, a subclass."""
+    """A copy of a tensor that is not a plain stretch of memory: sparse, conjugated, a subclass."""
 
     __slots__ = ("device", "host")
 

@@ -48,7 +48,7 @@ def frozen_candidates(model: nn.Module, *, at_least: int = WORTH_MOVING) -> tupl
 
 
 def keep_on_host(model: nn.Module, names: Iterable[str], device: torch.device | str) -> Callable[[], None]:
-    """Let the named modules' parameters wait in host memory and come to ``device`` only for their forward.
+    """Let the named modules' parameters stay in host memory and come to ``device`` only for their forward.
 
     Moving the model afterwards (``model.to("cuda")``) moves all but these parameters; a change of dtype reaches them.
 
@@ -157,7 +157,7 @@ def _install(hooks: Any, module: nn.Module, name: str, device: torch.device) -> 
         undo_placement()
         cleaning.remove()
         hooks.remove_hook_from_module(module)
-        if other is not None:  # somebody else's hook, which accelerate took away with ours
+        if other is not None:  # a hook that is not ours, which accelerate removed with ours
             hooks.add_hook_to_module(module, other)
         elif forward is None:
             module.__dict__.pop("forward", None)  # accelerate leaves the bound method there, which no pickle likes

@@ -121,7 +121,7 @@ def host_optimizer() -> Any:
             return {p: p._version for p in self.param_d2h_map}  # noqa: SLF001 - named in autograd's documentation
 
         def _follow(self) -> None:
-            """Parameters that somebody else wrote to since (a checkpoint that was loaded) are copied once more."""
+            """Parameters that other code wrote to since (a checkpoint that was loaded) are copied once more."""
             with torch.no_grad():
                 for parameter, version in self._versions_now().items():
                     if self._versions[parameter] != version:
@@ -192,7 +192,7 @@ def host_optimizer() -> Any:
 
 
 def _placed(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """A state beside its parameter, as ``torch.optim.Optimizer.load_state_dict`` does it; fused: the count as well."""
+    """A state next to its parameter, as ``torch.optim.Optimizer.load_state_dict`` does it; fused: the count as well."""
     import torch
 
     def placed(name: str, value: Any) -> Any:

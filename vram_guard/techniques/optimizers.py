@@ -80,7 +80,7 @@ def _torch_class(optimizer: torch.optim.Optimizer) -> str:
 
 # --- fused, for-loop -------------------------------------------------------------------------------------------------
 
-#: What the constructors set beside the groups (torch/optim/{adam,sgd,adagrad}.py, ``if fused:``).
+#: Attributes that the constructors set besides the groups (torch/optim/{adam,sgd,adagrad}.py, ``if fused:``).
 _FLAGS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
@@ -215,7 +215,7 @@ def repoint(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     scheduler.optimizer = optimizer
 
 
-#: What torch's schedulers write into parameter groups beside the rate itself.
+#: Keys that torch's schedulers write into parameter groups besides the rate itself.
 _KEPT_BY_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "initial_momentum", "max_momentum", "base_momentum")
 
 

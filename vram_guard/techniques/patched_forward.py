@@ -51,7 +51,7 @@ class PatchedForward:
         self.module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """The module's forward is as before, even where somebody else has wrapped this one since."""
+        """The module's forward is as before, even where other code has wrapped this one since."""
         self.active = False
         if self.module.__dict__.get("forward") is not self:
             return

@@ -54,7 +54,7 @@ def optimizer_for(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opt
     """The optimizer as the recipe wants it: in another form, or on the host; the same object where neither is asked.
 
     Raises:
-        UnsupportedTechniqueError: this optimizer cannot be had so.
+        UnsupportedTechniqueError: this optimizer does not exist in that form.
         MissingLibraryError: the library that has it is not installed.
     """
     if recipe.optimizer != "as-written":

@@ -21,9 +21,9 @@ class Recipe:
 
     Attributes:
         checkpoint: modules that keep only their inputs and compute their forward again in the backward pass.
-        offload_activations: modules whose saved tensors wait in host memory for the backward pass; "" is the whole
+        offload_activations: modules whose saved tensors stay in host memory for the backward pass; "" is the whole
             model. Disjoint from ``checkpoint``.
-        frozen_on_host: modules without trained parameters whose weights wait in host memory and come to the GPU
+        frozen_on_host: modules without trained parameters whose weights stay in host memory and come to the GPU
             only for their forward.
         optimizer: "fused" (one kernel, no temporaries), "for-loop" (no foreach lists), "8bit" (8-bit AdamW).
         optimizer_on_host: optimizer states, and the step itself, live in host memory.

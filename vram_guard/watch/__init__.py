@@ -1,1 +1,1 @@
-"""Watch: what training really takes, beside what was predicted; and going on when memory runs out after all."""
+"""Watch: the measured memory compared with the prediction; and recovery when memory runs out after all."""

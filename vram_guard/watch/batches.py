@@ -39,7 +39,7 @@ class BatchPass:
     parts: list[MicroBatch]
     loss_weight: LossWeight
     attempt: Attempt | None
-    """Where recovery is armed."""
+    """The attempt of the pass, where recovery is armed."""
 
     @property
     def whole(self) -> bool:
@@ -72,7 +72,7 @@ class MicroBatches:
     Args:
         splitter: how they are cut; None: learned from the first batch that has to be.
         loss_weight: what the loss is over the samples of a batch.
-        recovery: takes a batch through running out of memory; None: errors are left alone.
+        recovery: recovers a batch from running out of memory; None: errors are left alone.
         schedule: the sizes of micro-batches to take; None: the splitter's.
     """
 

@@ -30,7 +30,7 @@ KEPT = 5
 MOST_FILES = 256
 """Trainings that are remembered; the longest unused go first."""
 LARGEST_RATIO = 10.0
-"""More than that is no error of a prediction, but something else on the device."""
+"""More than that is not an error of a prediction, but something else on the device."""
 LARGEST_FILE = 4096
 """Bytes; a file of ours is far smaller."""
 
@@ -83,7 +83,7 @@ def fingerprint(model: nn.Module, precision: str) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where corrections are kept; None where this user has no place of their own.
+    """The folder where corrections are kept; None where this user has no such folder.
 
     ``VRAM_GUARD_CACHE``, else the platform's rule: ``XDG_CACHE_HOME`` or ``~/.cache``, ``~/Library/Caches`` on macOS,
     ``LOCALAPPDATA`` on Windows.

@@ -1,4 +1,4 @@
-"""The first steps of one training, measured: put beside the prediction, and remembered for the next run."""
+"""The first steps of one training, measured: compared with the prediction, and remembered for the next run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted beside measured, after the first steps of a training."""
+"""Predicted and measured peaks, after the first steps of a training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Measured:
     predicted_allocated: int
     predicted_reserved: int
     allocated: int | None
-    """Peak of this training; None where it cannot be told, for an earlier peak of the process was higher."""
+    """Peak of this training; None where it is unknown, because an earlier peak of the process was higher."""
     reserved: int | None
 
     @property
@@ -52,8 +52,9 @@ class Measured:
 class Watcher:
     """Measures one training's first steps.
 
-    It is made before the model is on the device: what is there by then is somebody else's. Peaks are never reset, for
-    the user's code may read them; so a peak counts only once it rises above that of everything before the training.
+    It is made before the model is on the device: what is there by then is not its own. Peaks are never reset,
+    because the user's code may read them; so a peak counts only once it rises above that of everything before the
+    training.
 
     Args:
         reader: the device's memory.

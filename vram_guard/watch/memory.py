@@ -1,4 +1,4 @@
-"""The device's memory as PyTorch counts it, behind one small seam; and giving back what a broken step holds."""
+"""The device's memory as PyTorch counts it, behind one interface; and releasing what a failed step holds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Failure:
 
 
 def drop_traceback(error: BaseException) -> Failure:
-    """Write an error down and clear the frames of its traceback, which hold the broken step's activations.
+    """Write an error down and clear the frames of its traceback, which hold the failed step's activations.
 
     Frames that still run are left alone. The caller must not keep the error itself.
     """

@@ -22,7 +22,7 @@ from vram_guard.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-#: Seconds between two looks unless the caller says otherwise: as often as drivers bring their figures up to date.
+#: Sampling interval in seconds unless the caller says otherwise: as often as drivers bring their figures up to date.
 INTERVAL = 1.0
 SHORTEST_INTERVAL = 0.05
 
@@ -34,13 +34,13 @@ class ProcessSummary:
     pid: int
     name: str
     peak: int | None
-    """Bytes; None where the driver does not tell."""
+    """Bytes; None where the driver does not report it."""
     utilization_mean: float | None
 
 
 @dataclass(frozen=True)
 class GpuSummary:
-    """One GPU over the whole time; amounts in bytes, utilisation from 0 to 1, None where it is not told."""
+    """One GPU over the whole time; amounts in bytes, utilisation from 0 to 1, None where it is unavailable."""
 
     gpu: str
     name: str
@@ -153,7 +153,7 @@ def _summed(watched: _Watched) -> GpuSummary:
 
 
 def checked_interval(seconds: object) -> float:
-    """Seconds between two looks.
+    """Sampling interval in seconds.
 
     Raises:
         InvalidInputError: no number, or shorter than :data:`SHORTEST_INTERVAL`.
@@ -186,7 +186,7 @@ def watch(
         sampler: what to ask.
         monitor: adds the moments up.
         seconds: how long; None: until ``stop``, or an exception (Ctrl-C).
-        interval: seconds between two looks; a slow look delays the next one, none is made up for.
+        interval: sampling interval in seconds; a slow look delays the next one, none is made up for.
         tell: called with the seconds since the start and the moment.
         stop: ends it early.
 
@@ -255,7 +255,7 @@ def device_sampler(device: torch.device) -> Iterator[Sampler]:
     """A sampler over the one CUDA device that a training runs on.
 
     Raises:
-        NoDeviceError: it is no CUDA device, or NVML does not know it.
+        NoDeviceError: it is not a CUDA device, or NVML does not know it.
         DeviceQueryError: the driver is there but does not answer.
     """
     if device.type != "cuda":

@@ -32,7 +32,7 @@ from vram_guard.watch.recovery import Recovery
 def guard_step(
     optimizer: torch.optim.Optimizer, recovery: Recovery, checkpoint: Callable[[], str] = str
 ) -> Callable[[], None]:
-    """Take ``optimizer.step`` through out-of-memory errors.
+    """Recover ``optimizer.step`` from out-of-memory errors.
 
     Args:
         optimizer: its ``step`` is replaced on the instance.
@@ -221,7 +221,7 @@ class _OptimizerState:
         return ", ".join(found)
 
     def restore(self) -> None:
-        """Throw away the state that the broken step made."""
+        """Throw away the state that the failed step made."""
         state = self._optimizer.state
         for owner in list(state):
             if owner not in self._keys:

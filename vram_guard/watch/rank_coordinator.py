@@ -32,7 +32,7 @@ class Verdict(IntEnum):
 
     FINE = 0
     OUT_OF_MEMORY = 1
-    """It can be taken back and tried again."""
+    """It can be rolled back and tried again."""
     STOPPED = 2
     """The rank raises an error and takes part in nothing more."""
 

@@ -1,4 +1,4 @@
-"""Going on after a real out-of-memory error: the broken attempt is taken back, and the same batch runs again.
+"""Recovery after a real out-of-memory error: the failed attempt is rolled back, and the same batch runs again.
 
 A batch is an *attempt* at a micro-batch size. Before it, the state that forward changes is remembered; gradients of
 earlier batches are set aside before its first backward; what it logs is kept back by the caller. When its gradients
@@ -34,7 +34,7 @@ MAX_RECOVERIES = 8
 
 
 class ElsewhereError(Exception):
-    """Another rank ran out of memory; this rank's attempt is taken back with it."""
+    """Another rank ran out of memory; this rank's attempt is rolled back with it."""
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Recovery:
             self.snapshot.check()
             self.snapshot.restore()
             smaller = schedule.below(samples_of())
-        except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must hear of it
+        except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must be told
             kind = "" if isinstance(error, CannotRollBackError) else f"{type(error).__name__}: "
             obstacle = _("the attempt cannot be repeated: {why}", why=f"{kind}{error}")
         self.snapshot.forget()

@@ -1,8 +1,8 @@
-"""Take back what a broken attempt at a batch leaves behind outside of gradients.
+"""Roll back the effects of a failed attempt at a batch outside of gradients.
 
-Taken back are the random number generators of Python, NumPy and torch, and the state of the modules: buffers
+Rolled back are the random number generators of Python, NumPy and torch, and the state of the modules: buffers
 (BatchNorm's running statistics), metrics' states, plain attributes, lists that grew. Parameters are not copied: an
-attempt that changes them cannot be taken back, which is noticed and said.
+attempt that changes them cannot be rolled back, which is detected and reported.
 
 An attempt's start costs about a microsecond per module, and a copy of the buffers: one kernel per dtype for
 those up to 1 MiB each, a copy on the host for larger ones, and for large ones that have not changed from one batch
@@ -77,7 +77,7 @@ class StateSnapshot:
         self._copies, self._on_host, self._quiet = [], [], []
 
     def check(self) -> None:
-        """Check that the attempt can be taken back.
+        """Check that the attempt can be rolled back.
 
         Raises:
             CannotRollBackError: it changed parameters, or a large tensor that never changed before.
@@ -103,7 +103,7 @@ class StateSnapshot:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what changes inside the block when the attempt is taken back (hooks that run once a batch)."""
+        """Keep what changes inside the block when the attempt is rolled back (hooks that run once a batch)."""
         attributes = [dict(vars(kept.module)) for kept in self._modules]
         contents = [[look(container, LOOKED_INTO) for container, _before in kept.contents] for kept in self._modules]
         parameters = [version_of(parameter) for parameter in self.parameters]

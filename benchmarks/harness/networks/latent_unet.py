@@ -1,4 +1,4 @@
-"""The U-Net of latent diffusion: residual blocks with a time embedding, and transformers that look at a text.
+"""The U-Net of latent diffusion: residual blocks with a time embedding, and transformers conditioned on a text.
 
 Written out after Rombach et al. 2022, "High-Resolution Image Synthesis with Latent Diffusion Models" (section 3.3 and
 appendix E), in the size that Stable Diffusion 1 made common: 859,520,964 parameters.
@@ -159,7 +159,7 @@ class UNet(nn.Module):
 
 
 def _down() -> tuple[nn.ModuleList, list[int]]:
-    """The way down, and the channels of everything that the way up looks at again."""
+    """The way down, and the channels of everything that the way up uses again."""
     parts, channels = nn.ModuleList(), CHANNELS[0]
     skips = [channels]
     for level, width in enumerate(CHANNELS):

@@ -1,6 +1,6 @@
 """Lift, Splat (Philion and Fidler, ECCV 2020, arXiv 2008.05711), with a small backbone.
 
-Every feature of every camera is lifted along its ray to all depths, weighed by a predicted distribution over them, and
+Every feature of every camera is lifted along its ray to all depths, weighted by a predicted distribution over them, and
 splatted onto a map seen from above, where a small network segments the cars. Memory goes into the lifted features:
 cameras x depths x height x width x channels of them for each sample.
 """
@@ -117,7 +117,7 @@ class LiftSplat(BaseModel):
         """The sum of what falls into each cell; (samples, channels, cells, cells)."""
         samples = calibration.shape[0]
         places = self._cells_of(calibration).flatten()
-        # One cell more, for what falls beside the map: no size depends on where the points are.
+        # One cell more, for what falls outside the map: no size depends on where the points are.
         canvas = lifted.new_zeros(samples * self.cells**2 + 1, self.channels)
         canvas = canvas.index_add(0, places, lifted.reshape(-1, self.channels))
         return canvas[:-1].view(samples, self.cells, self.cells, self.channels).permute(0, 3, 1, 2)

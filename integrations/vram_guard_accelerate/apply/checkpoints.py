@@ -1,7 +1,7 @@
-"""The factor that the learning rates in a checkpoint of ``save_state`` contain, in a file beside it.
+"""The factor that the learning rates in a checkpoint of ``save_state`` contain, in a file next to it.
 
-A checkpoint of a run with a larger batch brings back rates that were multiplied. Whoever loads it has to know by what:
-the guard that grows again, by another factor or by none, and the dry run of a launch that changes nothing else.
+A checkpoint of a run with a larger batch brings back rates that were multiplied. The code that loads it has to know the
+factor: the guard that grows again, by another factor or by none, and the dry run of a launch that changes nothing else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_factor(folder: Path, factor: float) -> None:
 
 
 def read_factor(folder: Path) -> float:
-    """By what the learning rates in this checkpoint were multiplied; 1 where nobody says so."""
+    """By what the learning rates in this checkpoint were multiplied; 1 where it is not recorded."""
     path = folder / STATE
     return float(json.loads(path.read_text(encoding="utf-8"))[_KEY]) if path.is_file() else 1.0
 
@@ -79,7 +79,7 @@ def loaded_folder(accelerator: Any, folder: Any) -> Path | None:
 
 
 def own_folder(accelerator: Any) -> Path | None:
-    """Where Accelerate names checkpoints itself; None where the script does."""
+    """The folder in which Accelerate names checkpoints itself; None where the script names them."""
     project = getattr(accelerator, "project_dir", None)
     if project is None or not accelerator.project_configuration.automatic_checkpoint_naming:
         return None

@@ -35,11 +35,11 @@ VARIABLES = {
 
 
 def announce(classes: Iterable[str], environment: MutableMapping[str, str] | None = None) -> None:
-    """Tell Accelerate, before the script makes its Accelerator, in every process of the launch.
+    """Set up Accelerate, before the script makes its Accelerator, in every process of the launch.
 
     Args:
         classes: names of the classes whose modules are groups of their own; none: the model is one group.
-        environment: what the process has been told so far; None: ``os.environ``.
+        environment: the process's variables so far; None: ``os.environ``.
     """
     environment = os.environ if environment is None else environment
     environment.update(VARIABLES)

@@ -27,7 +27,7 @@ class LoadersMade:
         self._all.append((loader, place_of(frame)))
 
     def place_of_training(self, sample: Sample) -> LoaderPlace | None:
-        """Where the loader was made that delivered these samples, with their batch size; None where there is none."""
+        """The place where the loader of these samples, with their batch size, was made; None where there is none."""
         batches = getattr(sample.loader, "batch_sampler", None)  # Accelerate hands it on to its own loader
         same = [one for one in self._all if batches is not None and one[0].batch_sampler is batches]
         for loader, place in same or [one for one in self._all if one[0].dataset is sample.loader.dataset]:

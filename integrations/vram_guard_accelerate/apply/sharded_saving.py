@@ -58,14 +58,14 @@ def _whole(_model: nn.Module, state: dict[str, Any], _prefix: str, _metadata: An
 
 
 def _asked_by_library(frame: Any) -> bool:
-    """Whether ``Module.state_dict`` was called by torch's or Accelerate's own code."""
+    """True if ``Module.state_dict`` was called by torch's or Accelerate's own code."""
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
         frame = frame.f_back
     return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_KNOWING)
 
 
 def lines_that_save_shards(script: str) -> list[int]:
-    """Lines of a script that would write shards, or wait for ever, where there are several processes.
+    """Lines of a script that would write shards, or hang, where there are several processes.
 
     Those are ``save_pretrained`` with neither ``state_dict`` nor ``is_main_process``, and ``state_dict()`` itself; not
     all of them speak of the sharded model.

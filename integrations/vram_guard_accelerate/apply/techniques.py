@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vram_guard.apply.microbatch import Layout
     from vram_guard.techniques import Recipe
 
-# ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
+# ruff: noqa: SLF001 - every private name of Accelerate used here is listed in private_api.py
 
 
 def set_precision(accelerator: Any, precision: str) -> None:

@@ -1,4 +1,4 @@
-"""A plan that nobody made beforehand: the first process of a launch plans, and all of them hold the same plan."""
+"""A plan that was not made beforehand: the first process of a launch plans, and all of them hold the same plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""accelerate's own launchers, started in a way that tells how they ended."""
+"""accelerate's own launchers, started so that their exit codes are known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
 
 
 def say_what_is_ignored() -> None:
-    """Tell whoever started this launch with signals switched off that they do not end it."""
+    """Warn that signals which were ignored when this launch was started do not end it."""
     names = ", ".join(number.name for number in signals.ignored())
     if names:
         say(
@@ -58,7 +58,7 @@ def _one_process(words: Sequence[str]) -> int:
 
 
 def _in_front(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the script is in the terminal's foreground group, which gets Ctrl-C from the terminal itself."""
+    """True if the script is in the terminal's foreground group, which gets Ctrl-C from the terminal itself."""
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgid(process.pid)
     except (OSError, ValueError, AttributeError):

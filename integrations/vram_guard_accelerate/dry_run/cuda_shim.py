@@ -1,6 +1,6 @@
-"""The dry run until ``Accelerator.prepare``: the script's own code runs for real, on the CPU, and believes in a GPU.
+"""The dry run until ``Accelerator.prepare``: the script's own code runs for real, on the CPU, with a simulated GPU.
 
-Models are built and loaded with real values, for their constructors may look at them. What the script moves to the GPU
+Models are built and loaded with real values, because their constructors may read them. What the script moves to the GPU
 stays where it is and is remembered: from ``prepare`` on it is symbolic.
 """
 
@@ -43,12 +43,12 @@ class CudaShim(TorchFunctionMode):
         self._begun = False
 
     def begin(self) -> None:
-        """From here on there is a GPU, as far as the script can tell; called again, it does nothing."""
+        """From here on the script finds a GPU; called again, it does nothing."""
         if self._begun:
             return
         self._begun = True
         self._stack.enter_context(replaced(torch.cuda, self._answers))
-        torch.Generator = _Generator  # type: ignore[misc] # for good: scripts seed on their device
+        torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
         self._stack.enter_context(imports_run_for_real(self))
         self.active = True
         self._stack.enter_context(self)
@@ -91,14 +91,14 @@ _RealGenerator = torch.Generator
 
 
 class _AsReal(type):
-    """Whose instances are the real generators."""
+    """Metaclass that takes the real generators for its instances."""
 
     def __instancecheck__(cls, thing: object) -> bool:
         return isinstance(thing, _RealGenerator)
 
 
 class _Generator(metaclass=_AsReal):
-    """``torch.Generator``, which lies on the CPU whatever the device: nobody looks at its numbers."""
+    """``torch.Generator``, which lies on the CPU whatever the device: its numbers are not used."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _RealGenerator(device="cpu" if _is_gpu(device) else device)

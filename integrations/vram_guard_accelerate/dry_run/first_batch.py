@@ -21,7 +21,7 @@ class LaunchShape:
     """The launch that a dry run stands for."""
 
     capability: tuple[int, int]
-    """Compute capability of the GPU that is pretended."""
+    """Compute capability of the simulated GPU."""
     ranks: int
     """Processes of the real launch."""
     local_ranks: int
@@ -30,7 +30,7 @@ class LaunchShape:
 
 @dataclass
 class ScriptObservations:
-    """What a script was seen to do by itself, before it trains."""
+    """Facts observed while a script ran by itself, before it trains."""
 
     options: ScriptOptions = field(default_factory=ScriptOptions)
     loaders: LoadersMade = field(default_factory=LoadersMade)
@@ -59,7 +59,7 @@ class FirstBatch:
     """Those that were prepared, in order."""
     sample: Sample
     fork_server: ForkServer | None
-    """Makes copies in which the model is sharded; None where parameters may not wait on the host."""
+    """Makes copies in which the model is sharded; None where parameters may not be kept on the host."""
 
     @property
     def root(self) -> nn.Module:
@@ -78,12 +78,12 @@ class FirstBatch:
 
     @property
     def loader_place(self) -> LoaderPlace | None:
-        """Where the script makes the training's loader; None where it makes none of its batch size."""
+        """The place where the script makes the training's loader; None where it makes none of its batch size."""
         return self.script.loaders.place_of_training(self.sample)
 
     @property
     def compiled(self) -> bool:
-        """Whether ``torch.compile`` compiles a model as a whole."""
+        """True if ``torch.compile`` compiles a model as a whole."""
         backend = getattr(self.accelerator.state.dynamo_plugin, "backend", "NO")
         compiled = any(hasattr(part, "_orig_mod") for part in self.root.modules())
         return compiled or str(getattr(backend, "value", backend)).upper() != "NO"

@@ -16,7 +16,7 @@ from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.training_probe import TrainingProbe
 
-#: Seconds that planning may take, in a copy of a process that cannot tell whether it trains yet.
+#: Seconds that planning may take, in a copy of a process that does not know yet whether it trains.
 PATIENCE = 1800.0
 
 
@@ -36,11 +36,11 @@ class FollowingPhase(LoopPhase):
         return self.run.phase.next_batch(batches)
 
     def differentiates(self) -> None:
-        """Tell the probe that this loop trains."""
+        """Report to the probe that this loop trains."""
         self._probe.differentiated()
 
     def _trains(self) -> bool:
-        """Whether whoever asks for a batch now is about to train on it."""
+        """True if the caller that asks for a batch now is about to train on it."""
         if not torch.is_grad_enabled() or not self.loop.models:
             return False
         return any(model.training for model in self.loop.models) or self._probe.trains_from_here(PATIENCE)

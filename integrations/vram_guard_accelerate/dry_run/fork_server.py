@@ -56,7 +56,7 @@ class ForkServer:
         return Fork(process, reading, is_child=False)
 
     def end(self) -> None:
-        """End the server: nobody will ask any more."""
+        """End the server: no more tasks will come."""
         self._asking.close()
         with contextlib.suppress(OSError):
             os.kill(self._process, signal.SIGKILL)
@@ -66,7 +66,7 @@ class ForkServer:
 
 def _serve(asked: socket.socket) -> NoReturn:
     """Copy this process for every task; raises :class:`ForkEntered` in the copies."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies: they are reaped automatically
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the copies are not waited for: they are reaped automatically
     while True:
         try:
             head, pipes, *_rest = socket.recv_fds(asked, _SIZE.size, 1)

@@ -83,7 +83,7 @@ class ForkedPhase(LoopPhase):
         return self._sample.make(self._request.batch_size * self._request.slices_of_model)
 
     def moving_batch(self) -> AbstractContextManager[object]:
-        """Tell the tracer."""
+        """Notify the tracer."""
         return self.loop.tracer.loading()
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:

@@ -41,7 +41,7 @@ class ForkedTraces:
         self.why_not_sliced = ""
         """The reason why a copy that worked in slices came to no answer; "" where none failed."""
         self.why_not_sharded = ""
-        """The same of a copy whose parameters wait on the host."""
+        """The same of a copy whose parameters are kept on the host."""
 
     def first_look(self) -> FirstLook:
         """The loop as written, at its own batch size: what it does, before anything is planned."""

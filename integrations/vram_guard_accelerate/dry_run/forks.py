@@ -38,7 +38,7 @@ class ParentPipe:
 
 
 class ForkEntered(BaseException):
-    """Raised in a copy, to leave the frames of whoever asked for it; holds what the copy is to do."""
+    """Raised in a copy, to leave the frames of its caller; holds what the copy is to do."""
 
     def __init__(self, task: Any, parent: ParentPipe) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from vram_guard_accelerate.patching import made_by_script, wrap
 
 
 def install(run: DryRun) -> None:
-    """Report what the script does to the phase of its dry run, for good: this process is for nothing else."""
+    """Report what the script does to the phase of its dry run, permanently: this process has no other purpose."""
     import accelerate.data_loader
     import accelerate.state
     from accelerate import Accelerator

@@ -84,14 +84,14 @@ class BatchIterator:
 
 
 class Phase:
-    """What is done at the places of a script that the patches watch; here: the script runs as it would."""
+    """Behaviour at the places of a script that the patches watch; here: the script runs as it would without them."""
 
     def __init__(self, run: DryRun) -> None:
         self.run = run
 
     @property
     def forwards(self) -> int:
-        """How often prepared models were called."""
+        """Number of calls of prepared models."""
         return 0
 
     def state_made(self) -> None:

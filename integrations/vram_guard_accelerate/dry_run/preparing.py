@@ -1,4 +1,4 @@
-"""The first phase: the script until ``Accelerator.prepare``, real on the CPU, with a GPU pretended."""
+"""The first phase: the script until ``Accelerator.prepare``, real on the CPU, with a simulated GPU."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def stopped(reason: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class LoopFacts:
-    """What the loop was seen to do in its first two optimizer steps."""
+    """Facts observed in the first two optimizer steps of the loop."""
 
     batches_per_step: int
     """Training batches from the first optimizer step to the second."""

@@ -67,7 +67,7 @@ class ScriptOptions:
 
     @property
     def scales_rates(self) -> bool:
-        """Whether the script itself multiplies its learning rate with the batch size that its options name."""
+        """True if the script itself multiplies its learning rate with the batch size that its options name."""
         return any(name in self._parsed and bool(self._parsed[name].value) for name in SCALING_OPTIONS)
 
     def _with_value(self, names: tuple[str, ...], value: int) -> str:

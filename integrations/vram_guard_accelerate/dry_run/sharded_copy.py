@@ -31,7 +31,7 @@ class Sharding:
         self.copy: ShardedCopy | None = None
 
     def start_server(self, accelerator: Any) -> None:
-        """Leave a copy of the process here, for steps whose parameters wait on the host; at the first place only.
+        """Leave a copy of the process here, for steps whose parameters are kept on the host; at the first place only.
 
         Returns in the original, and once more in every copy that was asked for, where ``copy`` is set then.
         """

@@ -34,7 +34,7 @@ FILES = {
 #: Methods with which the classes of Transformers, Diffusers and PEFT save themselves, some of them not in Python.
 SAVING = ("save_pretrained", "save_config", "save_lora_weights", "save_lora_adapter", "save_attn_procs")
 
-#: What safetensors' functions call, whoever has imported those -> what stands in for what it returns.
+#: What safetensors' functions call, in any module that has imported them -> a substitute for the result.
 SAFETENSORS: dict[str, Any] = {
     "serialize_file": None,
     "serialize": b"",
@@ -127,7 +127,7 @@ def _classes() -> set[type]:
 
 
 def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
-    """Nobody is there to answer: a script that asks is stopped, and told why."""
+    """No user is there to answer: a script that asks is stopped with an error that says why."""
 
     def asked(*_args: Any, **_kwargs: Any) -> NoReturn:
         stopped(_("it reads from standard input, where nobody answers during a dry run"))

@@ -1,4 +1,4 @@
-"""Programs that a script may start by itself from ``prepare`` on: those that tell something, and change nothing.
+"""Programs that a script may start by itself from ``prepare`` on: those that report something, and change nothing.
 
 Until ``prepare`` a script runs for real, and so does what it starts. From then on its loop runs in several copies of
 its process, each of which would start the program again. Which commit it is or what ``nvidia-smi`` says may be asked
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from vram_guard.language import _
 from vram_guard_accelerate.patching import wrap
 
-#: Programs that only tell something, whatever their arguments are.
+#: Programs that only report something, whatever their arguments are.
 TELLING = frozenset(
     {
         *("nvidia-smi", "rocm-smi", "xpu-smi", "hostname", "uname", "whoami", "id", "pwd", "which", "whereis"),
@@ -28,7 +28,7 @@ TELLING = frozenset(
     }
 )
 
-#: Programs some of whose commands only tell something.
+#: Programs some of whose commands only report something.
 TELLING_COMMANDS = {
     "git": ("rev-parse", "rev-list", "describe", "status", "log", "diff", "show", "ls-files", "ls-remote", "version"),
     "pip": ("freeze", "list", "show", "--version"),
@@ -41,7 +41,7 @@ _SHELLS_OWN = frozenset("<>|;&$`\n")
 
 
 def only_tells(command: Any, *, in_shell: bool = False) -> bool:
-    """Whether a program changes nothing, as far as its command says.
+    """True if a program changes nothing, as far as its command says.
 
     Args:
         command: text, or words, as ``subprocess.Popen`` takes them.
@@ -74,7 +74,7 @@ def words_of(command: Any) -> list[str]:
 
 
 def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
-    """From now on, for good: a program that may change something ends the dry run.
+    """From now on a program that may change something ends the dry run.
 
     Args:
         stopped: ends it, given the reason.

@@ -1,4 +1,4 @@
-"""A probe for loops over batches that train, where the models' mode does not say so.
+"""A probe for loops over batches that train, where the models' mode does not show it.
 
 Models come from ``from_pretrained`` in evaluation mode, Transformers' Trainer loads the batches of a step before it
 calls ``train()``, and adapters are trained in evaluation mode altogether; on the other hand, evaluations often run
@@ -36,7 +36,7 @@ class TrainingProbe:
         return self._latest
 
     def trains_from_here(self, patience: float) -> bool:
-        """Whether the batch that is asked for is the training's first; called where the mode does not say so.
+        """True if the requested batch is the training's first; called where the mode does not show it.
 
         Args:
             patience: seconds that a copy may take.

@@ -34,7 +34,7 @@ MOST_REMEMBERED = 64
 #: Files that say what a model or a training is, rather than hold what came of it.
 DESCRIPTIONS = (".json", ".yaml", ".yml", ".toml", ".py", ".cfg")
 
-#: Variables that accelerate and torchrun put into the environment of a rank; a dry run is no rank.
+#: Variables that accelerate and torchrun put into the environment of a rank; a dry run is not a rank.
 OF_A_RANK = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -48,9 +48,9 @@ class Prediction:
 
     answer: DryRunAnswer
     log: str
-    """Where the script's own prints are."""
+    """Path of the file with the script's own output."""
     remembered: bool = False
-    """Whether an earlier dry run of an equal launch gave it."""
+    """True if it comes from an earlier dry run of an equal launch."""
 
 
 def predict(
@@ -205,12 +205,12 @@ def _how_it_ended(code: int) -> str:
 
 
 def _leave(number: int, _frame: Any) -> None:
-    """SIGTERM and SIGHUP become exceptions, as SIGINT is one: whoever ends us ends the dry run too."""
+    """SIGTERM and SIGHUP become exceptions, as SIGINT is one: what ends us ends the dry run too."""
     sys.exit(signals.EXIT_BASE + number)
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    """The script's own environment, on a machine without a GPU: no driver is touched, the GPU is pretended."""
+    """The script's own environment, on a machine without a GPU: no driver is touched, the GPU is simulated."""
     environment = {name: value for name, value in {**os.environ, **added}.items() if name not in OF_A_RANK}
     environment.update(SILENT_ENVIRONMENT)
     environment.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="False", PYTHONUNBUFFERED="1")

@@ -32,7 +32,7 @@ class DryRunRequest:
     local_ranks: int = 1
     """Processes that share a machine, and its memory."""
     relaunch: Relaunch | None = None
-    """What this launch is, if it is not as it was typed."""
+    """The changes with which this is launched; None: as it was typed."""
 
     def relaunched(self, relaunch: Relaunch) -> DryRunRequest:
         """The same for a relaunch of the launch as it was typed."""

@@ -1,4 +1,4 @@
-"""Parameters on the host by FSDP2, in a plan: where they cannot be, and what whoever chooses them should know."""
+"""Parameters on the host by FSDP2, in a plan: where they are not possible, and what to know before choosing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vram_guard_accelerate.settings import Settings
 
 
 def why_not_sharded(first: FirstBatch) -> str:
-    """The reason why parameters cannot wait on the host in this script; "" where nothing is known against it.
+    """The reason why parameters cannot be kept on the host in this script; "" where nothing is known against it.
 
     What is not seen here (tied weights, lists of parameters that are clipped, averages of weights) is seen when a copy
     of the script is followed.

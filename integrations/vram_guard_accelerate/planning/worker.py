@@ -26,12 +26,12 @@ from vram_guard_accelerate.script_files import imported_files
 
 
 def main() -> NoReturn:
-    """Follow the script that the request names, and write the answer beside the request."""
+    """Follow the script that the request names, and write the answer next to the request."""
     folder = Path(sys.argv[1])
     request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
     try:
         _follow(request, lambda answer: _answer(folder, answer))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to hear of it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
         _answer(folder, DryRunFailure.of(error, request.command[0]))
 
 
@@ -61,7 +61,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
             )
         )
 
-    # As in vram_guard.plan: of a GPU that nobody named, the oldest generation with bfloat16 is assumed.
+    # As in vram_guard.plan: of an unnamed GPU, the oldest generation with bfloat16 is assumed.
     shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
     run = DryRun(shape, decided, may_shard="offload_parameters" in settings.techniques)
     forks.check_forks()

@@ -44,7 +44,7 @@ def why_not_accumulated(profile: LoopProfile, ranks: int) -> str:
 
 
 def _unequal(profile: LoopProfile) -> Iterator[str]:
-    """Losses whose parts would not weigh the same in smaller batches."""
+    """Losses whose parts would not have the same weight in smaller batches."""
     for terms in profile.losses:
         for term in terms:
             if not term.known and not profile.counts_items:
@@ -182,7 +182,7 @@ def loss_weight(
         other_samples: see ``other``.
 
     Returns:
-        Which, and why that cannot be told ("" where it can).
+        Which, and the reason why that is unknown ("" where it is known).
     """
     if len(one) != len(other):
         return "mean", _("it returns different numbers at different batch sizes")

@@ -132,7 +132,7 @@ class CostMeter:
             return
         try:
             self._count(kind, args, kwargs, out)
-        except (RuntimeError, NotImplementedError):  # a sparse tensor, or an argument that is no dense memory
+        except (RuntimeError, NotImplementedError):  # a sparse tensor, or an argument that is not dense memory
             return
 
     def _count(self, kind: _Kind, args: Args, kwargs: dict[str, Any], out: Any) -> None:

@@ -87,7 +87,7 @@ def _answering(value: Any) -> Callable[..., Any]:
 
 
 def while_active(state: Activity, simulated: Any, original: Any) -> Any:
-    """``simulated`` while the trace runs and ``original`` ever after, for whoever got hold of it."""
+    """``simulated`` while the trace runs and ``original`` ever after, for code that kept a reference to it."""
     if isinstance(original, type):
 
         def new(cls: type, *args: Any, **kwargs: Any) -> Any:

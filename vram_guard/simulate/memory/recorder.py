@@ -18,7 +18,7 @@ from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
 _OWN_ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
-#: How the packages of our adapters begin: what they wrap is somebody else's.
+#: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
 
 

@@ -126,7 +126,7 @@ _answer: ContextVar[Answer | None] = ContextVar("_answer", default=None)
 
 
 def workspace(call: Convolution) -> int | None:
-    """Bytes of workspace for this call; None where nobody is asked, or nothing is known."""
+    """Bytes of workspace for this call; None where no library is asked, or nothing is known."""
     answer = _answer.get()
     return None if answer is None else answer(call)
 

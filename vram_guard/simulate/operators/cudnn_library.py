@@ -80,7 +80,7 @@ def installed() -> Path | None:
 
 
 def _load_cublas(path: Path) -> None:
-    """Load cuBLAS from the wheels beside it: a cuDNN that finds none aborts the process.
+    """Load cuBLAS from the wheels next to it: a cuDNN that finds none aborts the process.
 
     Raises:
         OSError: there is none, or it cannot be loaded.
@@ -107,10 +107,10 @@ class Library:
     """One cuDNN, loaded into this process.
 
     Args:
-        path: of ``libcudnn.so.9`` in the folders of NVIDIA's wheels: its other libraries stand beside it.
+        path: of ``libcudnn.so.9`` in the folders of NVIDIA's wheels: its other libraries lie next to it.
 
     Raises:
-        OSError: it cannot be loaded, cuBLAS is not beside it, or it is too old to plan without a GPU.
+        OSError: it cannot be loaded, cuBLAS is not next to it, or it is too old to plan without a GPU.
     """
 
     def __init__(self, path: str | Path) -> None:

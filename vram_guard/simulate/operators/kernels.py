@@ -1,4 +1,4 @@
-"""Temporaries of single CUDA kernels, beside their results: sorts, embeddings, softmax, matrix products.
+"""Temporaries of single CUDA kernels, besides their results: sorts, embeddings, softmax, matrix products.
 
 Every handler of an operator, here and in this folder's other modules, gets ``(recorder, func, args, kwargs)`` and
 returns the operator's results; new storages among them are recorded by the caller. Temporaries are recorded in the

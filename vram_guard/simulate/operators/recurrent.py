@@ -12,7 +12,7 @@ from vram_guard.simulate.memory.recorder import Recorder
 def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Output, last states, cuDNN's reserve space for backward, the flattened weights (no copy: they are flat).
 
-    The reserve's size is cuDNN's secret; modelled as what the backward needs of every step, layer and direction:
+    The reserve's size is not published; modelled as what the backward needs of every step, layer and direction:
     the gates, for LSTM the cell, and the hidden state between layers.
     """
     source, _weights, _stride, _buffer, state, cell, mode, hidden_size, projection = args[:9]

@@ -50,11 +50,11 @@ class SymbolicMode(TorchDispatchMode):
         self.matmuls = Matmuls(recorder, capability)
         self.meter = CostMeter(recorder)
         self.waiting: dict[int, str] = {}
-        """Storages of weights that wait on the host -> the module they belong to."""
+        """Storages of weights that are kept on the host -> the module they belong to."""
         self._plans: dict[Any, Runner] = {}
         self._rules: dict[Any, shape_rules.Rule | None] = {}
         self.operations = 0
-        # How releases of torch count the handle that asks differs: a tensor that nobody shares tells.
+        # How releases of torch count the handle that asks differs: measured on a tensor that is not shared.
         self._sole_user = _storage_users(torch.empty(1, device=_META))
 
     @classmethod
@@ -156,7 +156,7 @@ class SymbolicMode(TorchDispatchMode):
             elif device.type == "cpu" and any_symbolic(args):
                 kwargs = {**kwargs, "device": _META}
                 to_host = True
-                # A copy that nobody waits for goes to pinned memory (ATen/native/TensorConversions.cpp, `pin_out`).
+                # A copy that is not waited for goes to pinned memory (ATen/native/TensorConversions.cpp, `pin_out`).
                 pinned = bool(kwargs.get("non_blocking")) and not self._all_on_host(args)
             elif device.type == "meta" and self.recorder.has_host_tensors:
                 to_host = self._all_on_host(args)  # a change of type only: it stays where it is
@@ -223,7 +223,7 @@ class SymbolicMode(TorchDispatchMode):
         return self._generic(func, args, kwargs)
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Autograd's own sum of two gradients is done in place where nobody else holds the first one.
+        """Autograd's own sum of two gradients is done in place where nothing else holds the first one.
 
         With a dispatch mode on, torch takes every tensor for a subclass and makes a third one instead
         (``InputBuffer::accumulate``, ``can_accumulate_inplace``); undone here.
@@ -291,7 +291,7 @@ class SymbolicMode(TorchDispatchMode):
     # --- helpers ---------------------------------------------------------------------------------------------
 
     def _check_waiting(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Weights that wait on the host meet no tensor on the GPU but in a copy: torch would raise, and so do we."""
+        """Weights that are kept on the host meet no tensor on the GPU but in a copy: torch would raise here too."""
         if func._schema.name in _COPIES:
             return
         tensors = [tensor for tensor in tensors_in(args) if is_symbolic(tensor) and tensor.dim()]

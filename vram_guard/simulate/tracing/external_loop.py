@@ -1,4 +1,4 @@
-"""Trace a training loop that somebody else runs (a script's own) and record what it would allocate.
+"""Trace a training loop that other code runs (a script's own) and record what it would allocate.
 
 :func:`vram_guard.trace` calls the step itself. A script's loop cannot be called: it is there once, in the script's own
 process. So here the simulated CUDA device stays on for the rest of that process, the script's own tensors become

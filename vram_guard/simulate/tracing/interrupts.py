@@ -32,7 +32,7 @@ def interrupts_held_back() -> Iterator[Interrupts]:
     """Inside the block SIGINT waits for :meth:`Interrupts.deliver`, or for the end of the block.
 
     Pressed twice, it is raised at once. Only Python's main thread receives signals: elsewhere nothing changes, nor
-    where somebody else handles SIGINT in C or ignores it.
+    where other code handles SIGINT in C or ignores it.
     """
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None

@@ -238,7 +238,7 @@ class _Run:
             make_buckets(model, self.recorder)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
-        """Place the weights: those that wait on the host never take GPU memory for longer than they are used."""
+        """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
         recipe = self.step.recipe
         waiting = [model.get_submodule(name).parameters() for name in recipe.frozen_on_host]
         for tensor in moved if recipe.parameters_on_host else itertools.chain(*waiting):

@@ -1,4 +1,4 @@
-"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does beside operators is recorded."""
+"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does besides operators is recorded."""
 
 from __future__ import annotations
 

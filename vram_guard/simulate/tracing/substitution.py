@@ -69,7 +69,7 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def check_module(model: nn.Module) -> None:
-    """Refuse models that are no plain torch modules, before anything is touched.
+    """Refuse models that are not plain torch modules, before anything is touched.
 
     Raises:
         UnsupportedStepError: lazy modules whose shapes are not known yet, sharded or quantised parameters.
