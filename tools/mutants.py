@@ -1,4 +1,4 @@
-"""Which small faults in the code would no test notice: ``make mutants``.
+"""Mutation testing, ``make mutants``: find small faults in the code that no test would notice.
 
 For each room a seeded sample of changes is made, one node each: comparisons, signs, constants, ``and``/``or``, ``not``,
 results replaced by None. Each is run against the tests nearest to the room, in a copy of the working tree. A mutant is
@@ -67,7 +67,7 @@ ROOMS = {
     "integrations/vram_guard_accelerate": ["test_accelerate*"],
 }
 LEAST_LIMIT, TIMES_USUAL = 30, 4  # seconds, and how often as long as without a change the tests may take
-#: Operators, and what stands in their places.
+#: Operators, and their replacements.
 PAIRS = {"Lt": "LtE", "Gt": "GtE", "Eq": "NotEq", "Is": "IsNot", "In": "NotIn", "And": "Or", "Add": "Sub"}
 ONE_WAY = {"Mult": "FloorDiv", "FloorDiv": "Mult", "Div": "Mult", "Mod": "Mult", "Pow": "Mult"}
 SWAPS = {
@@ -95,7 +95,7 @@ class Mutant:
 
 
 def changes(node: ast.AST) -> Iterator[str]:
-    """What may stand in the place of a node."""
+    """The nodes that may replace a node."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in SWAPS:
             yield f"({ast.unparse(ast.Compare(left, [SWAPS[type(op)]()], [right]))})"

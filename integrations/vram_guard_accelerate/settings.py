@@ -58,7 +58,7 @@ class Settings(PlanSettings):
         return super().techniques - NOT_HERE.keys() - (ONLY_BY_NAME - set(self.allow or ()))
 
     def asks(self, technique: str) -> bool:
-        """Whether a technique, or "grow", was asked for by its name, or is by default."""
+        """True if a technique, or "grow", was asked for by its name, or is by default."""
         return self.grow if technique == "grow" else technique in (self.allow or ())
 
     @classmethod

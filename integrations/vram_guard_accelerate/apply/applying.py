@@ -114,7 +114,7 @@ class PlanInstaller:
     # --- a larger batch ---------------------------------------------------------------------------------------
 
     def _larger_batches(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """The training's loaders, told by where the script makes them, deliver more at once."""
+        """The training's loaders, identified by where the script makes them, deliver more at once."""
         given = inspect.signature(original).bind(*args, **kwargs)
         maker = sys._getframe(2)  # noqa: SLF001 - who makes it is the question
         its_size = given.arguments.get("batch_size") == self.plan.batch_size
@@ -171,7 +171,7 @@ class PlanInstaller:
 
 
 def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:
-    """Whether schedulers were made over rates that were scaled already: their base is the optimizer's own."""
+    """True if schedulers were made over rates that were scaled already: their base is the optimizer's own."""
     bases = [getattr(one, "base_lrs", None) for one in schedulers]
     rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
     return factor == 1 or all(base is None or list(base) == rates for base in bases)

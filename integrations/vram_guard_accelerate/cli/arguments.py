@@ -29,7 +29,7 @@ class LaunchArguments:
     arguments: tuple[str, ...]
     """The script's own."""
     module: bool
-    """Whether ``script`` names a module (``-m``)."""
+    """True if ``script`` names a module (``-m``)."""
 
 
 def parsed(arguments: Sequence[str]) -> LaunchArguments:
@@ -37,7 +37,7 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
 
     Raises:
         InvalidInputError: no script, one that is not there, an option that makes no sense.
-        SystemExit: with 0 for ``--help``, with 2 for options that nobody knows, as argparse does.
+        SystemExit: with 0 for ``--help``, with 2 for unknown options, as argparse does.
     """
     both = launch_parser()
     add_options(both)

@@ -15,7 +15,7 @@ from vram_guard.language import _, marked
 from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
 from vram_guard_accelerate.settings import Settings
 
-#: Launchers that hand the model to somebody else, by accelerate's own option, and what to do about it.
+#: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {
     "use_deepspeed": marked("DeepSpeed builds an engine of its own around the model"),
     "use_fsdp": marked("FSDP shards the model over the processes"),
@@ -27,22 +27,22 @@ NOT_FOLLOWED = {
 
 @dataclass(frozen=True)
 class Target:
-    """Where and how a script will run."""
+    """The processes, devices and environment that a script will run with."""
 
     ranks: int
     """Processes that train together."""
     machines: int
     """On which they are spread evenly."""
     environment: Mapping[str, str]
-    """What accelerate adds to the environment of a script."""
+    """Variables that accelerate adds to the environment of a script."""
     gpu_ids: str
     """accelerate's ``--gpu_ids``: "all", or numbers."""
     simple: bool
-    """Whether accelerate starts one process by itself, without torchrun."""
+    """True if accelerate starts one process by itself, without torchrun."""
 
 
 def target_of(launch: LaunchArguments) -> Target:
-    """What accelerate makes of its options, its config file and the environment.
+    """Read accelerate's options, its config file and the environment as accelerate does.
 
     Raises:
         InvalidInputError: accelerate refuses its options or its config file.
@@ -95,7 +95,7 @@ def simple_launch(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """It says which defaults it takes; it says so again when it launches."""
+    """It prints the defaults that it takes; it prints them again when it launches."""
     logger = logging.getLogger("accelerate.commands.launch")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -106,7 +106,7 @@ def _quiet() -> Iterator[None]:
 
 
 def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
-    """What every process may take: that of the GPU with the least memory.
+    """The budget of every process: that of the GPU with the least memory.
 
     Raises:
         NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.

@@ -99,13 +99,13 @@ class FollowedLoop:
 
     @property
     def optimizers_behind(self) -> bool:
-        """Whether a prepared optimizer has not taken its second step."""
+        """True while a prepared optimizer has not taken its second step."""
         prepared = self.accelerator._optimizers
         return any(self._steps.get(id(getattr(one, "optimizer", one)), 0) < 2 for one in prepared)
 
     @property
     def updates_others(self) -> bool:
-        """Whether an optimizer updates parameters of none of the prepared models."""
+        """True if an optimizer updates parameters of none of the prepared models."""
         own = {id(parameter) for model in self.models for parameter in model.parameters()}
         return any(
             id(parameter) not in own
@@ -124,7 +124,7 @@ class LoopPhase(Phase):
 
     @property
     def forwards(self) -> int:
-        """How often prepared models were called."""
+        """Number of calls of prepared models."""
         return self.loop.forwards
 
     def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:

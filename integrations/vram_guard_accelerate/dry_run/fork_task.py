@@ -14,8 +14,8 @@ class ForkTask:
 
     request: TraceRequest
     compares_samples: bool = False
-    """Whether the loop as written was seen to compare the samples of its batch."""
+    """True if the loop as written compares the samples of its batch."""
     layouts: tuple[Layout | None, ...] = ()
     """How the arguments of the models are cut into slices, where they are."""
     first_look: bool = False
-    """Whether the profile of the loop is asked for too: as written, at its own batch size."""
+    """True if the profile of the loop is wanted too: as written, at its own batch size."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vram_guard.capture.loader import Sample
 
-#: Optimizer steps for which learning rates are foretold.
+#: Optimizer steps for which learning rates are predicted.
 FORETOLD = 2000
 
 
@@ -49,11 +49,11 @@ class LoopProfile:
     losses: tuple[tuple[Term, ...], ...]
     """The terms of everything that ``backward`` was called for."""
     counts: tuple[tuple[str, int], ...]
-    """How often gradients were clipped, and how often set to zero."""
+    """Numbers of gradient clippings and of calls that set gradients to zero."""
     rates: tuple[tuple[float, ...], ...]
     """The learning rates at every optimizer step, each once: the first two as seen, the others as schedules go on."""
     rates_unknown: UnknownRates
-    """The reason why they could not be foretold; "" where they were."""
+    """The reason why they could not be predicted; "" where they were."""
     batches: int | None
     """Of an epoch, where one process has all of it; None: it has no known end."""
     samples: int | None
@@ -78,7 +78,7 @@ class LoopObserver:
         self.returned = ReturnedLosses()
         self._events: list[_Event] = []
         self._ends: list[int] = []
-        """Where optimizer steps end among the events."""
+        """Indices of the events at which optimizer steps end."""
         self._schedulers: list[Any] = []
         self._bars: list[int] = []
         self._scaled: tuple[Any, Any] = (None, None)
@@ -88,7 +88,7 @@ class LoopObserver:
         host."""
 
     def install(self) -> None:
-        """For good: the process is for nothing else."""
+        """Permanently: the process has no other purpose."""
         self._around(torch.autograd, "backward", self._differentiated)
         self._around(torch.amp.GradScaler, "scale", self._scaled_up)
         for owner in (torch.optim.Optimizer, torch.nn.Module):
@@ -100,7 +100,7 @@ class LoopObserver:
             self._around(bars.tqdm, "__init__", self._bar_made)
 
     def _around(self, owner: Any, name: str, told: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Be told of every call that stands in no other call of the same function.
+        """Call back after every call that is not inside another call of the same function.
 
         Args:
             owner: whose function it is.
@@ -292,9 +292,9 @@ class ReturnedLosses:
         self._of: dict[int, tuple[tuple[Term, ...], ...]] = {}
         self._numbers: set[int] = set()
         self.beside = False
-        """Whether something else was differentiated than what models returned as their losses."""
+        """True if something else was differentiated than the losses that the models returned."""
         self.items = False
-        """Whether the models are given a number to divide their loss by."""
+        """True if the models are given a number to divide their loss by."""
 
     def look(self, model: nn.Module, called: dict[str, Any], out: list[torch.Tensor]) -> None:
         """After a forward.

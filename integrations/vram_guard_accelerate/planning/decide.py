@@ -34,7 +34,7 @@ class ScriptPlan:
     launch_plan: LaunchPlan
     """The same for the processes of the real launch."""
     notes: tuple[str, ...]
-    """What a reader of the prediction should know, and what was refused for which reason."""
+    """Remarks for a reader of the prediction, and the requests that were refused, each with its reason."""
     relaunches: tuple[Relaunch, ...] = ()
     """Relaunches that may be better, the likeliest first."""
 
@@ -54,7 +54,7 @@ def decide(
         settings: what may be changed.
         budget: for each process.
         current: the relaunch that this launch is.
-        may_relaunch: whether whoever asks can run a relaunch dry.
+        may_relaunch: whether the caller can run a relaunch dry.
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why. Or this launch turns out to
@@ -179,7 +179,7 @@ def _grows(made: Plan) -> bool:
 def _loss_weight(
     first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: Settings
 ) -> tuple[Literal["mean", "sum"], str]:
-    """The reduction of the losses that models return; and why that cannot be told ("" where it can)."""
+    """The reduction of the losses that models return; and the reason why that is unknown ("" where it is known)."""
     if settings.loss_weight is not None:
         return settings.loss_weight, ""
     if not facts.losses or facts.counts_items or "accumulate" not in settings.techniques:
