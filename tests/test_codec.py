@@ -11,7 +11,7 @@ import pytest
 
 from vram_guard.budget import Budget
 from vram_guard.codec import from_json, from_plain, to_json
-from vram_guard.language import Message as message
+from vram_guard.language import Message as Told
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.techniques.recipe import Recipe
 from vram_guard.timeline import Estimate, Phase
@@ -85,7 +85,7 @@ def test_a_message_is_read_back_in_its_own_words_and_kind() -> None:
     reason = Reason(Why.SHORTAGE, peak=Amount(3 * 2**30), missing=Amount(2**30), usable=Amount(2**31))
     again = from_json(Reason, to_json(reason))
     assert (type(again), again.kind, str(again)) == (Reason, Why.SHORTAGE, str(reason))
-    told = message("{count} of {what}", count=3, what=message("all"))
-    assert str(from_json(message, to_json(told))) == "3 of all"
+    told = Told("{count} of {what}", count=3, what=Told("all"))
+    assert str(from_json(Told, to_json(told))) == "3 of all"
     with pytest.raises(ValueError, match="is no"):
         from_json(Reason, '"why"')
