@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard.guard.applied import Applied
-from vram_guard.guard.ranks import Failure, Outcome
-from vram_guard.guard.refusals import Refusal, check_pins
+from vram_guard.guard.decide import why_not_split
+from vram_guard.guard.ranks import Failure, Outcome, attempt, from_rank_zero, gather
+from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.guard.settings import GuardSettings, PlanSettings
 from vram_guard.guard.verdict import judge, judge_failure
 from vram_guard.plan.pins import Pins
@@ -173,3 +176,91 @@ def test_changes_are_undone_the_latest_first_and_once() -> None:
     thing.own = 5
     applied.close()
     assert thing.own == 5
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """One of several processes; what the others send is known beforehand."""
+
+    def __init__(self, rank: int, values: list[Any]) -> None:
+        self.rank, self.world_size = rank, len(values)
+        self.values = values
+        self.sent: list[Any] = []
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        if source != self.rank:
+            return self.values[source]
+        self.sent.append(value)
+        return value
+
+
+def test_every_rank_has_every_value_in_the_order_of_ranks() -> None:
+    ranks = Recorded(1, ["a", None, "c"])
+    assert gather(ranks, "b") == ["a", "b", "c"]
+    assert from_rank_zero(ranks, "b") == "a"
+    assert from_rank_zero(Recorded(0, ["", "x"]), "mine") == "mine"
+    alone = Recorded(0, ["unused"])
+    assert (gather(alone, 7), from_rank_zero(alone, 7), alone.sent) == ([7], 7, [])
+
+
+def test_a_failure_on_one_rank_is_everybodys() -> None:
+    elsewhere = Failure("InvalidInputError", "odd", 0)
+    found = attempt(Recorded(1, [elsewhere, None]), lambda: "value")
+    assert (found.value, found.failure, found.error) == (None, elsewhere, None)
+    with pytest.raises(InvalidInputError, match="rank 0 could not plan: odd"):
+        found.unwrap()
+
+    def fails() -> None:
+        raise KeyError("mine")
+
+    here = attempt(Recorded(1, [None, None, None]), fails)
+    assert here.failure == Failure("KeyError", "'mine'", 1)
+    with pytest.raises(KeyError, match="mine"):
+        here.unwrap()
+    second = attempt(Recorded(1, [elsewhere, None]), fails)  # the first rank's failure counts
+    assert (second.failure, second.error) == (elsewhere, None)
+    assert str(Failure("KeyError", "'mine'", 1).as_error()) == "rank 1 could not plan: KeyError: 'mine'"
+    assert type(Failure("DoesNotFitError", "x", 1).as_error()) is DoesNotFitError
+
+
+def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
+    class OddError(UnsupportedStepError):
+        pass
+
+    def fails() -> None:
+        raise OddError("odd")
+
+    failure = attempt(Recorded(0, [None, None]), fails).failure
+    assert failure == Failure("UnsupportedStepError", "odd", 0)
+    assert failure.unsupported
+    assert not Failure("ValueError", "odd", 0).unsupported
+    assert attempt(Recorded(0, [None, None]), lambda: 3).unwrap() == 3
+
+
+# --- splitting ----------------------------------------------------------------------------------------------
+
+
+def notes_of(model: nn.Module, batch: Any, loss_weight: Any = "mean") -> list[str]:
+    return [note.partition(" ")[0] for note in splitting_notes(model, loss_weight, lambda _size: batch, 4)]
+
+
+def test_notes_of_a_split_name_what_the_training_has() -> None:
+    plain, labels = nn.Linear(1, 1), torch.tensor([1, -100])
+    assert notes_of(plain, {"x": torch.ones(2)}) == ["the"]  # how losses are weighted
+    assert notes_of(plain, {"labels": labels}) == ["the", "the"]  # labels that are ignored, too
+    assert notes_of(plain, [labels + 1, labels.float()]) == ["the"]
+    assert notes_of(plain, {"labels": labels}, "sum") == []
+    assert notes_of(nn.Sequential(nn.Dropout(0.5)), [], "sum") == ["dropout"]
+    assert notes_of(nn.Sequential(nn.Dropout(0.0)), [], "sum") == []
+    assert notes_of(nn.Sequential(nn.Dropout(0.5)).eval(), [], "sum") == []
+
+
+def test_why_a_loader_cannot_be_split() -> None:
+    def fails(size: int) -> Any:
+        raise RuntimeError(f"no {size}")
+
+    assert why_not_split(lambda size: torch.ones(size, 2)) == ""
+    assert why_not_split(lambda _size: 3) != ""
+    assert "RuntimeError: no " in why_not_split(fails)
