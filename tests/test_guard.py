@@ -13,6 +13,7 @@ from torch import nn
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.decide import why_not_split
+from vram_guard.guard.guard import Guard
 from vram_guard.guard.ranks import Failure, Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.guard.settings import GuardSettings, PlanSettings
@@ -264,3 +265,93 @@ def test_why_a_loader_cannot_be_split() -> None:
     assert why_not_split(lambda size: torch.ones(size, 2)) == ""
     assert why_not_split(lambda _size: 3) != ""
     assert "RuntimeError: no " in why_not_split(fails)
+
+
+# --- one training -------------------------------------------------------------------------------------------
+
+
+class FakeTraining:
+    """Nothing can be predicted of it; rates are written down."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, why_left_alone: str = "") -> None:
+        self.ranks = Recorded(0, [None])
+        self.scaled: list[float] = []
+        self.warned: list[str] = []
+        self._why_left_alone = why_left_alone
+
+    def why_left_alone(self) -> str:
+        return self._why_left_alone
+
+    def why_not_recovered(self, refused: Any) -> str:
+        return refused.get("accumulate", "")
+
+    def learning_rate_factor(self, plan: Any) -> float:
+        return 2.0
+
+    def scale_learning_rates(self, factor: float) -> list[str]:
+        self.scaled.append(factor)
+        return ["one of them is a function"]
+
+    def warn(self, message: str) -> None:
+        self.warned.append(message)
+
+    def capture(self) -> Any:
+        raise UnsupportedStepError("an odd loop")
+
+
+def begun(
+    training: FakeTraining, *, fits: bool = True, refused: Any = (), on_host: bool = False, **given: Any
+) -> Guard:
+    """A guard whose decision was made."""
+    guard = Guard(training, GuardSettings(budget="1GiB", **given))
+    recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host)
+    plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
+    guard.decision = SimpleNamespace(plan=plan, refused=dict(refused))  # type: ignore[assignment]
+    return guard
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, ""),
+        ({"on_host": True, "fits": False}, ""),
+        ({"on_host": True}, "weights or optimizer state on the host are changed"),
+        ({"refused": {"accumulate": "one sample"}}, "one sample"),
+        ({"allow": "precision"}, "smaller micro-batches are not allowed"),
+        ({"recover": False}, "it is switched off"),
+        ({"mode": "report"}, "it is switched off"),
+    ],
+)
+def test_why_a_training_is_not_recovered(given: Any, says: str) -> None:
+    found = begun(FakeTraining(), **given)._why_not_recovered()
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
+
+
+def test_learning_rates_are_scaled_once_and_by_what_is_missing() -> None:
+    training = FakeTraining()
+    guard = begun(training)
+    guard.rates_contain = 4.0
+    guard.scale_learning_rates()
+    guard.scale_learning_rates()
+    assert training.scaled == [0.5]
+    assert training.warned == ["learning rate not scaled: one of them is a function"]
+    for left in (begun(FakeTraining(), mode="report"), begun(FakeTraining("it trains twice"))):
+        left.scale_learning_rates()
+        assert left.training.scaled == []  # type: ignore[attr-defined]
+
+
+def test_a_training_without_a_prediction_is_left_and_may_recover() -> None:
+    training = FakeTraining()
+    guard = Guard(training, GuardSettings(budget="1GiB"))  # type: ignore[arg-type]
+    assert guard.no_recovery == "it has not begun"
+    guard.begin()
+    assert [warning.partition(":")[2] for warning in training.warned] == [" an odd loop"]
+    assert (guard.no_recovery, guard.prediction(), guard.first_steps) == ("", "", None)
+    assert guard.measured(100) is None
+    guard.out_of_memory()
+    with pytest.raises(UnsupportedStepError, match="an odd loop"):
+        Guard(FakeTraining(), GuardSettings(budget="1GiB", mode="strict")).begin()  # type: ignore[arg-type]
+    assert begun(training).prediction() == "What was predicted:\nThe plan."
