@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,17 @@ import pytest
 import torch
 from torch import nn
 
+from vram_guard import TrainingStep
+from vram_guard.budget import Budget
+from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard.guard.applied import Applied
-from vram_guard.guard.decide import why_not_split
+from vram_guard.guard.decide import decide_alone, why_not_split
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.ranks import Failure, Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.guard.settings import GuardSettings, PlanSettings
+from vram_guard.guard.training import CapturedTraining
 from vram_guard.guard.verdict import judge, judge_failure
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
@@ -247,6 +252,10 @@ def notes_of(model: nn.Module, batch: Any, loss_weight: Any = "mean") -> list[st
     return [note.partition(" ")[0] for note in splitting_notes(model, loss_weight, lambda _size: batch, 4)]
 
 
+class DropoutOfItsOwn(nn.Module):
+    """Without the attribute that torch's have."""
+
+
 def test_notes_of_a_split_name_what_the_training_has() -> None:
     plain, labels = nn.Linear(1, 1), torch.tensor([1, -100])
     assert notes_of(plain, {"x": torch.ones(2)}) == ["the"]  # how losses are weighted
@@ -256,6 +265,7 @@ def test_notes_of_a_split_name_what_the_training_has() -> None:
     assert notes_of(nn.Sequential(nn.Dropout(0.5)), [], "sum") == ["dropout"]
     assert notes_of(nn.Sequential(nn.Dropout(0.0)), [], "sum") == []
     assert notes_of(nn.Sequential(nn.Dropout(0.5)).eval(), [], "sum") == []
+    assert notes_of(DropoutOfItsOwn(), [], "sum") == []
 
 
 def test_why_a_loader_cannot_be_split() -> None:
@@ -265,6 +275,32 @@ def test_why_a_loader_cannot_be_split() -> None:
     assert why_not_split(lambda size: torch.ones(size, 2)) == ""
     assert why_not_split(lambda _size: 3) != ""
     assert "RuntimeError: no " in why_not_split(fails)
+
+
+# --- a decision ---------------------------------------------------------------------------------------------
+
+
+class Small(CapturedTraining):
+    def symbolic_run(self) -> Any:
+        return nullcontext()
+
+    def refusals(self, settings: GuardSettings) -> list[Refusal]:
+        return []
+
+
+@pytest.mark.parametrize("micro", [8, 4])
+def test_batches_are_cut_where_the_plan_splits_them(micro: int) -> None:
+    net = nn.Linear(2, 2)
+    step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
+    captured = Small(step, net, Sample(lambda size: torch.ones(size, 2), 8, None, None), None, ("Read.",))
+    settings = GuardSettings(pin={"micro_batch_size": micro}, remember=False)
+    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), None)
+    assert decision.plan.splits == 8 // micro
+    assert decision.notes[0] == "Read."
+    assert (decision.splitter is None) == (micro == 8)
+    assert (len(decision.notes) > 1) == (micro == 4)  # how losses are weighted
+    assert decision.spare is not None
+    assert len(decision.spare.split(torch.ones(8, 2))) == 8 // micro
 
 
 # --- one training -------------------------------------------------------------------------------------------
