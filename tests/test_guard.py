@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from vram_guard import TrainingStep
+from vram_guard.budget import Budget
+from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard.guard.applied import Applied
-from vram_guard.guard.ranks import Failure, Outcome
-from vram_guard.guard.refusals import Refusal, check_pins
+from vram_guard.guard.decide import decide_alone, why_not_split
+from vram_guard.guard.guard import Guard
+from vram_guard.guard.ranks import Failure, Outcome, attempt, from_rank_zero, gather
+from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.guard.settings import GuardSettings, PlanSettings
+from vram_guard.guard.training import CapturedTraining
 from vram_guard.guard.verdict import judge, judge_failure
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
@@ -173,3 +182,212 @@ def test_changes_are_undone_the_latest_first_and_once() -> None:
     thing.own = 5
     applied.close()
     assert thing.own == 5
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """One of several processes; what the others send is known beforehand."""
+
+    def __init__(self, rank: int, values: list[Any]) -> None:
+        self.rank, self.world_size = rank, len(values)
+        self.values = values
+        self.sent: list[Any] = []
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        if source != self.rank:
+            return self.values[source]
+        self.sent.append(value)
+        return value
+
+
+def test_every_rank_has_every_value_in_the_order_of_ranks() -> None:
+    ranks = Recorded(1, ["a", None, "c"])
+    assert gather(ranks, "b") == ["a", "b", "c"]
+    assert from_rank_zero(ranks, "b") == "a"
+    assert from_rank_zero(Recorded(0, ["", "x"]), "mine") == "mine"
+    alone = Recorded(0, ["unused"])
+    assert (gather(alone, 7), from_rank_zero(alone, 7), alone.sent) == ([7], 7, [])
+
+
+def test_a_failure_on_one_rank_is_everybodys() -> None:
+    elsewhere = Failure("InvalidInputError", "odd", 0)
+    found = attempt(Recorded(1, [elsewhere, None]), lambda: "value")
+    assert (found.value, found.failure, found.error) == (None, elsewhere, None)
+    with pytest.raises(InvalidInputError, match="rank 0 could not plan: odd"):
+        found.unwrap()
+
+    def fails() -> None:
+        raise KeyError("mine")
+
+    here = attempt(Recorded(1, [None, None, None]), fails)
+    assert here.failure == Failure("KeyError", "'mine'", 1)
+    with pytest.raises(KeyError, match="mine"):
+        here.unwrap()
+    second = attempt(Recorded(1, [elsewhere, None]), fails)  # the first rank's failure counts
+    assert (second.failure, second.error) == (elsewhere, None)
+    assert str(Failure("KeyError", "'mine'", 1).as_error()) == "rank 1 could not plan: KeyError: 'mine'"
+    assert type(Failure("DoesNotFitError", "x", 1).as_error()) is DoesNotFitError
+
+
+def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
+    class OddError(UnsupportedStepError):
+        pass
+
+    def fails() -> None:
+        raise OddError("odd")
+
+    failure = attempt(Recorded(0, [None, None]), fails).failure
+    assert failure == Failure("UnsupportedStepError", "odd", 0)
+    assert failure.unsupported
+    assert not Failure("ValueError", "odd", 0).unsupported
+    assert attempt(Recorded(0, [None, None]), lambda: 3).unwrap() == 3
+
+
+# --- splitting ----------------------------------------------------------------------------------------------
+
+
+def notes_of(model: nn.Module, batch: Any, loss_weight: Any = "mean") -> list[str]:
+    return [note.partition(" ")[0] for note in splitting_notes(model, loss_weight, lambda _size: batch, 4)]
+
+
+class DropoutOfItsOwn(nn.Module):
+    """Without the attribute that torch's have."""
+
+
+def test_notes_of_a_split_name_what_the_training_has() -> None:
+    plain, labels = nn.Linear(1, 1), torch.tensor([1, -100])
+    assert notes_of(plain, {"x": torch.ones(2)}) == ["the"]  # how losses are weighted
+    assert notes_of(plain, {"labels": labels}) == ["the", "the"]  # labels that are ignored, too
+    assert notes_of(plain, [labels + 1, labels.float()]) == ["the"]
+    assert notes_of(plain, {"labels": labels}, "sum") == []
+    assert notes_of(nn.Sequential(nn.Dropout(0.5)), [], "sum") == ["dropout"]
+    assert notes_of(nn.Sequential(nn.Dropout(0.0)), [], "sum") == []
+    assert notes_of(nn.Sequential(nn.Dropout(0.5)).eval(), [], "sum") == []
+    assert notes_of(DropoutOfItsOwn(), [], "sum") == []
+
+
+def test_why_a_loader_cannot_be_split() -> None:
+    def fails(size: int) -> Any:
+        raise RuntimeError(f"no {size}")
+
+    assert why_not_split(lambda size: torch.ones(size, 2)) == ""
+    assert why_not_split(lambda _size: 3) != ""
+    assert "RuntimeError: no " in why_not_split(fails)
+
+
+# --- a decision ---------------------------------------------------------------------------------------------
+
+
+class Small(CapturedTraining):
+    def symbolic_run(self) -> Any:
+        return nullcontext()
+
+    def refusals(self, settings: GuardSettings) -> list[Refusal]:
+        return []
+
+
+@pytest.mark.parametrize("micro", [8, 4])
+def test_batches_are_cut_where_the_plan_splits_them(micro: int) -> None:
+    net = nn.Linear(2, 2)
+    step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
+    captured = Small(step, net, Sample(lambda size: torch.ones(size, 2), 8, None, None), None, ("Read.",))
+    settings = GuardSettings(pin={"micro_batch_size": micro}, remember=False)
+    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), None)
+    assert decision.plan.splits == 8 // micro
+    assert decision.notes[0] == "Read."
+    assert (decision.splitter is None) == (micro == 8)
+    assert (len(decision.notes) > 1) == (micro == 4)  # how losses are weighted
+    assert decision.spare is not None
+    assert len(decision.spare.split(torch.ones(8, 2))) == 8 // micro
+
+
+# --- one training -------------------------------------------------------------------------------------------
+
+
+class FakeTraining:
+    """Nothing can be predicted of it; rates are written down."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, why_left_alone: str = "") -> None:
+        self.ranks = Recorded(0, [None])
+        self.scaled: list[float] = []
+        self.warned: list[str] = []
+        self._why_left_alone = why_left_alone
+
+    def why_left_alone(self) -> str:
+        return self._why_left_alone
+
+    def why_not_recovered(self, refused: Any) -> str:
+        return refused.get("accumulate", "")
+
+    def learning_rate_factor(self, plan: Any) -> float:
+        return 2.0
+
+    def scale_learning_rates(self, factor: float) -> list[str]:
+        self.scaled.append(factor)
+        return ["one of them is a function"]
+
+    def warn(self, message: str) -> None:
+        self.warned.append(message)
+
+    def capture(self) -> Any:
+        raise UnsupportedStepError("an odd loop")
+
+
+def begun(
+    training: FakeTraining, *, fits: bool = True, refused: Any = (), on_host: bool = False, **given: Any
+) -> Guard:
+    """A guard whose decision was made."""
+    guard = Guard(training, GuardSettings(budget="1GiB", **given))
+    recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host)
+    plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
+    guard.decision = SimpleNamespace(plan=plan, refused=dict(refused))  # type: ignore[assignment]
+    return guard
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, ""),
+        ({"on_host": True, "fits": False}, ""),
+        ({"on_host": True}, "weights or optimizer state on the host are changed"),
+        ({"refused": {"accumulate": "one sample"}}, "one sample"),
+        ({"allow": "precision"}, "smaller micro-batches are not allowed"),
+        ({"recover": False}, "it is switched off"),
+        ({"mode": "report"}, "it is switched off"),
+    ],
+)
+def test_why_a_training_is_not_recovered(given: Any, says: str) -> None:
+    found = begun(FakeTraining(), **given)._why_not_recovered()
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
+
+
+def test_learning_rates_are_scaled_once_and_by_what_is_missing() -> None:
+    training = FakeTraining()
+    guard = begun(training)
+    guard.rates_contain = 4.0
+    guard.scale_learning_rates()
+    guard.scale_learning_rates()
+    assert training.scaled == [0.5]
+    assert training.warned == ["learning rate not scaled: one of them is a function"]
+    for left in (begun(FakeTraining(), mode="report"), begun(FakeTraining("it trains twice"))):
+        left.scale_learning_rates()
+        assert left.training.scaled == []  # type: ignore[attr-defined]
+
+
+def test_a_training_without_a_prediction_is_left_and_may_recover() -> None:
+    training = FakeTraining()
+    guard = Guard(training, GuardSettings(budget="1GiB"))  # type: ignore[arg-type]
+    assert guard.no_recovery == "it has not begun"
+    guard.begin()
+    assert [warning.partition(":")[2] for warning in training.warned] == [" an odd loop"]
+    assert (guard.no_recovery, guard.prediction(), guard.first_steps) == ("", "", None)
+    assert guard.measured(100) is None
+    guard.out_of_memory()
+    with pytest.raises(UnsupportedStepError, match="an odd loop"):
+        Guard(FakeTraining(), GuardSettings(budget="1GiB", mode="strict")).begin()  # type: ignore[arg-type]
+    assert begun(training).prediction() == "What was predicted:\nThe plan."

@@ -167,6 +167,9 @@ def test_nothing_told_is_said():
     monitor.add((sample(None, 10),))
     assert "utilisation unavailable" in monitor.summary()[0].words()
     assert "gpu_utilization_mean" not in monitor.summary()[0].metrics()
+    empty = Monitor()
+    empty.add((sample(0.0, 0),))
+    assert (empty.summary()[0].used_mean, empty.summary()[0].used_peak) == (0, 0)
     assert Monitor().summary() == ()
 
 

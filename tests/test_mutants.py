@@ -23,6 +23,9 @@ def grown(value: int = 3, *, least: "int | None" = None) -> int:
     if value < 0 or not least:
         raise ValueError(f"{value - 1}" + " is wrong")
     return value * 2
+
+
+NUMBERED = list(zip([1, 2], "ab", strict=True))  # a check of our own is left alone
 '''
 
 
@@ -50,6 +53,10 @@ def test_what_is_changed_and_what_is_not(tool, tmp_path):
         ("not least", "(least)"),
         ("return value * 2", "return None"),
         ("value * 2", "(value // 2)"),
+        ("2", "3"),
+        ("2", "1"),
+        ("1", "2"),
+        ("1", "0"),
         ("2", "3"),
         ("2", "1"),
     ]
@@ -85,3 +92,7 @@ def test_verdicts(tmp_path):
     assert "'killed': 2" in done.stdout  # None and 1 // 2 are not above 0
     assert "'survived': 2" in done.stdout  # 1 * 3 and 1 * 1 are
     assert "survived  vram_guard/units.py:2: 2  ->  3" in done.stdout
+    for place, judged in (("units.py:2", True), ("units.py:1", False)):
+        found = subprocess.run([*command, "--only", place], capture_output=True, text=True, check=False)
+        assert found.returncode == judged, found.stdout + found.stderr
+        assert ("survived" in found.stdout) == judged

@@ -242,15 +242,26 @@ def test_semantic_segmentation_ignores_a_label_of_its_own(x: torch.Tensor) -> No
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 
-def test_a_slice_without_any_label_leaves_the_loss_a_number(x: torch.Tensor) -> None:
+@pytest.mark.parametrize("slices", [1, 2])
+def test_slices_without_any_label_leave_the_loss_a_number(x: torch.Tensor, slices: int) -> None:
     labels = Y[:, None].repeat(1, 4)
-    labels[:4] = -100  # all of the first slice
+    labels[: 4 * slices] = -100  # all of the first ones
     whole, sliced = twins("loss")
     losses = [model(x[:, None].repeat(1, 4, 1), labels=labels)["loss"] for model in (whole, sliced)]
     torch.testing.assert_close(*losses)
     for loss in losses:
         loss.backward()
     same_gradients(whole, sliced)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_of_one_label_or_none_the_loss_is_that_of_the_whole_batch(x: torch.Tensor, kept: int) -> None:
+    """Where every label is ignored, a mean over labels is undefined, in slices too."""
+    labels = torch.full((len(Y), 4), -100)
+    labels[0, :kept] = Y[0]
+    losses = [model(x[:, None].repeat(1, 4, 1), labels=labels)["loss"] for model in twins("loss")]
+    assert losses[0].isnan() == (not kept)
+    torch.testing.assert_close(*losses, equal_nan=True)
 
 
 @pytest.mark.parametrize("form", ["loss", "mean"])

@@ -14,9 +14,10 @@ from torch import nn
 
 from vram_guard.apply.microbatch import batch_size, split
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch import rollback
+from vram_guard.watch import rank_coordinator, rollback
 from vram_guard.watch.gradients import SetAside
 from vram_guard.watch.optimizer_step import guard_step
+from vram_guard.watch.rank_coordinator import SingleProcess, Verdict, _as_one, _buckets
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 from vram_guard.watch.rollback import CannotRollBackError, StateSnapshot
 
@@ -329,3 +330,65 @@ def test_the_price_of_being_armed_is_small() -> None:
         keeper.take()
     assert (time.process_time() - start) / 10 < 0.05
     assert rollback.COPIED_IN_PLACE > 0
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------
+
+
+class Told(SingleProcess):
+    """Writes down what this rank tells the others."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[Verdict] = []
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        self.verdicts.append(verdict)
+        return super().agree(verdict)
+
+
+def test_a_rank_that_stops_with_another_error_tells_the_others_once() -> None:
+    ranks = Told()
+    recovery = Recovery(nn.Linear(1, 1), ranks=ranks)
+
+    def fails(attempt: Attempt) -> None:
+        raise ValueError("the user's own")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the user's own"):
+            recovery.run(fails, MicroBatchSchedule(), lambda: 8, what="this batch")
+    assert ranks.verdicts == [Verdict.STOPPED]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_as_many_errors_as_allowed_are_recovered_from(most: int) -> None:
+    loop = Loop(most=most)
+    loop.capacity = {0: 4, 1: 2, 2: 1}  # one error in each of the first batches
+    with pytest.raises(RecoveryFailedError, match=f"out-of-memory error {most + 1}, and max_recoveries is {most}"):
+        loop.train()
+    assert len(loop.said) == most
+
+
+@pytest.mark.parametrize("room", [0, 100])
+def test_tensors_of_a_bucket_are_exchanged_as_one(room: int) -> None:
+    flats = {(torch.float32, torch.device("cpu")): torch.zeros(room)}
+    one, turned, other = torch.ones(2, 3), torch.ones(3, 2).t(), torch.full((4,), 5.0)
+    for bucket in ([one], [turned], [one, turned, other], [other]):
+        before = [tensor.clone() for tensor in bucket]
+        with _as_one(bucket, flats) as flat:
+            assert flat.tolist() == torch.cat([tensor.reshape(-1) for tensor in before]).tolist()
+            flat.add_(torch.arange(len(flat)))
+        expected = torch.cat([tensor.reshape(-1) for tensor in before]) + torch.arange(len(flat))
+        assert torch.cat([tensor.reshape(-1) for tensor in bucket]).tolist() == expected.tolist()
+    exchange = _as_one([one, other], flats)
+    exchange.__enter__().zero_()
+    exchange.__exit__(ValueError)
+    assert one.any()  # what was not exchanged is not put back
+
+
+def test_buckets_hold_one_kind_and_not_more_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_coordinator, "BUCKET", 16)
+    sizes, whole = (2, 2, 1, 9, 1), torch.ones(2, dtype=torch.int64)
+    floats = [torch.ones(size) for size in sizes]
+    found = _buckets([*floats[:2], whole, *floats[2:]])
+    assert sorted([tensor.numel() for tensor in bucket] for bucket in found) == [[1], [1], [2], [2, 2], [9]]
+    assert [id(tensor) for bucket in found for tensor in bucket if tensor.is_floating_point()] == [*map(id, floats)]

@@ -3,9 +3,10 @@
 For each room a seeded sample of changes is made, one node each: comparisons, signs, constants, ``and``/``or``, ``not``,
 results replaced by None. Each is run against the tests nearest to the room, in a copy of the working tree. A mutant is
 killed when a test fails, survives when all pass, and is undecided when the tests take too long or do not run at all.
+The run without a change tells which tests execute which lines; a mutant is run against those that execute its own.
 
-Importing torch takes longer than many a room's tests: every run is forked from one process that has imported torch and
-pytest, and nothing of this project.
+Importing torch takes longer than many a room's tests: every run is forked from one process that has imported torch,
+what it would import late, and pytest, and nothing of this project.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -22,51 +24,87 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-#: Room (a folder or a file) -> patterns of the tests nearest to it, under tests/.
+#: Room (a folder or a file) -> patterns of the tests nearest to it, under tests/, run in this order: quick ones first.
 ROOMS = {
     "vram_guard/allocator": ["test_allocator*", "test_host_memory"],
-    "vram_guard/apply": ["test_sliced_forward*", "test_microbatch*", "test_loss_terms*", "test_plan_learning_rate*"],
+    "vram_guard/apply": [
+        "test_microbatch*",
+        "test_loss_terms*",
+        "test_plan_learning_rate*",
+        "test_outputs*",
+        "test_sliced_forward*",
+    ],
     "vram_guard/budget": ["test_budget*", "test_catalogue*"],
-    "vram_guard/capture": ["test_object_reference*", "test_estimate_folder*", "test_lightning_capture*"],
-    "vram_guard/cli": ["test_cli*", "test_compare*", "test_estimate*", "test_optimize*", "test_monitor*"],
-    "vram_guard/closed_form": ["test_calculator*", "test_gpus_model*", "test_recommend*", "test_estimate_folder*"],
+    "vram_guard/capture": ["test_object_reference*", "test_hugging_face*", "test_gpus_model*", "test_variants*"],
+    "vram_guard/cli": ["test_cli*", "test_compare*", "test_estimate*", "test_monitor*", "test_optimize*"],
+    "vram_guard/closed_form": [
+        "test_calculator*",
+        "test_closed_form*",
+        "test_recommend*",
+        "test_gpus_model*",
+        "test_estimate_folder*",
+    ],
     "vram_guard/guard": [
+        "test_guard*",
         "test_lightning_settings*",
         "test_mmengine_settings*",
-        "test_settings*",
-        "test_lightning_guard*",
+        "test_lightning_growth*",
     ],
     "vram_guard/optimize": ["test_optimize*"],
-    "vram_guard/plan": ["test_plan*", "test_cost*", "test_variants*"],
+    "vram_guard/plan": ["test_codec*", "test_plan_[!b]*", "test_variants*", "test_cost*"],
     "vram_guard/report": ["test_report*", "test_compare*"],
     "vram_guard/simulate": [
-        "test_simulate*",
-        "test_cu*",
-        "test_norms*",
-        "test_op_cost*",
         "test_shape_rules*",
+        "test_op_cost*",
+        "test_norms*",
+        "test_external_loop*",
+        "test_simulate*",
+        "test_cudnn*",
+        "test_cuda_rules*",
+        "test_left_behind*",
         "test_hard*",
     ],
-    "vram_guard/state": ["test_watch_recovery*", "test_left_behind*", "test_sliced_forward*"],
+    "vram_guard/state": ["test_state*", "test_sliced_forward*", "test_left_behind*", "test_watch_recovery*"],
     "vram_guard/techniques": ["test_techniques*"],
-    "vram_guard/watch": ["test_watch*", "test_monitor*"],
-    "vram_guard/step.py": ["test_plan*", "test_simulate*"],
+    "vram_guard/watch": ["test_watch_[!r]*", "test_monitor*", "test_watch_r*", "test_optimize*"],
+    "vram_guard/check.py": ["test_check*"],
+    "vram_guard/checks.py": ["test_settings*", "test_units*"],
+    "vram_guard/codec.py": ["test_codec*"],
+    "vram_guard/config_file.py": ["test_config_file*"],
+    "vram_guard/patching.py": ["test_patching*"],
+    "vram_guard/step.py": ["test_plan", "test_simulate*"],
     "vram_guard/timeline.py": ["test_timeline*", "test_simulate*", "test_plan"],
     "vram_guard/units.py": ["test_units*"],
     "vram_guard/settings.py": ["test_settings*"],
-    "integrations/vram_guard_lightning": ["test_lightning*"],
-    "integrations/vram_guard_mmengine": ["test_mmengine*"],
-    "integrations/vram_guard_accelerate": ["test_accelerate*"],
+    # Without the tests that launch several processes.
+    "integrations/vram_guard_lightning": [
+        "test_lightning_[!dr]*",
+        "test_lightning_recovery",
+    ],
+    "integrations/vram_guard_mmengine": ["test_mmengine_[!d]*"],
+    "integrations/vram_guard_accelerate": [
+        "test_accelerate_[mpr]*",
+        "test_accelerate_loaders",
+        "test_accelerate_dry_run",
+        "test_accelerate_habits",
+    ],
 }
+#: Arguments that refuse what correct code never does (zip's and dataclass's), or say which line a warning names.
+CHECKS_OF_OUR_OWN = ("strict", "frozen", "slots", "stacklevel")
 LEAST_LIMIT, TIMES_USUAL = 30, 4  # seconds, and how often as long as without a change the tests may take
+IMPORTED_ONCE = ("numpy", "pytest", "sympy", "torch", "torch._dynamo")
+REACHED = "reached.json"
+EVERY_TEST = ""  # executed when modules are imported
 #: Operators, and their replacements.
 PAIRS = {"Lt": "LtE", "Gt": "GtE", "Eq": "NotEq", "Is": "IsNot", "In": "NotIn", "And": "Or", "Add": "Sub"}
 ONE_WAY = {"Mult": "FloorDiv", "FloorDiv": "Mult", "Div": "Mult", "Mod": "Mult", "Pow": "Mult"}
@@ -116,6 +154,8 @@ def changes(node: ast.AST) -> Iterator[str]:
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Nodes that run: no annotations, nothing for type checkers, nothing inside f-strings (they have no own place)."""
+    if isinstance(tree, ast.keyword) and tree.arg in CHECKS_OF_OUR_OWN:
+        return
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns") or (
             isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test)
@@ -141,8 +181,72 @@ def mutants_of(room: str) -> list[Mutant]:
     return found
 
 
-def start(tree: Path, tests: list[str]) -> int:
-    """Fork a process that runs tests in a tree; it ends with pytest's exit code."""
+class Reached:
+    """A plugin of pytest that writes down which lines of a room's files each test executes, in this process.
+
+    Args:
+        folder: of the tree.
+        room: in it.
+    """
+
+    def __init__(self, folder: Path, room: str) -> None:
+        self._folder, self._room = folder, str(folder / room)
+        self._test = EVERY_TEST
+        self._lines: dict[str, set[str]] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Fixtures of wide scope are made in one test's setup: what they execute counts for all tests of the file."""
+        self._test = nodeid.partition("::")[0]
+
+    def pytest_runtest_call(self, item: Any) -> None:
+        """Parameters are left out: a mutant is run against all of a test's."""
+        self._test = item.nodeid.partition("[")[0]
+        self.follow()  # where a test has taken the trace function away
+
+    def pytest_runtest_teardown(self) -> None:
+        """As for the setup."""
+        self._test = self._test.partition("::")[0]
+
+    def pytest_unconfigure(self) -> None:
+        """Where the other process looks for it."""
+        sys.settrace(None)
+        found = {place: sorted(tests) for place, tests in self._lines.items()}
+        (self._folder / REACHED).write_text(json.dumps(found))
+
+    def follow(self) -> None:
+        """From now on."""
+        threading.settrace(self._called)
+        sys.settrace(self._called)
+
+    def _called(self, frame: Any, _event: str, _argument: Any) -> Any:
+        return self._executed if frame.f_code.co_filename.startswith(self._room) else None
+
+    def _executed(self, frame: Any, event: str, _argument: Any) -> Any:
+        if event == "line":
+            place = f"{frame.f_code.co_filename[len(str(self._folder)) + 1 :]}:{frame.f_lineno}"
+            self._lines.setdefault(place, set()).add(self._test)
+        return self._executed
+
+
+def tests_for(mutant: Mutant, reached: dict[str, list[str]], tests: list[str]) -> list[str]:
+    """The tests that execute a mutant's lines; all, where none does so in the process that was followed."""
+    lines = range(mutant.line, mutant.line + mutant.before.count("\n") + 1)
+    found = {test for line in lines for test in reached.get(f"{mutant.file}:{line}", [])}
+    if not found or EVERY_TEST in found:
+        return tests
+    files = {test for test in found if "::" not in test}
+    chosen = [test for test in found if test in files or test.partition("::")[0] not in files]
+    return sorted(chosen, key=lambda test: (tests.index(test.partition("::")[0]), test))
+
+
+def start(tree: Path, tests: list[str], room: str = "") -> int:
+    """Fork a process that runs tests in a tree; it ends with pytest's exit code.
+
+    Args:
+        tree: a copy of the working tree.
+        tests: files, or names of tests.
+        room: what is followed with :class:`Reached`; "" for nothing.
+    """
     process = os.fork()
     if process:
         return process
@@ -155,9 +259,12 @@ def start(tree: Path, tests: list[str]) -> int:
     os.dup2(silent, 2)
     import pytest
 
+    plugins = [Reached(tree, room)] if room else []
+    for plugin in plugins:
+        plugin.follow()
     code = 3
     try:
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins))
     except BaseException:  # noqa: BLE001 - this process is a copy, and must not go on as the original
         traceback.print_exc()
     os._exit(code)
@@ -174,18 +281,27 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def run(jobs: list[Mutant | None], trees: list[Path], tests: list[str], limit: float) -> list[tuple[int | None, float]]:
-    """Exit code (None: too slow) and seconds of each job, as many at once as there are trees; None: nothing changed."""
+def run(
+    jobs: list[tuple[Mutant | None, list[str]]], trees: list[Path], limit: float, room: str = ""
+) -> list[tuple[int | None, float]]:
+    """Exit code (None: too slow) and seconds of each job, as many at once as there are trees.
+
+    Args:
+        jobs: what is changed (None: nothing), and the tests that are run.
+        trees: copies of the working tree.
+        limit: seconds for a job.
+        room: see :func:`start`.
+    """
     results: list[tuple[int | None, float]] = [(None, 0.0)] * len(jobs)
     free, waiting, running = [*trees], [*enumerate(jobs)], {}
     while waiting or running:
         while free and waiting:
-            (index, mutant), tree = waiting.pop(0), free.pop()
+            (index, (mutant, tests)), tree = waiting.pop(0), free.pop()
             if mutant:
                 source = (ROOT / mutant.file).read_bytes()
                 mutated = source[: mutant.start] + mutant.after.encode() + source[mutant.end :]
                 (tree / mutant.file).write_bytes(mutated)
-            running[start(tree, tests)] = index, tree, time.monotonic()
+            running[start(tree, tests, room)] = index, tree, time.monotonic()
         time.sleep(0.02)
         for process, (index, tree, began) in [*running.items()]:
             ended, status = os.waitpid(process, os.WNOHANG)
@@ -199,21 +315,29 @@ def run(jobs: list[Mutant | None], trees: list[Path], tests: list[str], limit: f
             results[index] = (os.waitstatus_to_exitcode(status) if ended else None), round(seconds, 1)
             del running[process]
             free.append(tree)
-            if mutant := jobs[index]:
+            if mutant := jobs[index][0]:
                 shutil.copy2(ROOT / mutant.file, tree / mutant.file)
     return results
 
 
-def examine(room: str, sample: int, seed: int, trees: list[Path]) -> list[Mutant]:
-    """Judge a sample of a room's mutants."""
-    tests = sorted({str(path) for pattern in ROOMS[room] for path in Path("tests").glob(f"{pattern}.py")})
+def examine(room: str, sample: int, seed: int, only: list[str], trees: list[Path]) -> list[Mutant]:
+    """Judge a sample of a room's mutants; or those of the lines that are named, all of them."""
+    found = [path for pattern in ROOMS[room] for path in sorted(Path("tests").glob(f"{pattern}.py"))]
+    tests = [*map(str, dict.fromkeys(found))]
     every = mutants_of(room)
     chosen = random.Random(f"{seed} {room}").sample(every, min(sample, len(every)))  # noqa: S311 - no secret
-    ((code, usual),) = run([None], trees, tests, limit=1e9)
+    if only:
+        chosen = [one for one in every if any(f"{one.file}:{one.line}".endswith(place) for place in only)]
+        if not chosen:
+            return []
+    tree = trees[-1]
+    ((code, usual),) = run([(None, tests)], [tree], limit=1e9, room=room)
     if code != 0:
-        print(f"{room}: its tests fail as they are\n{(trees[-1] / 'output.txt').read_text()[-2000:]}")
+        print(f"{room}: its tests fail as they are\n{(tree / 'output.txt').read_text()[-2000:]}")
         return []
-    results = run([*chosen], trees, tests, max(LEAST_LIMIT, TIMES_USUAL * usual))
+    reached = json.loads((tree / REACHED).read_text())
+    jobs = [(mutant, tests_for(mutant, reached, tests)) for mutant in chosen]
+    results = run(jobs, trees, max(LEAST_LIMIT, TIMES_USUAL * usual))
     for mutant, (code, mutant.seconds) in zip(chosen, results, strict=True):
         mutant.verdict = {0: "survived", 1: "killed", 2: "killed"}.get(code, "undecided")
     counts = Counter(mutant.verdict for mutant in chosen)
@@ -230,6 +354,7 @@ def main() -> int:
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"parts of room names, of {', '.join(ROOMS)}")
     parser.add_argument("--sample", type=int, default=10, metavar="N", help="mutants a room (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (%(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FILE:LINE", help="all mutants of these lines")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="mutants at once (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every mutant with its verdict")
     options = parser.parse_args()
@@ -237,9 +362,9 @@ def main() -> int:
     rooms = [room for room in ROOMS if not options.rooms or any(part in room for part in options.rooms)]
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import numpy as np  # noqa: F401 - imported once, for every fork
-    import pytest  # noqa: F401
-    import torch  # noqa: F401
+    for name in IMPORTED_ONCE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     done: list[Mutant] = []
     broken = False
@@ -247,8 +372,8 @@ def main() -> int:
         trees = [copied(Path(folder) / str(number)) for number in range(options.workers)]
         for room in rooms:
             if (ROOT / room).exists():
-                found = examine(room, options.sample, options.seed, trees)
-                done, broken = [*done, *found], broken or not found
+                found = examine(room, options.sample, options.seed, options.only, trees)
+                done, broken = [*done, *found], broken or not (found or options.only)
     if options.json:
         options.json.write_text(json.dumps([asdict(mutant) for mutant in done], indent=1) + "\n")
     return int(broken or any(mutant.verdict == "survived" for mutant in done))
