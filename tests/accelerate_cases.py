@@ -12,9 +12,9 @@ from typing import Any
 
 from vram_guard.budget import Budget
 from vram_guard.codec import to_json
+from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunRequest
-from vram_guard_accelerate.settings import Settings
 
 HERE = Path(__file__).parent
 TRAINING = HERE / "accelerate_scripts" / "training.py"

@@ -17,7 +17,7 @@ from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 from vram_guard.codec import from_json, to_json
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning import worker
-from vram_guard_accelerate.planning.best_relaunch import best_of
+from vram_guard_accelerate.planning._best_relaunch import best_of
 from vram_guard_accelerate.planning.prediction import read_answer
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 from vram_guard_accelerate.relaunch.relaunch import Relaunch

@@ -15,7 +15,7 @@ import lightning_cases as cases
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from vram_guard.guard import decide
+from vram_guard.guard import _decide
 from vram_guard_lightning import VramGuard
 
 warnings.simplefilter("ignore")
@@ -36,7 +36,7 @@ def broken_plan(*_: Any, **__: Any) -> Any:
 def main(case: str, out: Path) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if case == "one fails" and rank == 1:
-        decide._plan = broken_plan
+        _decide._plan = broken_plan
     guard = VramGuard(budget=budget(case, rank), margin=0, allow=("accumulate",)) if case != "plain" else None
     module = cases.make_module("lightning.pytorch", scheduler="one_cycle", width=512, hidden=2048, optimizer="sgd")
     data = cases.loader(dataset=cases.Vectors(4096 * 2 + 333, 512), batch_size=2048)

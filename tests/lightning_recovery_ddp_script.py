@@ -22,7 +22,7 @@ from torch import nn
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.errors import UnsupportedStepError
-from vram_guard_lightning import VramGuard, closure, training
+from vram_guard_lightning import VramGuard, _closure, _training
 
 warnings.simplefilter("ignore")
 AT = 2
@@ -91,7 +91,7 @@ class SplitsFrom(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if module.loaded == AT:
-            closure.install(trainer, Splitter(8, 4))
+            _closure.install(trainer, Splitter(8, 4))
 
 
 def refuse(*_: Any) -> Any:
@@ -100,7 +100,7 @@ def refuse(*_: Any) -> Any:
 
 def main(case: str, out: Path) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    training.capture = refuse
+    _training.capture = refuse
     kind, _, more = case.partition("+")
     callbacks: list[Any] = [] if kind == "plain" else [VramGuard(budget="64GiB", allow=("accumulate",), remember=False)]
     if kind == "split":

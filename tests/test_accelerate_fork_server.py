@@ -16,7 +16,7 @@ if sys.platform == "win32":
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.fork_server import ForkServer
+from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run.forks import ForkEntered
 
 WATCHDOG = 200  # seconds; an answer that is there comes at once

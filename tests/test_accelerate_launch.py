@@ -28,10 +28,10 @@ from accelerate_cases import EDITED, ONE, PICTURES, TRAINER, TRAINING, TWO, diff
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
 from vram_guard.techniques import Recipe  # noqa: E402
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
+from vram_guard_accelerate._script_files import state_of  # noqa: E402
 from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
-from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
-from vram_guard_accelerate.script_files import state_of  # noqa: E402
 
 LEAVES_GROUP = cases.HERE / "accelerate_scripts" / "leaves_group.py"
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
@@ -162,12 +162,12 @@ def test_plans_do_not_pile_up(tmp_path: Path) -> None:
 def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, typed: str, started: bool) -> None:
     """With the plan that is remembered; what would be started is looked at, not run."""
     from vram_guard.cli import main
-    from vram_guard_accelerate.cli import launchers
+    from vram_guard_accelerate.cli import _launchers
 
     _, out, options = launched
     starts: list[list[str]] = []
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
-    monkeypatch.setattr(launchers, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
+    monkeypatch.setattr(_launchers, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     monkeypatch.delenv(VARIABLE, raising=False)
     code = main(["launch", *options, "--ask", str(TRAINING), "plain", "--out", str(out)])
@@ -448,7 +448,7 @@ QUIET_FSDP = ("--num_processes", "2", *cases.QUIET)
 
 def test_several_machines_are_sent_to_the_guard_that_agrees(capsys: Any, monkeypatch: Any) -> None:
     from vram_guard.cli import main
-    from vram_guard_accelerate.cli import launch as module
+    from vram_guard_accelerate.cli import _launch as module
 
     several = ("--multi_gpu", "--num_machines", "2", "--num_processes", "16", "--machine_rank", "0")
     where = ("--main_process_ip", "127.0.0.1", "--main_process_port", "29511", "--mixed_precision", "no")

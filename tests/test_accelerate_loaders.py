@@ -13,8 +13,8 @@ pytest.importorskip("accelerate")
 
 from torch.utils.data import DataLoader  # noqa: E402 - what is tested has to be there
 
+from vram_guard_accelerate._launch_plan import LoaderPlace  # noqa: E402
 from vram_guard_accelerate.apply.loaders import LoaderMatcher, LoadersMade  # noqa: E402
-from vram_guard_accelerate.launch_plan import LoaderPlace  # noqa: E402
 
 TRAINING, EVALUATION = list(range(8)), list(range(4))
 

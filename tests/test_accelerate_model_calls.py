@@ -14,7 +14,7 @@ if sys.platform == "win32":
 
 from vram_guard.apply.microbatch import Layout  # noqa: E402 - what is tested has to be there
 from vram_guard.errors import UnsupportedStepError  # noqa: E402
-from vram_guard_accelerate.dry_run.model_calls import ModelCall, agreed_layouts, read_call  # noqa: E402
+from vram_guard_accelerate.dry_run._model_calls import ModelCall, agreed_layouts, read_call  # noqa: E402
 
 ROWS = Layout(rows=True)
 

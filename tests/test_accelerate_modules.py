@@ -17,7 +17,7 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import difference, launch  # noqa: E402
 
 from vram_guard.codec import to_json  # noqa: E402
-from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 
 MODULE = ("-m", "packaged.train")
 CONFIG = """\

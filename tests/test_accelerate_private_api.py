@@ -48,7 +48,9 @@ def test_private_names_in_the_sources_are_in_the_table() -> None:
     }
     # What Accelerate's optimizer keeps about skipped steps is written as patch_optimizer_step expects it.
     others |= {"_accelerate_step_called", "_optimizer_original_step_method", "_optimizer_patched_step_method"}
-    for path in Path(vram_guard_accelerate.__file__).parent.rglob("*.py"):
+    paths = sorted(Path(vram_guard_accelerate.__file__).parent.rglob("*.py"))
+    others |= {path.stem for path in paths}  # inner modules of our own
+    for path in paths:
         source = path.read_text(encoding="utf-8")
         used = set(re.findall(r"(?<!self)(?<!cls)\.(_[a-z]\w+)", source))
         own = {name for name in used if f"def {name}" in source or f"self.{name}" in source}

@@ -23,10 +23,10 @@ from vram_guard.apply.loss_terms import Term  # noqa: E402
 from vram_guard.codec import from_json, from_plain, to_json  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard.timeline import Estimate, Phase  # noqa: E402
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
-from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
-from vram_guard_accelerate.planning.best_relaunch import MOST, best_of  # noqa: E402
+from vram_guard_accelerate.planning._best_relaunch import MOST, best_of  # noqa: E402
 from vram_guard_accelerate.planning.requests import DryRunAnswer  # noqa: E402
 from vram_guard_accelerate.relaunch.equivalence import disagreement, why_not_accumulated  # noqa: E402
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch  # noqa: E402

@@ -230,7 +230,7 @@ def test_rounding_never_shrinks_and_never_doubles(size, divisions):
 
 def test_the_machine_can_fail(monkeypatch):
     """The invariants notice an allocator that forgets to merge."""
-    monkeypatch.setattr("vram_guard.allocator.caching.FREE", -1)
+    monkeypatch.setattr("vram_guard.allocator._caching.FREE", -1)
     machine = AnyUse()
     machine.begin(AllocatorSettings(), None)
     machine.malloc(512, 0)

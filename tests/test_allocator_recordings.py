@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_allocator_reference import requests
 
 from vram_guard.allocator import AllocatorSettings, CachingAllocator, compare, read_recording, replay
-from vram_guard.allocator.plain_pickle import load_plain_pickle
+from vram_guard.allocator._plain_pickle import load_plain_pickle
 from vram_guard.errors import InvalidInputError
 
 MIB = 2**20

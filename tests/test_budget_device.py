@@ -11,10 +11,10 @@ import pynvml
 import pytest
 
 from vram_guard.budget import Budget, GpuProcess, find_gpu, nvml, torch_cuda
+from vram_guard.budget._device import cuda_ordinal
+from vram_guard.budget._visible import visible_devices
 from vram_guard.budget.catalogue import context_bytes
-from vram_guard.budget.device import cuda_ordinal
 from vram_guard.budget.host import HostMemory
-from vram_guard.budget.visible import visible_devices
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 
 MIB, GIB = 2**20, 2**30

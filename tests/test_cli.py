@@ -93,7 +93,7 @@ def test_exit_codes(error, code, monkeypatch, capsys):
     def fail(_options):
         raise error
 
-    monkeypatch.setattr("vram_guard.cli.gpus._gpus", fail)
+    monkeypatch.setattr("vram_guard.cli._gpus._gpus", fail)
     assert cli.main(["gpus"]) == code
     assert capsys.readouterr().err == "vram-guard: x\n"
 

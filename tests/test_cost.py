@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from vram_guard import TrainingStep, trace
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan.activations import activation_bytes
+from vram_guard.plan._activations import activation_bytes
 from vram_guard.plan.roofline import HOST_PER_OPERATOR, LAUNCH, PINNED_SHARE, flops_per_second
 from vram_guard.plan.step_time import (
     StepTime,
@@ -222,7 +222,7 @@ def test_a_step_that_could_not_be_followed_has_a_lower_bound_only():
 
 
 def test_the_model_imports_nothing_heavy():
-    assert heavy_after("import vram_guard.plan.step_time, vram_guard.plan.activations") == set()
+    assert heavy_after("import vram_guard.plan.step_time, vram_guard.plan._activations") == set()
 
 
 # --- real steps ------------------------------------------------------------------------------------------------------

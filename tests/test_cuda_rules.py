@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vram_guard.simulate.operators import autocast
-from vram_guard.simulate.operators.attention import choose_backend
+from vram_guard.simulate.operators._attention import choose_backend
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep

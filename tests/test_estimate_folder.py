@@ -21,9 +21,9 @@ from folders import (
 )
 
 from vram_guard import cli
+from vram_guard.closed_form._weights import header, read_weights
 from vram_guard.closed_form.folder import read_folder
 from vram_guard.closed_form.inputs import InputSizes, sample_of
-from vram_guard.closed_form.weights import header, read_weights
 from vram_guard.errors import InvalidInputError
 
 TRANSFORMER_PARAMETERS = 5_570_283_072

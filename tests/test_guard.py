@@ -15,14 +15,14 @@ from vram_guard import TrainingStep
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
+from vram_guard.guard._decide import decide_alone, why_not_split
+from vram_guard.guard._ranks import Failure, Outcome, attempt, from_rank_zero, gather
+from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
-from vram_guard.guard.decide import decide_alone, why_not_split
 from vram_guard.guard.guard import Guard
-from vram_guard.guard.ranks import Failure, Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.guard.settings import GuardSettings, PlanSettings
 from vram_guard.guard.training import CapturedTraining
-from vram_guard.guard.verdict import judge, judge_failure
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
 

@@ -16,10 +16,10 @@ import lightning_cases as cases
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.simulate import trace
-from vram_guard_lightning import capture, namespaces, sample
+from vram_guard_lightning import _capture, _namespaces, _sample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMESPACE = namespaces.installed()[0].__name__
+NAMESPACE = _namespaces.installed()[0].__name__
 pl = importlib.import_module(NAMESPACE)
 Base: Any = type(cases.make_module())
 
@@ -33,7 +33,7 @@ def captured(root: Any, module: Any, data: Any = None, **how: Any) -> Any:
             lightnings_own = trainer.strategy.setup
 
             def setup(trainer: Any) -> None:
-                found.capture = capture.capture(trainer, pl_module)
+                found.capture = _capture.capture(trainer, pl_module)
                 with found.capture.symbolic_run():
                     found.timeline = trace(found.capture.step)
                 lightnings_own(trainer)
@@ -150,7 +150,7 @@ def sgd() -> torch.optim.Optimizer:
 )
 def test_every_form_of_configure_optimizers(returned: Any, count: int) -> None:
     optimizer = sgd()
-    found = capture.optimizers_in(returned(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)))
+    found = _capture.optimizers_in(returned(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)))
     assert len(found) == count
     assert count == 0 or found[0] is optimizer
 
@@ -176,7 +176,7 @@ def test_transfer_hooks_of_module_and_datamodule(tmp_path: Any) -> None:
 
 def test_the_precision_context_is_lightnings_own(tmp_path: Any, monkeypatch: Any) -> None:
     entered = []
-    mixed = namespaces.part(pl, "plugins.precision.MixedPrecision")
+    mixed = _namespaces.part(pl, "plugins.precision.MixedPrecision")
     own = mixed.autocast_context_manager
 
     def spied(self: Any) -> Any:
@@ -204,7 +204,7 @@ def test_samples_of_different_sizes_the_largest_counts() -> None:
             return torch.zeros(index % 7 + 1)
 
     pad = torch.nn.utils.rnn.pad_sequence
-    found = sample.read(cases.loader(dataset=Ragged(), collate_fn=lambda items: pad(items, batch_first=True)))
+    found = _sample.read(cases.loader(dataset=Ragged(), collate_fn=lambda items: pad(items, batch_first=True)))
     assert found.make(5).shape == (5, 7)
     assert "largest of the first 8" in found.notes[0]
 
@@ -228,7 +228,7 @@ class Consumed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 def test_a_stream_stays_where_it_is() -> None:
     stream = Consumed()
-    found = sample.read(torch.utils.data.DataLoader(stream, batch_size=4))
+    found = _sample.read(torch.utils.data.DataLoader(stream, batch_size=4))
     assert found.make(6).shape == (6, 1)
     assert (found.batch_size, found.dataset_size, stream.at) == (4, None, 0)
 
@@ -240,7 +240,7 @@ def test_a_stream_that_cannot_be_copied_is_refused() -> None:
             self.lines = (line for line in "abc")
 
     with pytest.raises(UnsupportedStepError, match=r"Holding cannot be copied.*open them in __iter__"):
-        sample.read(torch.utils.data.DataLoader(Holding(), batch_size=4))
+        _sample.read(torch.utils.data.DataLoader(Holding(), batch_size=4))
 
 
 @pytest.mark.parametrize(
@@ -255,17 +255,17 @@ def test_a_stream_that_cannot_be_copied_is_refused() -> None:
 )
 def test_loaders_that_are_refused(data: Any, says: str) -> None:
     with pytest.raises(UnsupportedStepError, match=says):
-        sample.read(data())
+        _sample.read(data())
 
 
 def test_a_dataset_smaller_than_the_batch_is_the_batch() -> None:
-    assert sample.read(cases.loader(3, 8)).batch_size == 3
+    assert _sample.read(cases.loader(3, 8)).batch_size == 3
 
 
 def test_loaders_of_ready_batches() -> None:
     batches = [[torch.zeros(6, 2), torch.zeros(6)] for _ in range(3)]
     for loader in (torch.utils.data.DataLoader(batches, batch_size=None), iter_anew(batches)):
-        found = sample.read(loader)
+        found = _sample.read(loader)
         assert found.batch_size == 6
         assert found.make(9)[0].shape == (9, 2)
         assert "ready batches" in found.growable
@@ -283,7 +283,7 @@ class iter_anew:  # noqa: N801 - reads as a function above
 
 def test_collections_keep_their_structure() -> None:
     combined = pl.utilities.combined_loader.CombinedLoader({"a": cases.loader(40), "b": [cases.loader(24)]})
-    found = sample.read(combined)
+    found = _sample.read(combined)
     batch = found.make(3)
     assert (found.batch_size, found.dataset_size) == (8, 40)
     assert batch["a"][0].shape == batch["b"][0][0].shape == (3, 6)
@@ -298,7 +298,7 @@ def test_a_training_step_that_fetches_for_itself_is_refused(tmp_path: Any) -> No
     module = Fetching()
     trainer.fit_loop._data_source = SimpleNamespace(dataloader=lambda: cases.loader(40))
     with pytest.raises(UnsupportedStepError, match="dataloader_iter"):
-        capture.capture(trainer, module)
+        _capture.capture(trainer, module)
 
 
 def test_a_lost_loss_is_refused_by_name(tmp_path: Any) -> None:

@@ -12,10 +12,10 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 
-from vram_guard_lightning import VramGuard, namespaces
+from vram_guard_lightning import VramGuard, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-INSTALLED = [module.__name__ for module in namespaces.installed()]
+INSTALLED = [module.__name__ for module in _namespaces.installed()]
 SAMPLES = 64
 
 

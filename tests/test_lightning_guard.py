@@ -20,10 +20,10 @@ import lightning_cases as cases
 import oom_cases
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, UnsupportedStepError
-from vram_guard_lightning import VramGuard, namespaces
+from vram_guard_lightning import VramGuard, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-INSTALLED = [module.__name__ for module in namespaces.installed()]
+INSTALLED = [module.__name__ for module in _namespaces.installed()]
 #: Holds the step of the wide module below with micro-batches and not as written (see the ``tight`` fixture).
 #: (SGD: where a gradient is all but zero, Adam's step is the sign of its rounding error.)
 WIDE: dict[str, Any] = {"width": 512, "hidden": 2048, "optimizer": "sgd"}
@@ -377,7 +377,7 @@ def test_batch_size_finder_keeps_the_guard_off(tmp_path: Any, capsys: Any, tight
 
 def test_a_sharding_strategy_is_refused_with_a_reason() -> None:
     from vram_guard.errors import UnsupportedStepError
-    from vram_guard_lightning.capture import check_supported
+    from vram_guard_lightning._capture import check_supported
 
     class FakeFSDPStrategy:
         pass

@@ -15,11 +15,11 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 
 from vram_guard.apply.microbatch import Splitter
-from vram_guard_lightning import VramGuard, closure, namespaces
+from vram_guard_lightning import VramGuard, _closure, _namespaces
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-INSTALLED = [module.__name__ for module in namespaces.installed()]
+INSTALLED = [module.__name__ for module in _namespaces.installed()]
 SCHEDULERS = ("one_cycle", "warmup_cosine", "lambda", "step_lr", "plateau")
 
 
@@ -29,7 +29,7 @@ def splitting(namespace: str, batch_size: int = 8, micro: int = 2, loss_weight: 
 
     class Splitting(pl.Callback):  # type: ignore[misc, name-defined]
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            closure.install(trainer, Splitter(batch_size, micro), loss_weight)
+            _closure.install(trainer, Splitter(batch_size, micro), loss_weight)
 
     return Splitting()
 
@@ -264,7 +264,7 @@ def test_the_last_micro_batch_alone_would_log_something_else(tmp_path: Any, monk
     """The test above can fail: without gathering, a step's value is its last micro-batch's."""
     import contextlib
 
-    monkeypatch.setattr(closure.StepLog, "gathering", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(_closure.StepLog, "gathering", lambda self: contextlib.nullcontext())
     plain, split = watched(tmp_path, logging_module(), 0), watched(tmp_path, logging_module(), 3)
     assert split.step_values[0]["count_step"] != plain.step_values[0]["count_step"]
 
@@ -356,7 +356,7 @@ def test_undo_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
     trainer = cases.make_trainer("lightning.pytorch", tmp_path)
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     before = dict(vars(loop))
-    undo = closure.install(trainer, Splitter(8, 2))
+    undo = _closure.install(trainer, Splitter(8, 2))
     assert vars(loop) != before
     undo()
     assert vars(loop) == before

@@ -13,12 +13,12 @@ pytest.importorskip("lightning")
 
 import vram_guard_lightning
 from vram_guard.private_names import PrivateName
-from vram_guard_lightning import namespaces, private_api
+from vram_guard_lightning import _namespaces, private_api
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("namespace", namespaces.installed(), ids=lambda module: module.__name__)
+@pytest.mark.parametrize("namespace", _namespaces.installed(), ids=lambda module: module.__name__)
 @pytest.mark.parametrize("name", private_api.TABLE, ids=lambda name: name.path)
 def test_this_release_has_it(namespace: Any, name: PrivateName) -> None:
     assert private_api.missing(namespace, (name,)) == []
@@ -41,7 +41,7 @@ def test_this_release_has_it(namespace: Any, name: PrivateName) -> None:
 )
 def test_what_a_release_changed_is_named(path: str, says: str) -> None:
     name = PrivateName(path, "a purpose", parameters=("something", "else"))
-    (fault,) = private_api.missing(namespaces.installed()[0], (name,))
+    (fault,) = private_api.missing(_namespaces.installed()[0], (name,))
     assert path.replace(":", ".") in fault
     assert re.search(says, fault)
     assert "a purpose" in fault
@@ -51,7 +51,9 @@ def test_private_names_in_the_sources_are_in_the_table() -> None:
     """Attributes with a leading underscore of anything but self, in every module of the package."""
     listed = {name.path.rpartition(".")[2] for name in private_api.TABLE}
     own = {"_fields"}
-    for path in Path(vram_guard_lightning.__file__).parent.rglob("*.py"):
+    paths = sorted(Path(vram_guard_lightning.__file__).parent.rglob("*.py"))
+    own |= {path.stem for path in paths}  # inner modules of our own
+    for path in paths:
         used = set(re.findall(r"(?<!self)(?<!cls)\.(_[a-z]\w+)", path.read_text()))
         used -= {name for name in used if f"def {name}" in path.read_text() or f"self.{name}" in path.read_text()}
         unlisted = {name for name in used if name not in listed | own and "pytree" not in name}
@@ -66,7 +68,7 @@ def test_a_release_without_a_name_keeps_the_training_whole(tmp_path: Any, monkey
     monkeypatch.setattr(private_api, "MICRO_BATCHES", (gone,))
     module = cases.make_module()
     guard = vram_guard_lightning.VramGuard(budget="1MiB", mode="report")
-    trainer = cases.make_trainer(namespaces.installed()[0].__name__, tmp_path, [guard], max_steps=1)
+    trainer = cases.make_trainer(_namespaces.installed()[0].__name__, tmp_path, [guard], max_steps=1)
     torch.manual_seed(0)
     trainer.fit(module, cases.loader(40))
     assert "this release of Lightning is not supported" in capsys.readouterr().out

@@ -19,12 +19,12 @@ import oom_cases
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.errors import InvalidInputError, RecoveryFailedError, UnsupportedStepError
-from vram_guard.guard import decide
-from vram_guard_lightning import VramGuard, closure, namespaces, training
+from vram_guard.guard import _decide
+from vram_guard_lightning import VramGuard, _closure, _namespaces, _training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PL = namespaces.installed()[0].__name__
-INSTALLED = [module.__name__ for module in namespaces.installed()]
+PL = _namespaces.installed()[0].__name__
+INSTALLED = [module.__name__ for module in _namespaces.installed()]
 BATCHES = 5
 """Loaded batches in an epoch of the loader below."""
 
@@ -122,10 +122,10 @@ class Written:
 
             def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
                 if module.loaded == split_from:  # the module's own hook comes later
-                    self.undo = closure.install(trainer, Splitter(8, micro))
+                    self.undo = _closure.install(trainer, Splitter(8, micro))
                 elif module.loaded == then[0]:
                     self.undo()
-                    closure.install(trainer, Splitter(8, then[1]))
+                    _closure.install(trainer, Splitter(8, then[1]))
 
             def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
                 self.weights.append(cases.weights(module).clone())
@@ -166,7 +166,7 @@ def unpredicted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         raise UnsupportedStepError("an operator that cannot be run symbolically")
 
     if "predicted" not in request.fixturenames:
-        monkeypatch.setattr(training, "capture", refuse)
+        monkeypatch.setattr(_training, "capture", refuse)
 
 
 def assert_same_run(one: Any, other: Any, *, exact: bool = True) -> None:
@@ -243,9 +243,9 @@ def test_gradients_of_earlier_batches_survive(tmp_path: Any, where: str, at: int
 
 def test_polluted_gradients_would_be_noticed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: without setting gradients aside, half a backward stays in them."""
-    from vram_guard.watch import gradients
+    from vram_guard.watch import _gradients
 
-    monkeypatch.setattr(gradients.SetAside, "begin", lambda self: None)
+    monkeypatch.setattr(_gradients.SetAside, "begin", lambda self: None)
     how: dict[str, Any] = {"accumulate_grad_batches": 2}
     reference = train(tmp_path, make_module(), split_from=3, **how)
     recovered = train(tmp_path, make_module(breaks="backward", at=3), guard(), **how)
@@ -280,12 +280,12 @@ def test_with_a_prediction(tmp_path: Any, predicted: None) -> None:
 
 
 def test_batches_that_were_split_before(tmp_path: Any, predicted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = decide._plan
+    own = _decide._plan
 
     def split(*args: Any, **settings: Any) -> Any:
         return dataclasses.replace(own(*args, **settings), micro_batch_size=4, accumulate=2)
 
-    monkeypatch.setattr(decide, "_plan", split)
+    monkeypatch.setattr(_decide, "_plan", split)
     recovered = train(tmp_path, make_module(breaks="backward", at=3, capacity=2), guard())
     assert recovered[0].seen == [4] * 2 * 3 + [2] * 4 * 7
     monkeypatch.undo()

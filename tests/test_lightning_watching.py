@@ -17,10 +17,10 @@ from test_watch_measured import Numbers
 
 from vram_guard.guard import guard as core
 from vram_guard.watch.corrections import Corrections, subject
-from vram_guard_lightning import VramGuard, namespaces
+from vram_guard_lightning import VramGuard, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PL = namespaces.installed()[0].__name__
+PL = _namespaces.installed()[0].__name__
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from mmengine.registry import DATASETS, FUNCTIONS, MODELS, OPTIM_WRAPPER_CONSTRU
 from mmengine.runner import Runner
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard_mmengine import optim
+from vram_guard_mmengine import _optim
 
 # MMEngine loads checkpoints so; torch 2.4 and 2.5 warn of it, later ones load weights only.
 pytestmark = pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:FutureWarning")
@@ -254,16 +254,16 @@ def test_several_optimizers_are_left_alone(root: Path) -> None:
 def test_mixed_precision_as_mmengine_writes_it() -> None:
     """float16 with a dynamic loss scale (guide 004), bfloat16 without any; the rest of the config stays."""
     written = {"type": "OptimWrapper", "optimizer": {"type": "AdamW", "lr": 1e-3}, "clip_grad": {"max_norm": 1.0}}
-    half = optim.in_precision(written, "16-mixed", "cuda")
+    half = _optim.in_precision(written, "16-mixed", "cuda")
     assert (half["type"], half["loss_scale"], half["dtype"]) == ("AmpOptimWrapper", "dynamic", "float16")
     assert half["clip_grad"] == {"max_norm": 1.0}
-    brain = optim.in_precision(written, "bf16-mixed", "cuda")
+    brain = _optim.in_precision(written, "bf16-mixed", "cuda")
     assert (brain["loss_scale"], brain["dtype"]) == ({"enabled": False}, "bfloat16")
     assert written["type"] == "OptimWrapper", "the config that was given is left as it is"
-    facts = optim.read(half)
+    facts = _optim.read(half)
     assert (facts.kind, facts.precision, facts.clip_grad_norm) == (AmpOptimWrapper, "16-mixed", 1.0)
-    assert optim.read(brain).precision == "bf16-mixed"
-    assert optim.read(written).kind is OptimWrapper
+    assert _optim.read(brain).precision == "bf16-mixed"
+    assert _optim.read(written).kind is OptimWrapper
 
 
 @pytest.mark.gpu
@@ -295,7 +295,7 @@ def test_load_from_starts_with_its_weights_and_nothing_else(root: Path, plain: A
 def test_settings_are_only_read_by_the_hook_that_is_there() -> None:
     hook = VramGuardHook(**SPLIT)
     with pytest.raises(UnsupportedStepError):
-        optim.read({"one": {}, "other": {}})
+        _optim.read({"one": {}, "other": {}})
     assert hook.plan is None
 
 

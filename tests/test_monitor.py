@@ -26,7 +26,7 @@ from test_budget_device import GIB, NOT_SUPPORTED, Card, Library, Torch
 from vram_guard import cli
 from vram_guard.budget import nvml, torch_cuda
 from vram_guard.budget.sampling import GpuSample, ProcessSample, nvml_sampler
-from vram_guard.cli.monitor import COLUMNS
+from vram_guard.cli._monitor import COLUMNS
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.watch.monitor import BackgroundMonitor, Monitor, any_sampler, checked_interval, device_sampler, watch
 
@@ -389,7 +389,7 @@ def test_ctrl_c_ends_with_the_summary(tmp_path, number):
 
 
 def test_on_a_terminal_the_moment_stands_in_one_place(machine):
-    from vram_guard.cli.monitor import _shower
+    from vram_guard.cli._monitor import _shower
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -413,9 +413,9 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
 
     import lightning_cases as cases
 
-    from vram_guard_lightning import VramGuard, namespaces, utilization
+    from vram_guard_lightning import VramGuard, _namespaces, _utilization
 
-    namespace = namespaces.installed()[0].__name__
+    namespace = _namespaces.installed()[0].__name__
     logged: list[dict[str, float]] = []
 
     class Writes(importlib.import_module(f"{namespace}.loggers").Logger):
@@ -443,7 +443,7 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
 
         yield look
 
-    monkeypatch.setattr(utilization, "sampler_of", lambda trainer: source)
+    monkeypatch.setattr(_utilization, "sampler_of", lambda trainer: source)
     guard = VramGuard(budget="64GiB", monitor=0.05)
     trainer = cases.make_trainer(
         namespace, tmp_path, [guard, Slow()], max_epochs=1, logger=Writes(), log_every_n_steps=2

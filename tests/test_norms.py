@@ -12,7 +12,7 @@ from torch import nn
 
 from vram_guard import TrainingStep, trace
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import norms
+from vram_guard.simulate.operators import _norms
 
 aten = torch.ops.aten
 FLOATS = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -47,11 +47,11 @@ def test_layer_norms(data: Any, dtype: torch.dtype, affine: bool) -> None:
     wanted = data.draw(st.lists(st.booleans(), min_size=3, max_size=3))
     func = aten.native_layer_norm.default
     args = (tensor, normalized, weight, weight, 1e-5)
-    assert_like_torch(norms.layer_norm(Recorder(), func, args, {}), func(*args))
+    assert_like_torch(_norms.layer_norm(Recorder(), func, args, {}), func(*args))
     _, mean, deviation = func(*args)
     func = aten.native_layer_norm_backward.default
     args = (gradient, tensor, normalized, mean, deviation, weight, weight, wanted)
-    assert_like_torch(norms.layer_norm_backward(Recorder(), func, args, {}), func(*args))
+    assert_like_torch(_norms.layer_norm_backward(Recorder(), func, args, {}), func(*args))
 
 
 @settings(max_examples=40, deadline=None)
@@ -66,7 +66,7 @@ def test_group_norms(data: Any, dtype: torch.dtype, affine: bool) -> None:
     )
     func = aten.native_group_norm_backward.default
     args = (tensor, tensor, mean, deviation, weight, samples, groups * each, side * side, groups, wanted)
-    assert_like_torch(norms.group_norm_backward(Recorder(), func, args, {}), func(*args))
+    assert_like_torch(_norms.group_norm_backward(Recorder(), func, args, {}), func(*args))
 
 
 def test_what_torch_refuses_torch_refuses_in_its_words() -> None:

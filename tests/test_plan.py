@@ -17,12 +17,12 @@ from vram_guard import Budget, Timeline, TrainingStep
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import speaking
 from vram_guard.plan import Plan, Source, plan
-from vram_guard.plan.cost_model import CostModel
+from vram_guard.plan._cost_model import CostModel
+from vram_guard.plan._option import Option
+from vram_guard.plan._tracing import Traces
 from vram_guard.plan.descriptions import Why
-from vram_guard.plan.option import Option
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.techniques import resident_batch
-from vram_guard.plan.tracing import Traces
 from vram_guard.simulate import trace
 from vram_guard.techniques import Recipe
 
@@ -196,11 +196,11 @@ def test_a_bare_amount_takes_the_capability_of_the_device_at_hand(monkeypatch: p
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, vram_guard.plan.search; sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
+    code = "import sys, vram_guard.plan._search; sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("first", ["import vram_guard.plan.search", "pass"])
+@pytest.mark.parametrize("first", ["import vram_guard.plan._search", "pass"])
 def test_the_public_name_is_the_function(first: str) -> None:
     code = f"{first}\nfrom vram_guard import plan\nimport types\nassert isinstance(plan, types.FunctionType)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,10 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vram_guard.budget import Budget
+from vram_guard.plan._growth import grown
+from vram_guard.plan._option import Option
+from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.growth import grown
-from vram_guard.plan.option import Option
-from vram_guard.plan.search import search
 from vram_guard.plan.search_space import BlockPrefix, Candidate, LowerBound, Request, Space
 from vram_guard.plan.techniques import growth_multiples, mixed_precision, resident_batch, splits_of
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Timeline

@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vram_guard.closed_form._weights import Weights
 from vram_guard.closed_form.folder import Component
 from vram_guard.closed_form.recommend import combined_savings, individual_savings
 from vram_guard.closed_form.tuning import Shape, Tuning
-from vram_guard.closed_form.weights import Weights
 from vram_guard.step import LARGEST_BATCH
 
 components = st.integers(0, 10**10).map(lambda count: Component("x", {}, Weights({"F32": count})))

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from vram_guard.budget import Budget
+from vram_guard.plan._option import Option
+from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.option import Option
-from vram_guard.plan.search import search
 from vram_guard.plan.search_space import LowerBound, Request, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json

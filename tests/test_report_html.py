@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from vram_guard import Budget, Plan, TrainingStep, plan, trace
-from vram_guard.cli.plots import add_picture_options, check_pictures, write_pictures
+from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import speaking
 from vram_guard.report import batch_figure, html_report, save_figure, save_html, save_trace
+from vram_guard.report._charts import round_values
 from vram_guard.report.batch_curve import LARGEST_DRAWN, batch_curve, close_together
-from vram_guard.report.charts import round_values
 from vram_guard.timeline import CATEGORIES, Affine, Block, Note, Phase, Timeline
 from vram_guard.units import format_bytes
 

@@ -17,9 +17,9 @@ from torch.cuda import _memory_viz
 from vram_guard import Budget, TrainingStep
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan import plan
+from vram_guard.report._walk import LAYERS, stack, walk
 from vram_guard.report.plot import COLOURS, MOST_COLUMNS, plan_figure, save_figure, timeline_figure
 from vram_guard.report.snapshot import PICKLE_PROTOCOL, save_snapshot, snapshot
-from vram_guard.report.walk import LAYERS, stack, walk
 from vram_guard.simulate import trace
 from vram_guard.timeline import CATEGORIES, Affine, Block, Phase, Timeline
 

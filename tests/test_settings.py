@@ -220,7 +220,7 @@ def test_a_card_by_name_is_no_number_of_a_gpu_to_watch(monkeypatch, capsys):
 
 def test_accelerates_adapter_takes_what_is_not_given_from_the_settings(project, monkeypatch):
     pytest.importorskip("accelerate")
-    from vram_guard_accelerate.settings import Settings
+    from vram_guard_accelerate._settings import Settings
 
     (project / "vram_guard.toml").write_text('margin = 0.2\ngrow = true\ngpu = "T4"\n')
     monkeypatch.setenv("VRAM_GUARD_LR_RULE", "sqrt")

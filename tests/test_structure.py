@@ -42,7 +42,7 @@ def test_the_graph_is_that_of_the_sources(graph):
     edges = graph.edges
     assert "vram_guard.errors" in edges["vram_guard.language"]
     assert "vram_guard.timeline" in edges["vram_guard"]  # for types
-    assert all(any(is_within(target, "vram_guard") for target in edges[f"{name}.settings"]) for name in ADAPTERS)
+    assert all(any(is_within(target, "vram_guard") for target in edges[f"{name}._settings"]) for name in ADAPTERS)
     assert "benchmarks.harness.records" in edges["benchmarks.published.source"]
     assert graph.modules["vram_guard"].lazy["TrainingStep"] == "vram_guard.step"
     assert sum(len(targets) for targets in edges.values()) > 500

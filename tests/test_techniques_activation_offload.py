@@ -19,7 +19,7 @@ from vram_guard.simulate import trace
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe, find_blocks
-from vram_guard.techniques.activation_offload import _Copies, offload_activations
+from vram_guard.techniques._activation_offload import _Copies, offload_activations
 from vram_guard.timeline import Timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
@@ -194,20 +194,20 @@ class MovesCpuTensors:
 
     @staticmethod
     def install(monkeypatch) -> list[int]:
-        from vram_guard.techniques import activation_offload
+        from vram_guard.techniques import _activation_offload
 
         moved: list[int] = []
-        real = activation_offload._pack
+        real = _activation_offload._pack
 
         def pack(copies, resident, tensor):
             left = real(copies, resident, tensor)
-            weight = activation_offload._is_weight(tensor) or id(tensor.untyped_storage()) in resident
-            if isinstance(left, activation_offload._Left) and not weight and tensor.numel():
+            weight = _activation_offload._is_weight(tensor) or id(tensor.untyped_storage()) in resident
+            if isinstance(left, _activation_offload._Left) and not weight and tensor.numel():
                 moved.append(tensor.nbytes)
                 return copies.of(tensor)
             return left
 
-        monkeypatch.setattr(activation_offload, "_pack", pack)
+        monkeypatch.setattr(_activation_offload, "_pack", pack)
         return moved
 
 

@@ -19,7 +19,7 @@ from vram_guard.simulate import trace
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe, find_blocks
-from vram_guard.techniques.checkpointing import checkpoint_modules
+from vram_guard.techniques._checkpointing import checkpoint_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
 

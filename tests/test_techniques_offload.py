@@ -18,7 +18,7 @@ from vram_guard import TrainingStep
 from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
-from vram_guard.techniques.optimizer_offload import host_optimizer, on_host
+from vram_guard.techniques._optimizer_offload import host_optimizer, on_host
 from vram_guard.techniques.optimizers import repoint
 
 pytest.importorskip("torchao")

@@ -14,12 +14,12 @@ from torch import nn
 
 from vram_guard.apply.microbatch import batch_size, split
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch import rank_coordinator, rollback
-from vram_guard.watch.gradients import SetAside
+from vram_guard.watch import _rollback, rank_coordinator
+from vram_guard.watch._gradients import SetAside
+from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import SingleProcess, Verdict, _as_one, _buckets
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
-from vram_guard.watch.rollback import CannotRollBackError, StateSnapshot
 
 
 class Stateful(nn.Module):
@@ -329,7 +329,7 @@ def test_the_price_of_being_armed_is_small() -> None:
     for _ in range(10):
         keeper.take()
     assert (time.process_time() - start) / 10 < 0.05
-    assert rollback.COPIED_IN_PLACE > 0
+    assert _rollback.COPIED_IN_PLACE > 0
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vram_guard_accelerate.script_guard import guard
+    from vram_guard_accelerate._script_guard import guard
 
 __all__ = ["guard"]
 
@@ -14,7 +14,7 @@ def __getattr__(name: str) -> object:
     """Import Accelerate only when the guard is asked for (PEP 562)."""
     if name != "guard":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vram_guard_accelerate.script_guard import guard
+    from vram_guard_accelerate._script_guard import guard
 
     globals()[name] = guard
     return guard

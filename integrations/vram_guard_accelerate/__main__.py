@@ -14,11 +14,11 @@ from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.codec import from_json
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.settings import disabled
-from vram_guard_accelerate import run_script
+from vram_guard_accelerate import _run_script
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+from vram_guard_accelerate._messages import say
+from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.cli.arguments import own_arguments
-from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan
-from vram_guard_accelerate.messages import say
-from vram_guard_accelerate.settings import Settings
 
 
 def main() -> None:
@@ -29,11 +29,11 @@ def main() -> None:
     except VramGuardError as error:
         say(f"vram-guard: {error}")
         sys.exit(_exit_code(error))
-    run_script.end_process_groups_at_exit()
+    _run_script.end_process_groups_at_exit()
     if plan is not None:
         _install(plan)
         command = [*command, *plan.script_arguments()]
-    run_script.run(command, module=module)
+    _run_script.run(command, module=module)
 
 
 def _plan(settings: Settings, command: Sequence[str], *, module: bool) -> LaunchPlan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vram_guard_lightning.callback import VramGuard
+    from vram_guard_lightning._callback import VramGuard
 
 __all__ = ["VramGuard"]
 
@@ -14,7 +14,7 @@ def __getattr__(name: str) -> object:
     """Import Lightning only when the callback is asked for (PEP 562)."""
     if name != "VramGuard":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vram_guard_lightning.callback import VramGuard
+    from vram_guard_lightning._callback import VramGuard
 
     globals()[name] = VramGuard
     return VramGuard

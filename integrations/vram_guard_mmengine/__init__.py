@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from vram_guard.language import _
 
 if TYPE_CHECKING:
+    from vram_guard_mmengine._runner import GuardFlexibleRunner, GuardRunner
     from vram_guard_mmengine.hook import VramGuardHook
-    from vram_guard_mmengine.runner import GuardFlexibleRunner, GuardRunner
 
 __all__ = ["GuardFlexibleRunner", "GuardRunner", "VramGuardHook"]
 
-_HOME = {"GuardFlexibleRunner": "runner", "GuardRunner": "runner", "VramGuardHook": "hook"}
+_HOME = {"GuardFlexibleRunner": "_runner", "GuardRunner": "_runner", "VramGuardHook": "hook"}
 
 
 def __getattr__(name: str) -> object:

@@ -63,7 +63,7 @@ def _add_compare(own: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from vram_guard_mmengine.comparison import answer
+    from vram_guard_mmengine._comparison import answer
 
     return answer(options)
 

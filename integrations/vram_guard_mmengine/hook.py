@@ -14,11 +14,11 @@ from mmengine.runner import FlexibleRunner, Runner
 from vram_guard.guard.guard import Guard
 from vram_guard.settings import disabled, filled
 from vram_guard.watch.recovery import MicroBatchSchedule
-from vram_guard_mmengine import recovery, split_step
-from vram_guard_mmengine.checkpoints import resumable
-from vram_guard_mmengine.settings import Settings, checked_priority
-from vram_guard_mmengine.summary import CONFIG_KEY, META_KEY, summary
-from vram_guard_mmengine.training import RunnerTraining, auto_scaled, install_techniques
+from vram_guard_mmengine import _recovery, _split_step
+from vram_guard_mmengine._checkpoints import resumable
+from vram_guard_mmengine._settings import Settings, checked_priority
+from vram_guard_mmengine._summary import CONFIG_KEY, META_KEY, summary
+from vram_guard_mmengine._training import RunnerTraining, auto_scaled, install_techniques
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -157,10 +157,10 @@ def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
     splitter = decision.splitter if decision is not None and guard.changes else None
     if decision is None or decision.spare is None or guard.no_recovery:
         if splitter is not None:
-            guard.applied.callback(split_step.install(runner.model, splitter, settings.loss_weight))
+            guard.applied.callback(_split_step.install(runner.model, splitter, settings.loss_weight))
         return
     batch = plan.batch_size if guard.changes else plan.batch_size_before
-    undo = recovery.arm(
+    undo = _recovery.arm(
         runner,
         decision.spare,
         MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch),

@@ -1,12 +1,12 @@
 """PyTorch's CUDA caching allocator, replayed without a device."""
 
+from vram_guard.allocator._caching import CachingAllocator, SimulatedOutOfMemory
+from vram_guard.allocator._comparison import Difference, RecordingComparison, SegmentCount, compare
+from vram_guard.allocator._host import host_peak, pinned_size
+from vram_guard.allocator._recording import Recording, read_recording
+from vram_guard.allocator._replaying import Replay, ReplayFailure, replay
+from vram_guard.allocator._settings import AllocatorSettings
 from vram_guard.allocator.blocks import Segment, SegmentBlock, SegmentEvent, TraceEntry
-from vram_guard.allocator.caching import CachingAllocator, SimulatedOutOfMemory
-from vram_guard.allocator.comparison import Difference, RecordingComparison, SegmentCount, compare
-from vram_guard.allocator.host import host_peak, pinned_size
-from vram_guard.allocator.recording import Recording, read_recording
-from vram_guard.allocator.replaying import Replay, ReplayFailure, replay
-from vram_guard.allocator.settings import AllocatorSettings
 
 __all__ = [
     "AllocatorSettings",

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from vram_guard.allocator.settings import MIB
+from vram_guard.allocator._settings import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from vram_guard.budget._device import GpuProcess
 from vram_guard.budget.budget import DEFAULT_MARGIN, Budget
 from vram_guard.budget.catalogue import GPU, catalogue, find_gpu
-from vram_guard.budget.device import GpuProcess
 from vram_guard.budget.host import HostMemory, host_memory
 
 __all__ = [

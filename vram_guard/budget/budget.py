@@ -8,10 +8,10 @@ from fractions import Fraction
 from numbers import Real
 
 from vram_guard.budget import nvml, torch_cuda
+from vram_guard.budget._device import DeviceMemory, GpuProcess, cuda_ordinal
+from vram_guard.budget._names import form_of
 from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
-from vram_guard.budget.device import DeviceMemory, GpuProcess, cuda_ordinal
 from vram_guard.budget.margins import measured_margin
-from vram_guard.budget.names import form_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.units import format_bytes, parse_bytes

@@ -18,7 +18,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from vram_guard.budget.names import Form, differences, form_of, nearest_names
+from vram_guard.budget._names import Form, differences, form_of, nearest_names
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 

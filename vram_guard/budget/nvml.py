@@ -14,9 +14,9 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.budget.device import DeviceMemory, GpuProcess
+from vram_guard.budget._device import DeviceMemory, GpuProcess
+from vram_guard.budget._visible import ORDER, VISIBLE, ordered_by_bus, visible_devices
 from vram_guard.budget.host import host_memory
-from vram_guard.budget.visible import ORDER, VISIBLE, ordered_by_bus, visible_devices
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _, marked
 

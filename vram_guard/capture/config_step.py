@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.step import TrainingStep
 
-#: Names of :mod:`vram_guard.capture.example_models`, known here without torch.
+#: Names of :mod:`vram_guard.capture._example_models`, known here without torch.
 EXAMPLE_NAMES = ("ddpm", "fno", "transformer", "unet")
 
 
@@ -57,7 +57,7 @@ def _named(name: str, request: EstimateRequest, config: Mapping[str, Any]) -> Tr
 def _example(name: str, request: EstimateRequest) -> TrainingStep:
     import torch
 
-    from vram_guard.capture.example_models import CHANNELS, example
+    from vram_guard.capture._example_models import CHANNELS, example
     from vram_guard.step import TrainingStep
 
     network = request.network()

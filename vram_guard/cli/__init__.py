@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
-from vram_guard.cli import compare, doctor, estimate, gpus, monitor, optimize, plan
-from vram_guard.cli.arguments import fill_from_settings, with_dashes
+from vram_guard.cli import _compare, _doctor, _estimate, _gpus, _monitor, _optimize, _plan
+from vram_guard.cli._arguments import fill_from_settings, with_dashes
+from vram_guard.cli._parsing import Parser, argparse_locale
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
-from vram_guard.cli.parsing import Parser, argparse_locale
 from vram_guard.cli.printing import JSON_SCHEMA, tell
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
@@ -33,14 +33,14 @@ __all__ = ["EXIT_DOES_NOT_FIT", "EXIT_DONE", "EXIT_ENVIRONMENT", "EXIT_USAGE", "
 
 #: The core's own commands, in the order of ``--help``.
 _COMMANDS = {
-    "estimate": estimate.add,
-    "plan": plan.add,
-    "gpus": gpus.add,
-    "doctor": doctor.add,
-    "monitor": monitor.add,
-    "optimize": optimize.add,
-    "compare": compare.add,
-    "variants": compare.add_variants,
+    "estimate": _estimate.add,
+    "plan": _plan.add,
+    "gpus": _gpus.add,
+    "doctor": _doctor.add,
+    "monitor": _monitor.add,
+    "optimize": _optimize.add,
+    "compare": _compare.add,
+    "variants": _compare.add_variants,
 }
 
 

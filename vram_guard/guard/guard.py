@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vram_guard.guard._decide import decide
+from vram_guard.guard._ranks import gather
+from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
-from vram_guard.guard.decide import decide
-from vram_guard.guard.ranks import gather
-from vram_guard.guard.verdict import judge, judge_failure
 from vram_guard.language import _
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.capture.loader import Sample
+    from vram_guard.guard._ranks import Ranks
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
-    from vram_guard.guard.ranks import Ranks
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
     from vram_guard.step import TrainingStep

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
+from vram_guard.plan._option import Option
+from vram_guard.plan._search import search
 from vram_guard.plan.checks import check_growth
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.option import Option
 from vram_guard.plan.pins import Pins
-from vram_guard.plan.search import search
 from vram_guard.plan.search_space import Request
 from vram_guard.plan.source import Source, source_of
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
@@ -118,9 +118,9 @@ def plan(
     if pins.precision is not None:
         why_precision = Reason(Why.PRECISION_PINNED)
 
-    from vram_guard.plan.cost_model import CostModel
-    from vram_guard.plan.space import parts_of, space_of
-    from vram_guard.plan.tracing import Traces
+    from vram_guard.plan._cost_model import CostModel
+    from vram_guard.plan._space import parts_of, space_of
+    from vram_guard.plan._tracing import Traces
 
     report = progress or _silent
     source = step if isinstance(step, Source) else source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.plan._option import Option, OptionText
 from vram_guard.plan.descriptions import Reason, offload_words, optimizer_words, ranges
-from vram_guard.plan.option import Option, OptionText
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison
 from vram_guard.plan.variants import Variants
-from vram_guard.report import console
+from vram_guard.report import _console
 from vram_guard.report.as_json import as_dict
 from vram_guard.units import format_bytes
 
@@ -31,8 +31,8 @@ def render(answer: Comparison, *, width: int | None = None, unicode: bool | None
         width: columns; None: 118.
         unicode: whether to draw with more than ASCII; None: where standard output is UTF.
     """
-    drawn = console.is_unicode() if unicode is None else unicode
-    return console.as_text(_report(answer, unicode=drawn), width or DEFAULT_WIDTH)
+    drawn = _console.is_unicode() if unicode is None else unicode
+    return _console.as_text(_report(answer, unicode=drawn), width or DEFAULT_WIDTH)
 
 
 def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
@@ -41,7 +41,7 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
     Returns:
         False where the stream is no longer read.
     """
-    return console.show(lambda unicode: _report(answer, unicode=unicode), DEFAULT_WIDTH, file)
+    return _console.show(lambda unicode: _report(answer, unicode=unicode), DEFAULT_WIDTH, file)
 
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:

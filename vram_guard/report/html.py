@@ -13,12 +13,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _, language
+from vram_guard.report._charts import batch_chart, timeline_charts
+from vram_guard.report._content import Content, alternatives, plan_facts
+from vram_guard.report._svg import COLUMNS, script_data, svg
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import category_name
-from vram_guard.report.charts import batch_chart, timeline_charts
-from vram_guard.report.content import Content, alternatives, plan_facts
 from vram_guard.report.files import write_atomically
-from vram_guard.report.svg import COLUMNS, script_data, svg
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.plan import Plan
+    from vram_guard.report._charts import Chart
     from vram_guard.report.batch_curve import BatchCurve
-    from vram_guard.report.charts import Chart
     from vram_guard.timeline import Estimate, Timeline
 
 #: No request of any kind may leave the page; its own style and script are part of it.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.report._walk import Walk, walk
 from vram_guard.report.files import write_atomically
-from vram_guard.report.walk import Walk, walk
 
 if TYPE_CHECKING:
     import os

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vram_guard.language import _, display_width
-from vram_guard.report.console import as_text, is_unicode
-from vram_guard.report.console import show as show_report
-from vram_guard.report.content import Content, alternatives, plan_facts
+from vram_guard.report._console import as_text, is_unicode
+from vram_guard.report._console import show as show_report
+from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.report._walk import stack
 from vram_guard.report.files import write_atomically
-from vram_guard.report.walk import stack
 
 if TYPE_CHECKING:
     import os

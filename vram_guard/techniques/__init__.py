@@ -47,11 +47,11 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
 
     try:
         if recipe.checkpoint:
-            from vram_guard.techniques.checkpointing import checkpoint_modules
+            from vram_guard.techniques._checkpointing import checkpoint_modules
 
             undo.append(checkpoint_modules(model, recipe.checkpoint))
         if recipe.offload_activations:
-            from vram_guard.techniques.activation_offload import offload_activations
+            from vram_guard.techniques._activation_offload import offload_activations
 
             undo.append(offload_activations(model, recipe.offload_activations))
     except BaseException:

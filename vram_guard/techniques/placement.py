@@ -62,7 +62,7 @@ def optimizer_for(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opt
 
         optimizer = with_form(optimizer, recipe.optimizer)
     if recipe.optimizer_on_host:
-        from vram_guard.techniques.optimizer_offload import on_host
+        from vram_guard.techniques._optimizer_offload import on_host
 
         optimizer = on_host(optimizer)
     return optimizer
@@ -88,7 +88,7 @@ def import_libraries(recipe: Recipe) -> None:
 
         eight_bit_classes()
     if recipe.optimizer_on_host:
-        from vram_guard.techniques.optimizer_offload import host_optimizer
+        from vram_guard.techniques._optimizer_offload import host_optimizer
 
         host_optimizer()
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.language import _
-from vram_guard.watch.gradients import SetAside
+from vram_guard.watch._gradients import SetAside
+from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
 from vram_guard.watch.memory import Failure, MemoryReader, drop_traceback, free
 from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.rank_coordinator import RankCoordinator, SingleProcess, Verdict
-from vram_guard.watch.rollback import CannotRollBackError, StateSnapshot
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.microbatch import Layout
+from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.apply import checkpoints, techniques
 from vram_guard_accelerate.apply.fsdp import sharding
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
-from vram_guard_accelerate.patching import made_by_script, wrap
 
 if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.techniques import Recipe
-    from vram_guard_accelerate.launch_plan import LaunchPlan
+    from vram_guard_accelerate._launch_plan import LaunchPlan
 
 
 class PlanInstaller:

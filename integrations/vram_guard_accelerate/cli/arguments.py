@@ -13,7 +13,7 @@ from typing import Any
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.patching import replaced
-from vram_guard_accelerate.settings import Settings, add_options
+from vram_guard_accelerate._settings import Settings, add_options
 
 
 @dataclass(frozen=True)

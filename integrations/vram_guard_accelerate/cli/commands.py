@@ -22,6 +22,6 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from vram_guard_accelerate.cli.launch import launch
+    from vram_guard_accelerate.cli._launch import launch
 
     return launch(options.arguments)

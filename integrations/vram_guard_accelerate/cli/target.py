@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from vram_guard.budget import Budget
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard.language import _, marked
+from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
-from vram_guard_accelerate.settings import Settings
 
 #: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from vram_guard.capture.loader import Sample
+from vram_guard_accelerate._launch_plan import LoaderPlace
+from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
 from vram_guard_accelerate.apply.loaders import LoadersMade
-from vram_guard_accelerate.dry_run.fork_server import ForkServer
-from vram_guard_accelerate.dry_run.script_options import ScriptOptions
-from vram_guard_accelerate.launch_plan import LoaderPlace
-from vram_guard_accelerate.precision import precision_of
+from vram_guard_accelerate.dry_run._fork_server import ForkServer
+from vram_guard_accelerate.dry_run._script_options import ScriptOptions
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from vram_guard.plan.source import TraceRequest
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate.dry_run import forks
+from vram_guard_accelerate.dry_run._fork_task import ForkTask
+from vram_guard_accelerate.dry_run._model_calls import agreed_layouts
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-from vram_guard_accelerate.dry_run.fork_task import ForkTask
 from vram_guard_accelerate.dry_run.forks import Fork
-from vram_guard_accelerate.dry_run.model_calls import agreed_layouts
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult
 
 T = TypeVar("T", bound=TraceResult)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
 from vram_guard.language import marked
-from vram_guard_accelerate.patching import wrap
+from vram_guard_accelerate._patching import wrap
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from vram_guard.language import _
+from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.dry_run import side_effects
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
-from vram_guard_accelerate.patching import made_by_script, wrap
 
 # ruff: noqa: SLF001 - sys._getframe: who calls is the question
 

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.language import _
+from vram_guard_accelerate.dry_run._sharded_copy import Sharding
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
-from vram_guard_accelerate.dry_run.sharded_copy import Sharding
 
 if TYPE_CHECKING:
     import torch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vram_guard_accelerate.dry_run.cuda_shim import CudaShim
-from vram_guard_accelerate.dry_run.following import FollowingPhase
+from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
+from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
 
 

@@ -12,9 +12,9 @@ from vram_guard.apply.loss_terms import Term
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.timeline import Timeline
+from vram_guard_accelerate._script_files import place_of_error, place_of_frame
+from vram_guard_accelerate.dry_run._model_calls import ModelCall
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
-from vram_guard_accelerate.dry_run.model_calls import ModelCall
-from vram_guard_accelerate.script_files import place_of_error, place_of_frame
 
 
 class StoppedError(BaseException):

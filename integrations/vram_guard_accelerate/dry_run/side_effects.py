@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from vram_guard.language import _
-from vram_guard_accelerate.patching import wrap
+from vram_guard_accelerate._patching import wrap
 
 #: Methods of the Accelerator that write.
 ACCELERATOR = ("save", "save_state", "save_model", "init_trackers", "log", "end_training")

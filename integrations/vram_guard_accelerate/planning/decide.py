@@ -13,17 +13,17 @@ from vram_guard.language import _
 from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source
 from vram_guard.simulate import TRACED_SIZES
+from vram_guard_accelerate._launch_plan import LaunchPlan, LoaderPlace
+from vram_guard_accelerate._precision import ACCELERATES
+from vram_guard_accelerate._settings import NOT_HERE, Settings
 from vram_guard_accelerate.apply.fsdp import wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.launch_plan import LaunchPlan, LoaderPlace
-from vram_guard_accelerate.planning.sharding_notes import sharding_notes, why_not_sharded
-from vram_guard_accelerate.precision import ACCELERATES
+from vram_guard_accelerate.planning._sharding_notes import sharding_notes, why_not_sharded
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
-from vram_guard_accelerate.settings import NOT_HERE, Settings
 
 
 @dataclass(frozen=True)

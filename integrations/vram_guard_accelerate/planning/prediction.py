@@ -18,12 +18,12 @@ from typing import Any
 
 from vram_guard.codec import from_json, to_json
 from vram_guard.language import _
-from vram_guard_accelerate import signals
+from vram_guard_accelerate import _signals
+from vram_guard_accelerate._script_files import state_of
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
-from vram_guard_accelerate.planning.best_relaunch import best_of
+from vram_guard_accelerate.planning._best_relaunch import best_of
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
-from vram_guard_accelerate.script_files import state_of
 
 #: Libraries whose version decides what a step allocates, or how a script is launched.
 LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
@@ -181,7 +181,7 @@ def _run(request: DryRunRequest, log: Path) -> DryRunAnswer | DryRunFailure:
                 start_new_session=True,  # Ctrl-C reaches it through us
             )
             try:
-                with signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
+                with _signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
                     code = process.wait()
             finally:
                 with contextlib.suppress(OSError):
@@ -206,7 +206,7 @@ def _how_it_ended(code: int) -> str:
 
 def _leave(number: int, _frame: Any) -> None:
     """SIGTERM and SIGHUP become exceptions, as SIGINT is one: what ends us ends the dry run too."""
-    sys.exit(signals.EXIT_BASE + number)
+    sys.exit(_signals.EXIT_BASE + number)
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from vram_guard.budget import Budget
-from vram_guard_accelerate.launch_plan import LaunchPlan
+from vram_guard_accelerate._launch_plan import LaunchPlan
+from vram_guard_accelerate._script_files import FileState
+from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
-from vram_guard_accelerate.script_files import FileState
-from vram_guard_accelerate.settings import Settings
 
 REQUEST: Final = Path("request.json")
 ANSWER: Final = Path("answer.json")

@@ -14,7 +14,8 @@ from vram_guard.codec import from_json, to_json
 from vram_guard.language import _
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.text import render
-from vram_guard_accelerate import run_script
+from vram_guard_accelerate import _run_script
+from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
@@ -22,7 +23,6 @@ from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
 from vram_guard_accelerate.planning.decide import decide
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
-from vram_guard_accelerate.script_files import imported_files
 
 
 def main() -> NoReturn:
@@ -68,7 +68,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
     run.phase = PreparingPhase(run)
     patches.install(run)
     try:
-        run_script.run(request.command, module=request.module)
+        _run_script.run(request.command, module=request.module)
     except BaseException as error:
         run.phase.failed(error, request.command[0])
         raise

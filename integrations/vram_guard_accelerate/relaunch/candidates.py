@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.techniques import mixed_precision, splits_of
+from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.results import FirstLook
-from vram_guard_accelerate.precision import ACCELERATES
 from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
-    from vram_guard_accelerate.settings import Settings
+    from vram_guard_accelerate._settings import Settings
 
 #: Of batches in smaller parts, how many sizes are asked for: the largest that is thought to fit, and the next smaller.
 SIZES = 2

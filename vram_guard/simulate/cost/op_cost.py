@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vram_guard.simulate.cost.flops import RECURRENT, Args, Formula, formula_of, unit_of
+from vram_guard.simulate.cost._flops import RECURRENT, Args, Formula, formula_of, unit_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.tensors import tensors_in

@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 import torch
 
 from vram_guard.language import Message
-from vram_guard.simulate.memory.host_recorder import HostRecorder, StorageRef
+from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep

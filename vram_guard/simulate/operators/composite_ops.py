@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vram_guard.simulate.operators.attention import attention
+from vram_guard.simulate.operators._attention import attention
 from vram_guard.simulate.operators.autocast import operator
 
 _HALVES = (torch.float16, torch.bfloat16)

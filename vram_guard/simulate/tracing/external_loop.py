@@ -21,8 +21,8 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.tracing.dispatch import SymbolicMode
-from vram_guard.simulate.tracing.interrupts import Interrupts
+from vram_guard.simulate.tracing._dispatch import SymbolicMode
+from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states
 from vram_guard.simulate.tracing.run import make_buckets, module_paths, on_simulated_cuda, prepare_torch
 from vram_guard.timeline import Timeline
@@ -100,7 +100,7 @@ class ExternalLoopTracer:
         Raises:
             UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
         """
-        from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_traced
+        from vram_guard.simulate.tracing._sharded import STREAMS, fsdp_traced
 
         self._device.shapes_only += 1  # the stand-ins take no memory of the GPU
         for tensor in (*model.parameters(), *model.buffers()):

@@ -18,7 +18,7 @@ from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
-    from vram_guard.simulate.tracing.dispatch import SymbolicMode
+    from vram_guard.simulate.tracing._dispatch import SymbolicMode
     from vram_guard.step import TrainingStep
 
 _META = torch.device("meta")

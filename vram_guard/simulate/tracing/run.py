@@ -23,16 +23,16 @@ from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.private_api import check_torch
-from vram_guard.simulate.tracing.dispatch import SymbolicMode, device_of_factories
-from vram_guard.simulate.tracing.interrupts import Interrupts, interrupts_held_back
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states
-from vram_guard.simulate.tracing.sharded import STREAMS, fsdp_traced
-from vram_guard.simulate.tracing.substitution import (
+from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
+from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
+from vram_guard.simulate.tracing._sharded import STREAMS, fsdp_traced
+from vram_guard.simulate.tracing._substitution import (
     build_symbolically,
     check_module,
     process_state_restored,
     symbolic_model,
 )
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place

@@ -1,0 +1,207 @@
+"""``guard``: the same plan for a script that is edited, around ``prepare``.
+
+There is no launcher that could plan beforehand. So at the first ``prepare`` the first process makes a copy of itself,
+which becomes the dry run: it prepares symbolically, runs on to the first training batch, plans, and sends the plan
+back. Then the real ``prepare`` goes on, under the plan, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.language import _
+from vram_guard.patching import replace_attributes
+from vram_guard.settings import disabled
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate.apply import techniques
+from vram_guard_accelerate.apply.applying import PlanInstaller
+from vram_guard_accelerate.dry_run import forks, patches
+from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
+from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.phases import DryRun
+from vram_guard_accelerate.dry_run.preparing import PreparingPhase
+from vram_guard_accelerate.dry_run.results import DryRunFailure
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from vram_guard.budget import Budget
+
+#: Seconds that planning may take.
+PATIENCE = 1800.0
+
+_logger = logging.getLogger("vram_guard")
+
+
+@dataclass(frozen=True)
+class GuardAnswer:
+    """The plan that the copy sends back."""
+
+    text: str
+    fits: bool
+    launch_plan: LaunchPlan
+
+
+class guard:  # noqa: N801 - used like a function: `with guard(...):`
+    """Around ``Accelerator.prepare``: predicts the script's step, and makes it fit.
+
+    ::
+
+        with guard(budget="24GiB"):
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    The whole script is followed from there on, up to its second optimizer step, in a copy of the process that writes
+    nothing. What comes after the block needs no change. Under ``vram-guard launch``, which has planned already, and
+    under ``VRAM_GUARD_DISABLE=1`` it does nothing.
+
+    Args:
+        **settings: see :class:`vram_guard_accelerate._settings.Settings`: budget, gpu, margin, allow, host_budget.
+
+    Attributes:
+        text: the plan in words, on the first rank; "" before, and on other ranks.
+        fits: whether a plan was found that fits; None before.
+
+    Raises:
+        InvalidInputError: an unknown setting, or ``grow``: schedules are made before ``prepare``, and would not know.
+        DoesNotFitError: nothing that is allowed makes it fit; on every rank, nothing was prepared.
+        UnsupportedStepError: the script cannot be followed from here.
+
+    Example:
+        >>> guard(budget="24GiB", allow=["accumulate"]).settings.budget
+        '24GiB'
+        >>> guard(budget="24GiB", grow=True)
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: guard: a larger batch has to be known before loaders ...
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        if settings.get("grow"):
+            raise InvalidInputError(
+                _(
+                    "guard: a larger batch has to be known before loaders and schedules are made; use vram-guard "
+                    "launch --grow"
+                )
+            )
+        self.settings = Settings.of(settings)
+        if self.settings.grow:
+            _logger.warning(
+                "%s",
+                _(
+                    "guard: the project's settings say grow, which is ignored here: a larger batch has to be "
+                    "known before loaders and schedules are made (vram-guard launch --grow)"
+                ),
+            )
+            self.settings = replace(self.settings, grow=False)
+        self.text = ""
+        self.fits: bool | None = None
+        self._undo: Callable[[], None] = _nothing
+        self._planned = False
+
+    def __enter__(self) -> Self:
+        from accelerate import Accelerator
+
+        if VARIABLE not in os.environ and not disabled():
+
+            def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._prepare(accelerator, args, kwargs)
+
+            own = {"prepare": prepare, "prepare_model": Accelerator.prepare_model}
+            self._undo = replace_attributes(Accelerator, own)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._undo()  # what is prepared later, by another training of this process, is not this plan's
+
+    def _prepare(self, accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Plan at the first ``prepare``, which is Accelerate's own again from here on."""
+        self._undo()
+        if self._planned:  # the script holds on to the method that it called first
+            return accelerator.prepare(*args, **kwargs)
+        self._planned = True
+        try:
+            answer = self._agreed(accelerator)
+        except ForkEntered as entered:
+            self._undo = _nothing  # the copy keeps the patches of its dry run
+            _become_dry_run(entered.parent, accelerator, self.settings)
+            return accelerator.prepare(*args, **kwargs)
+        self.text, self.fits = answer.text, answer.fits
+        _logger.info("%s", self.text)
+        if not self.fits:
+            raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
+        if answer.launch_plan.precision:
+            techniques.set_precision(accelerator, answer.launch_plan.precision)
+        PlanInstaller(answer.launch_plan).install()
+        return accelerator.prepare(*args, **kwargs)
+
+    def _agreed(self, accelerator: Any) -> GuardAnswer:
+        """The first rank's answer, on every rank."""
+        from accelerate.utils import broadcast_object_list
+
+        answers: list[Any] = [None]
+        if accelerator.is_main_process:
+            try:
+                answers = [forks.fork(None).answer(PATIENCE)]
+            except VramGuardError as error:
+                answers = [DryRunFailure.of(error)]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(answers)
+        if isinstance(answers[0], GuardAnswer):
+            return answers[0]
+        failure: DryRunFailure = answers[0]
+        raise failure.as_error()
+
+
+def _nothing() -> None:
+    """In place of an undo, where nothing was changed."""
+
+
+def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) -> None:
+    """In the copy: nothing is printed or written from here on, and there is one process with a GPU."""
+    import torch
+
+    from vram_guard_accelerate.cli.target import budget_for
+
+    silent = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(silent, descriptor)
+    ranks = accelerator.num_processes
+    try:
+        budget = budget_for(settings, ranks, "all")
+    except VramGuardError as error:
+        parent.send(DryRunFailure.of(error))
+    shape = LaunchShape(budget.compute_capability or (8, 0), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent))
+    run.phase = PreparingPhase(run)
+
+    def failed(_kind: Any, error: BaseException, _traceback: Any) -> NoReturn:
+        run.phase.failed(error, sys.argv[0])
+        parent.send(DryRunFailure.of(error, sys.argv[0]))
+
+    def ended() -> NoReturn:
+        run.phase.ended()
+        parent.send(DryRunFailure.unsupported(_("the script ended without asking for a training batch")))
+
+    sys.excepthook = failed
+    atexit.register(ended)
+    for state in (accelerator.state._shared_state, type(accelerator.state)._shared_state):  # noqa: SLF001 - see private_api.py
+        state.update(device=torch.device("cuda", 0), distributed_type="NO", num_processes=1, process_index=0)
+        state.update(local_process_index=0, backend=None)
+    patches.install(run)
+    run.phase.state_made()
+
+
+def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:
+    from vram_guard_accelerate.planning.decide import decide
+
+    made = decide(first, settings, budget)
+    forks.end_all()
+    lines = [made.plan.explain(), *(f"  - {note}" for note in made.notes)]
+    parent.send(GuardAnswer("\n".join(lines), made.plan.fits, made.launch_plan))

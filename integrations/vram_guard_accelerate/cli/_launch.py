@@ -1,0 +1,126 @@
+"""``vram-guard launch``: predict, plan, show, and then ``accelerate launch``, under the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.codec import to_json
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.settings import disabled
+from vram_guard_accelerate import _signals
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+from vram_guard_accelerate._messages import say
+from vram_guard_accelerate.cli import _launchers
+from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
+from vram_guard_accelerate.cli.target import Target, budget_for, target_of
+from vram_guard_accelerate.planning.prediction import Prediction, predict
+from vram_guard_accelerate.planning.requests import DryRunRequest
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """The command; its exit code is the script's, 1 where it does not fit, 128 + n where signal n ended it.
+
+    Raises:
+        InvalidInputError: something typed makes no sense; nothing was started.
+        UnsupportedStepError: the script cannot be followed; it was not started.
+        NoDeviceError: no budget, no GPU's name, and no GPU here.
+    """
+    from rich.console import Console
+
+    given = parsed(arguments)
+    target = target_of(given)
+    if disabled():
+        say(_("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed"))
+        return EXIT_DONE if given.options.dry_run else _launch(given, target, None)
+    if target.machines > 1 and not given.options.dry_run:
+        raise UnsupportedStepError(
+            _(
+                "on several machines every launcher would plan for itself, and the plans might differ; let the first "
+                "process plan for all of them: accelerate launch [accelerate's options] -m vram_guard_accelerate [the "
+                "guard's options] script.py ..."
+            )
+        )
+    if given.options.cpu and "offload_parameters" in given.settings.techniques and not given.options.dry_run:
+        raise InvalidInputError(
+            _(
+                "--cpu and --allow offload_parameters contradict each other: Accelerate shards on GPUs only; leave one "
+                "out"
+            )
+        )
+    local = max(1, target.ranks // target.machines)
+    budget = budget_for(given.settings, local, target.gpu_ids)
+    command = (given.script, *given.arguments)
+    request = DryRunRequest(command, given.module, given.settings, budget, target.ranks, target.environment, local)
+    _launchers.say_what_is_ignored()
+    try:
+        # A sign of life on a terminal, nothing elsewhere.
+        running = _("vram-guard: running the script symbolically, up to two optimizer steps")
+        with Console(stderr=True).status(running) as status:
+            prediction = predict(request, fresh=given.options.fresh, progress=lambda line: _again(status, line))
+    except KeyboardInterrupt:
+        say(_("vram-guard: stopped while planning; nothing was started"))
+        return _signals.EXIT_BASE + signal.SIGINT
+    show(prediction, as_json=given.options.json)
+    if not prediction.answer.fits:
+        say(_("vram-guard: it does not fit, and is not started"))
+        return EXIT_DOES_NOT_FIT
+    if given.options.dry_run:
+        return EXIT_DONE
+    if given.options.ask and not _agreed():
+        say(_("vram-guard: nothing was started"))
+        return EXIT_DONE
+    return _launch(given, target, prediction.answer.launch_plan if prediction.answer.changed else None)
+
+
+def _again(status: Status, options: str) -> None:
+    status.update(_("vram-guard: running the script symbolically once more, launched with {options}", options=options))
+
+
+def show(prediction: Prediction, *, as_json: bool) -> None:
+    """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own."""
+    answer = prediction.answer
+    if as_json:
+        found = {
+            **answer.plan,
+            "notes": list(answer.notes),
+            "script_arguments": answer.launch_plan.script_arguments(),
+            "seconds": dict(answer.seconds),
+            "host_memory": dict(answer.host_memory),
+            "log": prediction.log,
+            "remembered": prediction.remembered,
+        }
+        print(json.dumps(found, indent=2), flush=True)  # noqa: T201
+        return
+    lines = [answer.text.rstrip(), *(f"  - {note}" for note in answer.notes)]
+    if prediction.remembered:
+        lines.append(_("vram-guard: the plan of an equal launch before (--fresh plans anew)"))
+    say("\n".join(lines))
+
+
+def _agreed() -> bool:
+    say(_("Launch with this plan? [Y/n]"))
+    try:
+        answer = input()
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("", "y", "yes")
+
+
+def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> int:
+    """The real thing. A plan that changes nothing leaves the launch to accelerate alone."""
+    command = [*(["-m"] if given.module else []), given.script, *given.arguments]
+    if plan is not None:
+        os.environ[VARIABLE] = to_json(plan)
+        precision = ["--mixed_precision", plan.precision] if plan.precision else []
+        command = [*precision, "-m", "vram_guard_accelerate", *command]
+    options = [word for word in given.accelerate if word not in ("-m", "--module")]
+    return _launchers.run(options, command, simple=target.simple)

@@ -1,0 +1,87 @@
+"""accelerate's own launchers, started so that their exit codes are known."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vram_guard.language import _
+from vram_guard_accelerate import _signals
+from vram_guard_accelerate._messages import say
+from vram_guard_accelerate.cli.arguments import launch_parser
+from vram_guard_accelerate.cli.target import simple_launch
+
+
+def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
+    """``accelerate launch options command``; its exit code, 128 + n where signal n ended it.
+
+    Args:
+        options: accelerate's own.
+        command: the rest: script and its arguments, with ``-m`` before it for a module.
+        simple: whether accelerate starts one process, without torchrun. It is started here then, for accelerate
+            itself turns every exit code into 1.
+    """
+    words = [*options, *command]
+    return _one_process(words) if simple else _torchrun(launch_parser().parse_args(words))
+
+
+def say_what_is_ignored() -> None:
+    """Warn that signals which were ignored when this launch was started do not end it."""
+    names = ", ".join(number.name for number in _signals.ignored())
+    if names:
+        say(
+            _(
+                "vram-guard: {signals} ignored, as this launch was started so (nohup, or a job in the background): "
+                "SIGTERM ends it",
+                signals=names,
+            )
+        )
+
+
+def _one_process(words: Sequence[str]) -> int:
+    _arguments, command, environment = simple_launch(words)
+    process = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own script
+
+    def pass_on(number: int, _frame: Any) -> None:
+        """Signals that reach us reach the script; what the terminal sends reaches it by itself."""
+        if not (number == signal.SIGINT and _in_front(process)):
+            with contextlib.suppress(OSError):
+                process.send_signal(number)
+
+    with _signals.handled(pass_on):
+        return _signals.exit_code(process.wait())
+
+
+def _in_front(process: subprocess.Popen[bytes]) -> bool:
+    """True if the script is in the terminal's foreground group, which gets Ctrl-C from the terminal itself."""
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgid(process.pid)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _torchrun(arguments: Any) -> int:
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # torchrun's own handlers would react to signals that are ignored (torch 2.9 and later have the option).
+    kept = [number.name for number in _signals.ENDING if number not in _signals.ignored()]
+    arguments.signals_to_handle = ",".join(kept)
+    try:
+        launch_command(arguments)
+    except ChildFailedError as error:
+        say(str(error))
+        return _signals.exit_code(error.get_first_failure()[1].exitcode)
+    except SignalException as error:
+        return _signals.EXIT_BASE + int(error.sigval)
+    except KeyboardInterrupt:
+        return _signals.EXIT_BASE + signal.SIGINT
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    return 0

@@ -1,0 +1,143 @@
+"""A script's loop from ``prepare`` on, in the phases in which its models are symbolic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vram_guard.apply.sliced_forward import by_name
+from vram_guard.language import _
+from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
+from vram_guard_accelerate.apply import fsdp
+from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
+from vram_guard_accelerate.dry_run._sharded_copy import ShardedCopy
+from vram_guard_accelerate.dry_run.first_batch import root_of
+from vram_guard_accelerate.dry_run.phases import DryRun, Phase
+from vram_guard_accelerate.dry_run.results import stopped
+
+# ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
+
+
+class FollowedLoop:
+    """The models that were prepared, and what is counted of their training.
+
+    Args:
+        run: the process. Made once: from here on it is symbolic, and leaves nothing behind.
+        accelerator: the script's.
+        moved: tensors that the script has moved to the GPU by itself: frozen models, encodings.
+    """
+
+    def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
+        self._run = run
+        self.accelerator = accelerator
+        self.models: list[nn.Module] = []
+        self.forwards = 0
+        self.batches = 0
+        """Of the training, so far."""
+        self.batches_at_steps: list[int] = []
+        """Batches of the training before the end of each optimizer step."""
+        self._steps: dict[int, int] = {}
+        self.tracer = ExternalLoopTracer(
+            run.shape.capability,
+            lambda optimizer: run.phase.stepped(optimizer),  # noqa: PLW0108 - of the phase that it is then
+        )
+        self.tracer.begin()
+        side_effects.discard_file_writes()
+        _subprocess_policy.refuse_processes(stopped)
+        self.tracer.adopt(moved)
+        self.tracer.recorder.classify([one for one in moved if isinstance(one, nn.Parameter)], "parameters")
+
+    @property
+    def root(self) -> nn.Module:
+        """The model that the plan speaks of."""
+        return root_of(tuple(self.models))
+
+    def prepare(self, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any) -> Any:
+        """``Accelerator.prepare`` of these models, among other things."""
+        for model in models:
+            if not any(known is model for known in self.models):
+                self.models.append(model)
+                self.tracer.adopt_model(model)
+                self._watch(model)
+        return original(self.accelerator, *args, **kwargs)
+
+    def prepare_sharded(
+        self, copy: ShardedCopy, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
+    ) -> Any:
+        """The same under FSDP2."""
+        for model in models:
+            if self.models:
+                stopped(_("Accelerate's FSDP2 takes one model, and the script prepares another one"))
+            self.models.append(model)
+            self.tracer.shard(model, self._run.shape.ranks)
+            copy.wrap_blocks(model)
+        with fsdp.sharding(self.accelerator, models):
+            prepared = original(self.accelerator, *args, **kwargs)
+        for model in models:
+            self.tracer.recorder.classify(model.buffers(), "buffers")
+            self._watch(model)
+        return prepared
+
+    def _watch(self, model: nn.Module) -> None:
+        def returned(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            self.forwards += 1
+            self._run.phase.returned(model, by_name(args, kwargs), out)
+
+        model.register_forward_hook(returned, with_kwargs=True)
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> int:
+        """The number of this optimizer's step, which has just ended; steps of several optimizers in a row are one."""
+        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if number > self.tracer.steps:
+            self.tracer.steps = number
+            self.batches_at_steps.append(self.batches)
+            self._run.observer.stepped()
+        return number
+
+    @property
+    def optimizers_behind(self) -> bool:
+        """True while a prepared optimizer has not taken its second step."""
+        prepared = self.accelerator._optimizers
+        return any(self._steps.get(id(getattr(one, "optimizer", one)), 0) < 2 for one in prepared)
+
+    @property
+    def updates_others(self) -> bool:
+        """True if an optimizer updates parameters of none of the prepared models."""
+        own = {id(parameter) for model in self.models for parameter in model.parameters()}
+        return any(
+            id(parameter) not in own
+            for optimizer in self.accelerator._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+
+class LoopPhase(Phase):
+    """A phase with a loop that is followed."""
+
+    def __init__(self, run: DryRun, loop: FollowedLoop) -> None:
+        super().__init__(run)
+        self.loop = loop
+
+    @property
+    def forwards(self) -> int:
+        """Number of calls of prepared models."""
+        return self.loop.forwards
+
+    def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """Models become symbolic, or are sharded."""
+        self.loop.accelerator = accelerator
+        models = [thing for thing in args if isinstance(thing, nn.Module)]
+        if models:
+            self.run.sharding.start_server(accelerator)
+        copy = self.run.sharding.copy
+        if copy is None:
+            return self.loop.prepare(original, models, args, kwargs)
+        return self.loop.prepare_sharded(copy, original, models, args, kwargs)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the step."""
+        self.loop.count_step(optimizer)

@@ -1,0 +1,67 @@
+"""The second phase: from ``prepare`` to the first training batch, the loop's models are symbolic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
+from vram_guard_accelerate.dry_run._fork_task import ForkTask
+from vram_guard_accelerate.dry_run._forked import ForkedPhase
+from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
+from vram_guard_accelerate.dry_run.first_batch import FirstBatch
+from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
+
+#: Seconds that planning may take, in a copy of a process that does not know yet whether it trains.
+PATIENCE = 1800.0
+
+
+class FollowingPhase(LoopPhase):
+    """The script sets up its loop, evaluates, loads; at its first training batch it is planned for."""
+
+    def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
+        super().__init__(run, FollowedLoop(run, accelerator, moved))
+        self._probe = TrainingProbe()
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """Real batches until the training begins."""
+        batches.began = self._probe.asked(batches.began)
+        if not self._trains():
+            return batches.next_beside_training()
+        self.run.phase = self._forked(batches.loader)
+        return self.run.phase.next_batch(batches)
+
+    def differentiates(self) -> None:
+        """Report to the probe that this loop trains."""
+        self._probe.differentiated()
+
+    def _trains(self) -> bool:
+        """True if the caller that asks for a batch now is about to train on it."""
+        if not torch.is_grad_enabled() or not self.loop.models:
+            return False
+        return any(model.training for model in self.loop.models) or self._probe.trains_from_here(PATIENCE)
+
+    def _forked(self, loader: Any) -> ForkedPhase:
+        """Plan in the original, which does not return; the next phase in every copy."""
+        loop, copy = self.loop, self.run.sharding.copy
+        with random_state_kept():
+            sample = read_loader(loader)
+        # DistributedDataParallel has buckets for gradients, FSDP2 has none.
+        loop.tracer.train(loop.root, self.run.shape.ranks if copy is None else 1)
+        if copy is not None:
+            return self._copy(sample, copy.task, copy.parent)
+        first = FirstBatch(
+            self.run.shape, self.run.script, loop.accelerator, tuple(loop.models), sample, self.run.sharding.server
+        )
+        try:
+            with loop.tracer.paused():
+                self.run.decide(first)
+        except ForkEntered as entered:
+            return self._copy(sample, entered.task, entered.parent)
+
+    def _copy(self, sample: Sample, task: ForkTask, parent: ParentPipe) -> ForkedPhase:
+        return ForkedPhase(self.run, self.loop, sample, task, parent)

@@ -1,0 +1,168 @@
+"""The third phase, in a copy: the loop under the settings that are asked for, up to its second optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.apply.outputs import tensors_of
+from vram_guard.capture.loader import Sample
+from vram_guard.language import _
+from vram_guard.techniques import install
+from vram_guard_accelerate._precision import ACCELERATES, precision_of
+from vram_guard_accelerate.apply import techniques
+from vram_guard_accelerate.dry_run._accumulated_batches import AccumulatedBatches
+from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
+from vram_guard_accelerate.dry_run._fork_task import ForkTask
+from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
+from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
+from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, stopped
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: Slices of a batch that are followed: the first makes gradients, every other one adds to them.
+SLICES = 2
+
+
+class ForkedPhase(LoopPhase):
+    """The training in a copy.
+
+    Args:
+        run: the copy's.
+        loop: as it stood where the copy was made.
+        sample: of the training's loader.
+        task: what the copy is to do.
+        parent: the way back to the original.
+    """
+
+    def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
+        super().__init__(run, loop)
+        self._sample = sample
+        self._task = task
+        self._request = task.request
+        self._parent = parent
+        self._clips = False
+        self._returns_loss = True
+        self._compares = task.compares_samples
+        self._calls: list[ModelCall] = []
+        self._change()
+        loop.tracer.recorder.phase("forward", 1)
+
+    def _change(self) -> None:
+        """Put the precision and the techniques that are asked for on what is prepared."""
+        request, accelerator = self._request, self.loop.accelerator
+        if request.precision != precision_of(accelerator):
+            techniques.set_precision(accelerator, ACCELERATES[request.precision])
+        self.run.observer.reads_losses = request.slices_of_model == 1 and not request.recipe
+        if request.slices > 1 and request.sliced_by == "loader":
+            AccumulatedBatches(lambda: self.loop.batches).install(accelerator, self.loop.models)
+        install(self.loop.root, request.recipe)
+        techniques.set_optimizers(accelerator, request.recipe)
+        if request.slices_of_model > 1:
+            techniques.set_slices(
+                accelerator,
+                zip(self.loop.models, self._task.layouts, strict=True),
+                request.slices * request.batch_size,
+                request.batch_size,
+                returns_loss=not request.forward_again,
+                at_most=SLICES,
+                on_slice=self.loop.tracer.forward_begins,
+            )
+
+    # --- the places of the script ----------------------------------------------------------------------------
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """Made to order for the training; real ones for evaluations."""
+        if batches.loader is not self._sample.loader and _batch_size(batches.loader) != self._sample.batch_size:
+            return batches.next_beside_training()
+        self.loop.batches += 1
+        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
+
+    def moving_batch(self) -> AbstractContextManager[object]:
+        """Notify the tracer."""
+        return self.loop.tracer.loading()
+
+    def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
+        """Look whether the model returns one scalar to differentiate, whether it compares samples, how it is called."""
+        made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
+        if not made:
+            return
+        self._returns_loss = self._returns_loss and sum(tensor.dim() == 0 for tensor in made) == 1
+        if self.run.observer.reads_losses:
+            self.run.observer.returned.look(model, called, made)
+        # A model whose outputs are as wide as its batch, or its slice, compares samples (CLIP): no slices for it.
+        size = self._request.batch_size
+        wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
+        if self._request.slices_of_model == 1:
+            self._compares = self._compares or wide
+            self._look_at_call(model, called)
+        elif wide and self._compares and size != self._sample.batch_size:
+            stopped(_("the model compares the samples of a batch with each other, which slices would separate"))
+
+    def _look_at_call(self, model: nn.Module, called: dict[str, Any]) -> None:
+        if model.training and any(parameter.requires_grad for parameter in model.parameters()):
+            number = next(at for at, one in enumerate(self.loop.models) if one is model)
+            call = read_call(number, called, self._request.batch_size)
+            self._calls += [call] if call not in self._calls else []
+
+    def clips(self, parameters: Iterable[Any]) -> Any:
+        """Remember it; under FSDP2, what is clipped must be what is trained."""
+        self._clips = True
+        self.run.observer.clipped()
+        if self.run.sharding.copy is None or hasattr(parameters, "__tensor_flatten__"):
+            return parameters
+        listed, own = list(parameters), {id(one) for model in self.loop.models for one in model.parameters()}
+        if any(id(parameter) not in own for parameter in listed):
+            stopped(
+                _(
+                    "the script clips the gradients of parameters that it listed before Accelerator.prepare; FSDP2 "
+                    "puts others in their place there, and nothing would be clipped"
+                )
+            )
+        return listed
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Answer after the second step of every optimizer."""
+        number = self.loop.count_step(optimizer)
+        if number > 2 or (number == 2 and not self.loop.optimizers_behind):
+            self._parent.send(self._result())
+
+    def failed(self, error: BaseException, script: str) -> None:
+        """Send the reason."""
+        self._parent.send(DryRunFailure.of(error, script))
+
+    def ended(self) -> None:
+        """Send what was seen of a script that came to its end before its second step."""
+        if self.loop.tracer.steps:
+            self._parent.send(self._result())
+        message = _("the script ended after {count} batches without an optimizer step", count=self.loop.batches)
+        self._parent.send(DryRunFailure.unsupported(message))
+
+    # --- the answer -------------------------------------------------------------------------------------------
+
+    def _result(self) -> TraceResult:
+        request, observer, at = self._request, self.run.observer, self.loop.batches_at_steps
+        timeline = self.loop.tracer.timeline(request.batch_size, request.precision)
+        between = max(1, at[1] - at[0] if len(at) > 1 else self.loop.batches)
+        facts = LoopFacts(
+            batches_per_step=between,
+            clips_gradients=self._clips,
+            updates_others=self.loop.updates_others,
+            returns_loss=self._returns_loss and not observer.returned.beside,
+            compares_samples=self._compares,
+            losses=observer.returned.terms,
+            counts_items=observer.returned.items,
+            calls=tuple(self._calls),
+        )
+        if not self._task.first_look:
+            return TraceResult(timeline, facts)
+        return FirstLook(timeline, facts, observer.profile(self._sample, between))
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None

@@ -1,0 +1,244 @@
+"""VramGuard: the callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from vram_guard.guard.guard import Guard
+from vram_guard.plan.checks import Mode
+from vram_guard.plan.techniques import DEFAULT_ALLOW
+from vram_guard.settings import disabled, filled_from_settings
+from vram_guard.watch.recovery import MicroBatchSchedule
+from vram_guard_lightning import _apply, _namespaces, _recovery
+from vram_guard_lightning._settings import Settings
+from vram_guard_lightning._training import LightningTraining, write
+from vram_guard_lightning._utilization import Utilization, log_metrics
+
+# ruff: noqa: ARG002 - Lightning decides what its hooks are given
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as CallbackBase
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.budget import Budget
+    from vram_guard.plan import Plan
+    from vram_guard_lightning._recovery import Session
+else:
+    CallbackBase = _namespaces.callback_base()
+
+#: Where a checkpoint keeps what has to survive it. (A callback's ``state_dict`` would do, but Lightning then
+#: refuses a Trainer that was given the callback twice, which a plugin may well do.)
+CHECKPOINT_KEY = "vram_guard"
+
+
+class VramGuard(CallbackBase):
+    """Reports how much GPU memory a training step will take before anything is built, and makes it fit.
+
+    It steps in once the model is complete and before it is moved, wrapped or given an optimizer, runs the
+    user's own training step symbolically on the CPU, and prints the prediction. Then, by ``mode``:
+
+    - ``"fit"``: where the step does not fit, the cheapest change that makes it fit is applied: mixed
+      precision, smaller micro-batches of the same loaded batch, activation checkpointing of as many blocks as
+      needed, offload to host memory. Loaders, schedules, steps, intervals and the effective batch stay as they
+      are. Where nothing that is allowed makes it fit, or the training cannot be predicted, a warning says so
+      and the training is left unchanged.
+    - ``"report"``: nothing is changed and nothing raised; the training is bit-identical to one without the
+      guard.
+    - ``"strict"``: nothing is changed; a step that does not fit as written, or cannot be predicted, raises.
+
+    With ``fast_dev_run`` the plan is applied as in the real run, but the batch is not grown and nothing is
+    logged.
+
+    Args:
+        budget, gpu, margin and the other settings: see :class:`vram_guard.guard.settings.GuardSettings`.
+        monitor: seconds between two samples of the utilisation and memory of rank 0's GPU while training (through
+            NVML); mean and peak are printed and logged at the end. None: it is not monitored.
+
+    What is not given comes from the environment (``VRAM_GUARD_MARGIN=0.1``) or from ``[tool.vram_guard]`` in the
+    project's ``pyproject.toml``, see :mod:`vram_guard.settings`. ``VRAM_GUARD_DISABLE=1`` turns the callback off.
+
+    Attributes:
+        plan: the plan, on every rank; None before, and where there is none.
+
+    Raises:
+        InvalidInputError: a setting makes no sense.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> guard = VramGuard(budget="1GiB", mode="report")
+        >>> Trainer(callbacks=[guard], fast_dev_run=True, accelerator="cpu").fit(BoringModel())
+        FITS ...
+        >>> guard.plan.fits
+        True
+    """
+
+    @filled_from_settings
+    def __init__(
+        self,
+        budget: Budget | str | int | None = None,
+        gpu: str | None = None,
+        margin: float | None = None,
+        allow: Iterable[str] = DEFAULT_ALLOW,
+        mode: Mode = "fit",
+        grow: bool = False,
+        target_utilization: float = 0.8,
+        lr_rule: str = "linear",
+        loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean",
+        *,
+        pin: Mapping[str, Any] | None = None,
+        blocks: Iterable[str] | None = None,
+        host_budget: str | int | None = None,
+        recover: bool = True,
+        max_recoveries: int = 8,
+        remember: bool = True,
+        monitor: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = Settings(
+            budget=budget,
+            gpu=gpu,
+            margin=margin,
+            allow=allow,
+            mode=mode,
+            grow=grow,
+            target_utilization=target_utilization,
+            lr_rule=lr_rule,
+            loss_weight=loss_weight,
+            pin=pin,
+            blocks=blocks,
+            host_budget=host_budget,
+            recover=recover,
+            max_recoveries=max_recoveries,
+            remember=remember,
+            monitor=monitor,
+        )
+        self.plan: Plan | None = None
+        self._guard: Guard | None = None
+        """Between setup and teardown, and only in the callback that works."""
+        self._recovery: Session | None = None
+        """While it is armed."""
+        self._utilization: Utilization | None = None
+        self._logged = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Arrange to be called when the model is complete and its strategy is not yet set up."""
+        # Of several guards in one Trainer, the first one works; one that stands twice in it is called twice.
+        if stage != "fit" or self is not _first_guard(trainer) or self._guard is not None or disabled():
+            return
+        self.plan, self._logged = None, False
+        training = LightningTraining(trainer, pl_module, self.settings.loss_weight)
+        guard = self._guard = Guard(training, self.settings)
+        lightnings_own = trainer.strategy.setup
+
+        def guarded_setup(trainer: Trainer) -> None:
+            try:
+                guard.begin()
+            finally:
+                self.plan = guard.plan
+            lightnings_own(trainer)
+            if guard.changes and self.plan is not None and self.plan.recipe:
+                _apply.after_setup(trainer, self.plan.recipe, guard.applied)
+            if not guard.no_recovery:
+                self._recovery = _armed(trainer, pl_module, guard)
+
+        guard.applied.replace(trainer.strategy, "setup", guarded_setup)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Scale learning rates, if the batch grew: after a checkpoint's were restored, and only once."""
+        if self._guard is None:
+            return
+        self._guard.scale_learning_rates()
+        # The prediction is logged once, however often a tuner trains.
+        if self.plan is not None and not self._logged and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._logged = True
+            log_metrics(trainer, _predicted(self.plan))
+        if self._guard.first_steps is not None:
+            self._guard.first_steps.start()
+        first = trainer.is_global_zero and self._utilization is None
+        if self.settings.monitor is not None and first and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._utilization = Utilization(trainer, self.settings.monitor)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what the GPU did, where it was watched."""
+        watched, self._utilization = self._utilization, None
+        for line in () if watched is None else watched.finish(trainer):
+            write(f"vram_guard: {line}\n")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Say once, after the first steps, the measured peak and the predicted one."""
+        if self._utilization is not None:
+            self._utilization.log(trainer)
+        found = None if self._guard is None else self._guard.measured(trainer.global_step)
+        if found is None:
+            return
+        if trainer.is_global_zero:
+            write(f"vram_guard: {found.words()}\n")
+        log_metrics(trainer, found.metrics())
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Every rank validates with rank 0's buffers, as under DDP's wrapper."""
+        if self._recovery is not None:
+            self._recovery.recovery.ranks.share_buffers()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the factor that the saved learning rates contain."""
+        if self._guard is not None and self._guard.rates_contain != 1.0:
+            state: dict[str, float] = {} if self.plan is None else {"batch_size": self.plan.batch_size}
+            checkpoint[CHECKPOINT_KEY] = {"learning_rate_factor": self._guard.rates_contain, **state}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Remember what the learning rates that are about to be restored were multiplied by."""
+        state = checkpoint.get(CHECKPOINT_KEY)
+        if self._guard is not None and state and checkpoint.get("optimizer_states"):
+            self._guard.rates_contain = float(state["learning_rate_factor"])
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore the Trainer to its original state."""
+        self.on_train_end(trainer, pl_module)
+        guard, self._guard, self._recovery = self._guard, None, None
+        if guard is not None:
+            guard.applied.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore it after an error too, where Lightning calls no teardown hook."""
+        self.teardown(trainer, pl_module, "fit")
+
+
+def _armed(trainer: Trainer, module: LightningModule, guard: Guard) -> Session:
+    """Recovery from out-of-memory errors, until the guard's changes are undone."""
+    plan, decision = (guard.plan if guard.plan is not None and guard.plan.fits else None), guard.decision
+    splitter = decision.splitter if decision is not None and guard.changes else None
+    session = _recovery.arm(
+        trainer,
+        module,
+        splitter=None if decision is None else decision.spare,
+        schedule=MicroBatchSchedule(
+            None if splitter is None else splitter.micro_batch_size, None if plan is None else plan.batch_size
+        ),
+        loss_weight=guard.settings.loss_weight,
+        most=guard.settings.max_recoveries,
+        log=guard.training.warn,
+        prediction_text=guard.prediction,
+        on_failure=guard.out_of_memory,
+    )
+    guard.applied.callback(session.undo)
+    return session
+
+
+def _first_guard(trainer: Trainer) -> VramGuard | None:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, VramGuard)), None)  # type: ignore[attr-defined]
+
+
+def _predicted(plan: Plan) -> dict[str, float]:
+    return {
+        "predicted_peak_reserved_bytes": plan.estimate.peak_reserved,
+        "predicted_peak_reserved_bytes_as_written": plan.before.peak_reserved,
+        "usable_bytes": plan.budget.usable,
+        "batch_size": plan.batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "fits": plan.fits,
+    }

@@ -1,0 +1,327 @@
+"""Trainer and LightningModule -> TrainingStep: what one optimizer step of this training is."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from vram_guard.capture.loader import Sample
+from vram_guard.capture.simulated_device import move_to_simulated_device
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.guard.training import CapturedTraining, Progress
+from vram_guard.language import _
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard.step import PRECISIONS, Precision, TrainingStep
+from vram_guard_lightning import _namespaces, _refusals, _trainer_proxy
+from vram_guard_lightning._sample import read
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.guard.refusals import Refusal
+    from vram_guard.guard.settings import GuardSettings
+    from vram_guard.plan import Plan
+
+# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here is listed in private_api.py
+
+#: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
+STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
+
+
+@dataclass(frozen=True)
+class Captured(CapturedTraining):
+    """A training of a Trainer, see :class:`vram_guard.guard.training.CapturedTraining`."""
+
+    trainer: Trainer
+    model: LightningModule
+    optimizer_traits: set[str]
+    """Class of the optimizer that the trace made, and "fused" where it is; empty before the trace."""
+
+    @contextmanager
+    def symbolic_run(self) -> Iterator[Progress]:
+        """With a spinner on a terminal, nothing elsewhere: large models take some seconds."""
+        from rich.console import Console
+
+        quiet = not self.trainer.is_global_zero
+        status = Console(stderr=True, quiet=quiet).status(_("vram_guard: reading the training"))
+        view = _view(self.trainer, self.sample)
+        with status, random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view):
+            yield lambda line: status.update(f"vram_guard: {line}")
+
+    def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
+        """See :mod:`vram_guard_lightning._refusals`."""
+        return _refusals.refusals(self.trainer, self.model, growable=self.sample.growable)
+
+    def objection(self, plan: Plan) -> Refusal | None:
+        """See :func:`vram_guard_lightning._refusals.without_scaler`."""
+        return _refusals.without_scaler(self.trainer, self.optimizer_traits, plan)
+
+
+def capture(trainer: Trainer, module: LightningModule) -> Captured:
+    """Read one training from a Trainer whose strategy is not set up yet. Changes nothing.
+
+    Raises:
+        UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
+    """
+    check_supported(trainer)
+    with random_state_kept():
+        source: Any = trainer.fit_loop._data_source
+        found = read(source.dataloader())
+    traits: set[str] = set()
+    step = TrainingStep(
+        model=module,
+        batch=_batch_of(trainer, module, found),
+        loss=_loss_of(trainer, module),
+        optimizer=_optimizer_of(trainer, module, traits) if module.automatic_optimization else None,
+        precision=cast("Precision", trainer.precision),
+        accumulate=accumulation(trainer),
+        zero_grad="before_backward",
+        clip_grad_norm=_clipping(trainer, "norm"),
+        clip_grad_value=_clipping(trainer, "value"),
+        data_parallel_ranks=trainer.world_size,
+        prepare=_preparation_of(trainer, module),
+    )
+    notes = (*found.notes, *_notes(module))
+    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
+
+
+def check_supported(trainer: Trainer) -> None:
+    """Refuse trainings whose memory is not that of one model on one device.
+
+    Raises:
+        UnsupportedStepError: with the reason and the way out.
+    """
+    if not any(_namespaces.is_a(trainer.strategy, path) for path in STRATEGIES):
+        raise UnsupportedStepError(
+            _(
+                "the strategy {kind} shards or moves the model; the guard supports one device and DDP "
+                "(strategy='auto' or 'ddp')",
+                kind=type(trainer.strategy).__name__,
+            )
+        )
+    if trainer.precision not in PRECISIONS:
+        raise UnsupportedStepError(
+            _(
+                "precision {precision} cannot be predicted; supported are {known}",
+                precision=repr(trainer.precision),
+                known=", ".join(PRECISIONS),
+            )
+        )
+
+
+def accumulation(trainer: Trainer) -> int:
+    """Batches per optimizer step; under a schedule, the most: from two on, memory is the same."""
+    scheduled = [
+        max(callback.scheduling.values()) for callback in _callbacks(trainer, "callbacks.GradientAccumulationScheduler")
+    ]
+    most: int = max([trainer.accumulate_grad_batches, *scheduled])
+    return most
+
+
+def _callbacks(trainer: Trainer, path: str) -> list[Any]:
+    return [callback for callback in trainer.callbacks if _namespaces.is_a(callback, path)]  # type: ignore[attr-defined]
+
+
+def _clipping(trainer: Trainer, kind: str) -> float | None:
+    if not trainer.gradient_clip_val:
+        return None
+    algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
+    return float(trainer.gradient_clip_val) if str(getattr(algorithm, "value", algorithm)) == kind else None
+
+
+def _epoch_samples(trainer: Trainer, found: Sample) -> int | None:
+    if found.dataset_size is None:
+        return None
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return min(found.dataset_size, max(1, limit) * found.batch_size * trainer.world_size)
+    return max(1, int(found.dataset_size * limit))
+
+
+# --- the batch --------------------------------------------------------------------------------------------
+
+
+def _hook_owner(trainer: Trainer, module: LightningModule, hook: str) -> Any:
+    """The owner of the hook that moves batches, as in Lightning: the datamodule if it overrides it, else the module."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule if datamodule is not None and _overridden(datamodule, hook) else module
+
+
+def _overridden(owner: object, hook: str) -> bool:
+    method = getattr(type(owner), hook)
+    return not method.__module__.startswith(("lightning.pytorch", "pytorch_lightning"))
+
+
+def _batch_of(trainer: Trainer, module: LightningModule, found: Sample) -> Callable[[int], Any]:
+    before = _hook_owner(trainer, module, "on_before_batch_transfer")
+    return lambda size: before.on_before_batch_transfer(found.make(size), 0)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------
+
+
+def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], Any]:
+    """training_step as Lightning calls it: after the transfer hook, under its precision plugin's context."""
+    after = _hook_owner(trainer, module, "on_after_batch_transfer")
+    arguments = (0,) if _takes_batch_index(module) else ()
+    contexts = _PrecisionContexts(trainer)
+
+    def loss(model: Any, batch: Any) -> Any:
+        batch = after.on_after_batch_transfer(batch, 0)
+        with contexts():
+            output = model.training_step(batch, *arguments)
+        if output is None:
+            raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
+        return output
+
+    def manual(model: Any, batch: Any) -> Any:
+        batch = after.on_after_batch_transfer(batch, 0)
+        with torch.enable_grad(), contexts():
+            return model.training_step(batch, *arguments)
+
+    return loss if module.automatic_optimization else manual
+
+
+def _takes_batch_index(module: LightningModule) -> bool:
+    """Lightning passes the batch's index to a training_step with two arguments.
+
+    Raises:
+        UnsupportedStepError: training_step takes the iterator itself (``dataloader_iter``).
+    """
+    parameters = inspect.signature(module.training_step).parameters
+    if "dataloader_iter" in parameters:
+        raise UnsupportedStepError(
+            _(
+                "training_step(dataloader_iter) fetches its batches itself, so there is no batch to predict for; "
+                "take batch instead"
+            )
+        )
+    return len(parameters) >= 2
+
+
+class _PrecisionContexts:
+    """The context in which Lightning runs training_step, for whatever precision is being traced.
+
+    Lightning's own autocast may differ from torch's default (recent releases switch its weight cache off,
+    which changes what is held for the backward pass), so it is asked and not imitated.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._make = _namespaces.part(_namespaces.of(trainer), "plugins.precision.MixedPrecision")
+        self._given = trainer.precision_plugin
+
+    def __call__(self) -> Any:
+        if not torch.is_autocast_enabled("cuda"):
+            return nullcontext()
+        half = torch.get_autocast_dtype("cuda") == torch.float16
+        # A scaler is asked for but never used: the trace scales the loss itself.
+        plugin = self._make("16-mixed", "cuda", scaler=object()) if half else self._make("bf16-mixed", "cuda")
+        return plugin.train_step_context()
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------
+
+
+def _optimizer_of(
+    trainer: Trainer, module: LightningModule, traits: set[str]
+) -> Callable[[Any], torch.optim.Optimizer]:
+    def make(_parameters: Any) -> torch.optim.Optimizer:
+        optimizers = optimizers_in(module.configure_optimizers())
+        if len(optimizers) != 1:
+            raise UnsupportedStepError(
+                _(
+                    "configure_optimizers returned {count} optimizers; automatic optimization needs exactly one",
+                    count=len(optimizers),
+                )
+            )
+        traits.update(base.__name__ for base in type(optimizers[0]).__mro__)
+        traits.update(["fused"] if optimizers[0].defaults.get("fused") else [])
+        trainer.strategy.optimizers = optimizers  # for self.optimizers() in training_step
+        return optimizers[0]
+
+    return make
+
+
+def optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in whatever form ``configure_optimizers`` may return them (its documentation)."""
+    if returned is None:
+        return []
+    if isinstance(returned, dict):
+        return [_unwrapped(returned["optimizer"])]
+    if isinstance(returned, (list, tuple)):
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
+            returned = returned[0]  # two lists: optimizers, schedulers
+        return [optimizer for item in returned for optimizer in optimizers_in(item)]
+    return [_unwrapped(returned)]
+
+
+def _preparation_of(trainer: Trainer, module: LightningModule) -> Callable[[Any], None]:
+    """The work that is done on the simulated device before the first step."""
+
+    def prepare(model: Any) -> None:
+        move_to_simulated_device(model)
+        if not module.automatic_optimization:  # training_step will ask for them itself
+            trainer.strategy.optimizers = optimizers_in(module.configure_optimizers())
+
+    return prepare
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    wrapped = _namespaces.is_a(optimizer, "core.optimizer.LightningOptimizer")
+    return cast("torch.optim.Optimizer", optimizer.optimizer if wrapped else optimizer)
+
+
+# --- what the user's code sees ----------------------------------------------------------------------------
+
+
+def _view(trainer: Trainer, found: Sample) -> _trainer_proxy.TrainerView:
+    """The Trainer during a trace: its step estimate loads nothing, and its loggers write nothing."""
+    namespace = _namespaces.of(trainer)
+    silent = _namespaces.part(namespace, "loggers.logger.DummyLogger")()
+    batches = _batches_per_epoch(trainer, found)
+    return _trainer_proxy.TrainerView(
+        trainer,
+        callbacks=[],
+        logger=silent,
+        loggers=[silent],
+        train_dataloader=found.loader,
+        num_training_batches=batches,
+        estimated_stepping_batches=_stepping_batches(trainer, batches),
+        fit_loop=_trainer_proxy.TrainerView(trainer.fit_loop, setup_data=lambda: None, max_batches=batches),
+    )
+
+
+def _batches_per_epoch(trainer: Trainer, found: Sample) -> float:
+    if found.dataset_size is None:
+        return math.inf
+    batches = math.ceil(found.dataset_size / (found.batch_size * trainer.world_size))
+    limit = trainer.limit_train_batches
+    return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+
+
+def _stepping_batches(trainer: Trainer, batches: float) -> float:
+    """Optimizer steps of the whole training, as ``Trainer.estimated_stepping_batches`` counts them."""
+    most = math.inf if trainer.max_steps == -1 else trainer.max_steps
+    if trainer.max_epochs in (-1, None) or batches == math.inf:
+        return most
+    steps = math.ceil(batches / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 0, 1)
+    return min(steps, most)
+
+
+def _notes(module: LightningModule) -> list[str]:
+    """Notes on the parts of the user's module that a trace does not follow."""
+    overridden = [
+        name for name in ("backward", "configure_gradient_clipping", "optimizer_step") if _overridden(module, name)
+    ]
+    notes = [_("{name} is overridden; its own memory is not counted", name=name) for name in overridden]
+    if not module.automatic_optimization:
+        notes.append(
+            _("manual optimization: training_step is followed as a whole, with its backward and optimizer steps")
+        )
+    return notes

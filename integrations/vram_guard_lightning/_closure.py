@@ -1,0 +1,119 @@
+"""Trains on a loaded batch in micro-batches, inside Lightning's automatic optimization.
+
+Lightning makes one closure per loaded batch: training_step, freeing the gradients, backward. Only that
+closure is replaced, so everything that counts batches or steps (samplers, schedulers, global_step,
+val_check_interval, max_steps, logging intervals, accumulate_grad_batches, resuming within an epoch) stays
+exactly as the user set it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vram_guard.apply.loss_weight import LossWeight
+from vram_guard.apply.microbatch import Splitter
+from vram_guard.apply.outputs import detached
+from vram_guard.language import _
+from vram_guard.patching import replace_attributes
+from vram_guard.watch.batches import BatchPass, MicroBatches, Share
+from vram_guard_lightning._step_log import StepLog
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
+
+
+def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
+    """Split the batches of this Trainer; returns the function that undoes it."""
+    batches = MicroBatches(splitter, loss_weight)
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    lightnings_own = loop._make_closure
+
+    def make_closure(kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        if "batch" not in kwargs:  # training_step takes the loader's iterator
+            return lightnings_own(kwargs, optimizer, batch_idx)
+        return MicroBatchClosure(trainer, batches, kwargs, optimizer, batch_idx)
+
+    return replace_attributes(loop, {"_make_closure": make_closure})
+
+
+class MicroBatchClosure:
+    """Closure that the optimizer calls for one loaded batch; may be called several times (LBFGS)."""
+
+    def __init__(
+        self, trainer: Trainer, batches: MicroBatches, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int
+    ) -> None:
+        self._trainer = trainer
+        self._batches = batches
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._kwargs = kwargs
+        self._made_of = (kwargs, optimizer, batch_idx)
+        self._backward = self._loop._make_backward_fn(optimizer)
+        self._zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
+        self._result: Any = None
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | None:
+        """Gradients of the whole batch, in micro-batches; returns the batch's loss, None if there is none."""
+        self._result = self._run()
+        loss: torch.Tensor | None = self._result.loss
+        return loss
+
+    def consume_result(self) -> Any:
+        """The result, once: Lightning asks for it after the optimizer step."""
+        result, self._result = self._result, None
+        if result is None:
+            raise RuntimeError(_("the optimizer step did not call its closure; call it in optimizer_step"))
+        return result
+
+    def _run(self) -> Any:
+        return self._batches.run(self._kwargs["batch"], self._pass)
+
+    def _pass(self, batch: BatchPass) -> Any:
+        """The result of the whole batch, in Lightning's form."""
+        log = StepLog(self._trainer.fit_loop.epoch_loop._results)
+        with torch.enable_grad(), log.gathering():
+            return self._forward_and_backward(batch, log)
+
+    def _forward_and_backward(self, batch: BatchPass, log: StepLog) -> Any:
+        if batch.whole:
+            closure = self._own_closure()
+            closure()
+            return closure.consume_result()
+        losses: list[torch.Tensor] = []
+        extra = batch.run(functools.partial(self._one, log, losses))
+        result = self._loop.output_result_cls(None, extra=extra)
+        result.loss = torch.stack(losses).sum(0) if losses else None
+        return result
+
+    def _own_closure(self) -> Any:
+        """Lightning's own, for a batch that stays whole."""
+        return type(self._loop)._make_closure(self._loop, *self._made_of)
+
+    def _one(self, log: StepLog, losses: list[torch.Tensor], share: Share) -> dict[str, Any]:
+        """training_step and backward of one micro-batch, in Lightning's order; what it returns besides the loss."""
+        log.next_micro_batch(share.samples)
+        with self._gradients_stay_here(stay=not share.last):
+            output = self._loop._make_step_fn({**self._kwargs, "batch": share.data})()
+            if share.first and self._zero_grad is not None:
+                self._zero_grad()
+            extra: dict[str, Any] = detached(output.extra)
+            if output.closure_loss is None:
+                warnings.warn(_("training_step returned None for a micro-batch, which is left out"), stacklevel=2)
+                return extra
+            loss = output.closure_loss * share.weight
+            losses.append(loss.detach().clone())  # gradient scaling may change the other one in place
+            if self._backward is not None:
+                self._backward(loss)
+        return extra
+
+    def _gradients_stay_here(self, *, stay: bool) -> contextlib.AbstractContextManager[Any]:
+        """Under DDP, gradients are averaged over the ranks once, in the last micro-batch's backward."""
+        block = getattr(self._trainer.strategy, "block_backward_sync", None)
+        return block() if stay and block is not None else contextlib.nullcontext()

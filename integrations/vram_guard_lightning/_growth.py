@@ -1,0 +1,95 @@
+"""A larger batch from the user's own loader, and the learning rates that go with it.
+
+The loader that the user's hook returns gets another batch size in place, every time it is asked for. Whatever
+Lightning does to it afterwards (a DistributedSampler, seeding of workers) starts from there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from vram_guard.apply import learning_rate
+from vram_guard.capture.loader import set_batch_size
+from vram_guard.language import _
+from vram_guard_lightning import _namespaces
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from vram_guard.guard.applied import Applied
+
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
+
+#: Trainer settings that count batches when they are ints: kept at the same number of samples.
+COUNTED_IN_BATCHES = ("val_check_interval", "limit_train_batches")
+
+
+def why_not(trainer: Trainer, growable: str) -> str:
+    """The reason why the batch of this training cannot be grown; "" where it can.
+
+    Args:
+        trainer: the Trainer.
+        growable: what the loader itself says (:attr:`vram_guard.capture.loader.Sample.growable`).
+    """
+    if growable:
+        return growable
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return _("fast_dev_run is on")
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        return _("overfit_batches is set: training repeats the same few batches on purpose")
+    return ""
+
+
+def install(trainer: Trainer, before: int, after: int, applied: Applied) -> None:
+    """Deliver batches of ``after`` samples instead of ``before``."""
+    source: Any = trainer.fit_loop._data_source
+    handed_out = source.dataloader
+
+    def dataloader() -> Any:
+        loaders = handed_out()
+        for loader in _loaders(loaders):
+            if loader.batch_size == before:
+                applied.callback(set_batch_size, loader, before)
+                set_batch_size(loader, after)
+        return loaders
+
+    applied.replace(source, "dataloader", dataloader)
+    _recount(trainer, after // before, applied)
+
+
+def _loaders(loaders: Any) -> list[Any]:
+    leaves = pytree.tree_leaves(_namespaces.loader_tree(loaders), is_leaf=lambda leaf: isinstance(leaf, DataLoader))
+    return [leaf for leaf in leaves if isinstance(leaf, DataLoader)]
+
+
+def _recount(trainer: Trainer, factor: int, applied: Applied) -> None:
+    """Settings in batches become settings in larger batches."""
+    for name in COUNTED_IN_BATCHES:
+        value = getattr(trainer, name)
+        if type(value) is int and value > 1:
+            fewer = max(1, value // factor)
+            applied.replace(trainer, name, fewer)
+            applied.notes.append(
+                _("{name} counts larger batches: {before} -> {after}", name=name, before=value, after=fewer)
+            )
+    if trainer.max_steps != -1:
+        applied.notes.append(
+            _(
+                "max_steps stays {steps}: steps of {factor} times as many samples",
+                steps=trainer.max_steps,
+                factor=factor,
+            )
+        )
+
+
+def scale_learning_rates(trainer: Trainer, factor: float) -> tuple[str, ...]:
+    """Multiply every learning rate of this training; what could not be scaled, in words."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    left_out: list[str] = []
+    for optimizer in trainer.optimizers:
+        own = [made for made in schedulers if getattr(made, "optimizer", optimizer) is optimizer]
+        left_out += learning_rate.scale_learning_rates(optimizer, own, factor)
+    return tuple(left_out)

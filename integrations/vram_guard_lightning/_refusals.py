@@ -1,0 +1,70 @@
+"""Techniques that a plan may not use in a training with Lightning, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vram_guard.guard.refusals import Refusal
+from vram_guard.language import _
+from vram_guard_lightning import _growth, _namespaces, private_api
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.plan import Plan
+
+
+def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Iterator[Refusal]:
+    """Those that are known before the trace; an empty reason refuses nothing.
+
+    Args:
+        trainer: the Trainer.
+        module: that it trains.
+        growable: why the loader's batch size cannot be changed ("" where it can).
+    """
+    if not module.automatic_optimization:
+        yield Refusal(
+            "accumulate",
+            _("manual optimization does its own backward and steps; accumulate inside training_step instead"),
+        )
+    elif missing := private_api.missing(_namespaces.of(trainer), private_api.MICRO_BATCHES):
+        yield Refusal("accumulate", _("this release of Lightning is not supported: {what}", what=missing[0]))
+    plain = _namespaces.part(_namespaces.of(trainer), "plugins.precision.Precision")
+    if trainer.precision == "32-true" and type(trainer.precision_plugin) is not plain:
+        kind = type(trainer.precision_plugin).__name__
+        yield Refusal("precision", _("the precision plugin {kind} was set by the user and stays", kind=kind))
+    yield Refusal(
+        "offload_parameters",
+        _(
+            "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard in "
+            "configure_model"
+        ),
+    )
+    if trainer.gradient_clip_val:
+        yield Refusal(
+            "offload_optimizer", _("gradients are clipped on the GPU after they have been copied to the host")
+        )
+    elif trainer.world_size > 1:
+        yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
+    yield Refusal("grow", _growth.why_not(trainer, growable))
+
+
+def without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:
+    """Refuse a plan's float16 where its gradient scaler does not work with the optimizer.
+
+    Args:
+        trainer: the Trainer.
+        optimizer_traits: class names of the optimizer, and "fused" where it is.
+        plan: to be checked.
+    """
+    if plan.precision != "16-mixed" or plan.precision_before == "16-mixed":
+        return None
+    if "LBFGS" in optimizer_traits:
+        return Refusal("precision", _("LBFGS does not work with the gradient scaling that 16-mixed needs"))
+    if "fused" in optimizer_traits and trainer.gradient_clip_val:
+        return Refusal(
+            "precision",
+            _("a fused optimizer unscales gradients itself, so that they cannot be clipped under 16-mixed"),
+        )
+    return None

@@ -1,0 +1,113 @@
+"""A Trainer whose strategy is not set up yet, as the guard sees it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.language import _
+from vram_guard_lightning import _apply, _growth, _namespaces, _recovery
+from vram_guard_lightning._capture import Captured, capture
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.apply.loss_weight import LossWeight
+    from vram_guard.guard.applied import Applied
+    from vram_guard.guard.decision import Decision
+    from vram_guard.plan import Plan
+
+
+class Ranks:
+    """A Trainer's processes, through its strategy."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def rank(self) -> int:
+        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        return self._trainer.global_rank
+
+    @property
+    def world_size(self) -> int:
+        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        return self._trainer.world_size
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        return self._trainer.strategy.broadcast(value, src=source)
+
+
+class LightningTraining:
+    """See :class:`vram_guard.guard.training.Training`."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, loss_weight: LossWeight) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.loss_weight = loss_weight
+        self.ranks = Ranks(trainer)
+
+    @property
+    def device(self) -> torch.device:
+        """The strategy's."""
+        return self.trainer.strategy.root_device
+
+    def capture(self) -> Captured:
+        """See :func:`vram_guard_lightning._capture.capture`."""
+        return capture(self.trainer, self.module)
+
+    def why_left_alone(self) -> str:
+        """Another callback may try out batch sizes itself."""
+        if self._has("callbacks.BatchSizeFinder"):
+            return _(
+                "nothing is changed: BatchSizeFinder tries batch sizes out, and the two would interfere with each other"
+            )
+        return ""
+
+    def why_not_recovered(self, _refused: Mapping[str, str]) -> str:
+        """See :func:`vram_guard_lightning._recovery.why_not`: batches are cut when memory runs out, if they can be."""
+        return _recovery.why_not(self.trainer, self.module)
+
+    def apply(self, decision: Decision, applied: Applied) -> None:
+        """See :func:`vram_guard_lightning._apply.before_setup`."""
+        _apply.before_setup(self.trainer, decision, self.loss_weight, applied)
+        if decision.plan.learning_rate_factor != self.learning_rate_factor(decision.plan):
+            applied.notes.append(_("learning rates are not scaled: LearningRateFinder finds them for the larger batch"))
+
+    def learning_rate_factor(self, plan: Plan) -> float:
+        """The plan's, unless a callback of Lightning's finds the learning rates."""
+        return 1.0 if self._has("callbacks.LearningRateFinder") else plan.learning_rate_factor
+
+    def scale_learning_rates(self, factor: float) -> tuple[str, ...]:
+        """See :func:`vram_guard_lightning._growth.scale_learning_rates`."""
+        return _growth.scale_learning_rates(self.trainer, factor)
+
+    def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:  # noqa: ARG002 - the lines say it
+        """On standard output."""
+        from vram_guard.report.text import show
+
+        if self.trainer.is_global_zero and show(plan):
+            write("".join(f"{line}\n" for line in lines))
+
+    def warn(self, message: str) -> None:
+        """As Python does."""
+        if self.trainer.is_global_zero:
+            warnings.warn(f"vram_guard: {message}", stacklevel=2)
+
+    def _has(self, callback: str) -> bool:
+        """True if a callback of this class (its path below the namespace) is in the Trainer."""
+        return any(_namespaces.is_a(found, callback) for found in self.trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def write(text: str) -> None:
+    """Print, whatever standard output is."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):  # the output is no longer read; the training goes on
+        return

@@ -1,0 +1,309 @@
+"""Runner -> TrainingStep: what one optimizer step of this training is. Changes nothing but what stays built."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+from mmengine.model import is_model_wrapper, revert_sync_batchnorm
+from mmengine.optim import OptimWrapper
+from mmengine.registry import LOOPS
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+from torch.utils.data import DataLoader
+
+from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.capture.simulated_device import move_to_simulated_device
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.guard.training import CapturedTraining
+from vram_guard.language import _
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard.step import TrainingStep
+from vram_guard_mmengine import _optim, _refusals, _symbolic_run
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from vram_guard.guard.refusals import Refusal
+    from vram_guard.guard.settings import GuardSettings
+
+# ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
+
+#: FlexibleRunner's strategies under which each process holds the whole model and nothing is moved behind the scenes.
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+
+#: Wrappers under which each process holds the whole model, and one optimizer updates it.
+WRAPPERS = ("MMDistributedDataParallel",)
+
+
+@dataclass(frozen=True)
+class Captured(CapturedTraining):
+    """A training of a runner, see :class:`vram_guard.guard.training.CapturedTraining`."""
+
+    runner: Any
+    optim: _optim.OptimFacts
+    recorder: RecordingOptimWrapper
+
+    @contextmanager
+    def symbolic_run(self) -> Iterator[None]:
+        """In MMEngine's own log nothing is seen of it."""
+        with random_state_kept(), _symbolic_run.symbolic_run(*_length(self.runner, self.sample.loader)):
+            try:
+                yield
+            finally:
+                self.recorder.begin()
+
+    def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
+        """See :mod:`vram_guard_mmengine._refusals`."""
+        return _refusals.refusals(self.runner, self.optim, settings, growable=self.sample.growable)
+
+
+class HostBatch:
+    """A batch in host memory: the model's own data preprocessor takes it to the GPU, in its own time."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
+    """Stands in for the optimizer wrapper in a traced ``train_step``: it only takes the loss.
+
+    MMEngine runs the backward pass inside ``train_step``, where the preprocessed batch and the losses are still local
+    names. So what the callers hold when the loss arrives is held until the next step begins.
+    """
+
+    def __init__(self) -> None:  # there is no optimizer to wrap
+        self._loss: torch.Tensor | None = None
+        self._held: list[dict[str, Any]] = []
+        self._accumulative_counts = 1
+        self._inner_count = 0
+        self._max_counts = -1
+
+    def begin(self) -> None:
+        """A new step: what the last one held is let go."""
+        self._loss = None
+        self._held.clear()
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss of this step."""
+        if self._loss is None:
+            raise UnsupportedStepError(
+                _("train_step did not call optim_wrapper.update_params: there is no loss to follow")
+            )
+        return self._loss
+
+    def optim_context(self, model: nn.Module) -> Any:
+        """The trace's own autocast is on already."""
+        return nullcontext()
+
+    def update_params(self, loss: torch.Tensor, step_kwargs: Any = None, zero_kwargs: Any = None) -> None:
+        """Take the loss, once a step."""
+        if self._loss is not None:
+            raise UnsupportedStepError(
+                _("train_step calls update_params more than once; only one update per step is supported")
+            )
+        self._loss = loss
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no public way to what callers hold
+        while frame is not None and frame.f_code is not _LOSS_CODE:
+            self._held.append(dict(frame.f_locals))
+            frame = frame.f_back
+
+    def _refused(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise UnsupportedStepError(
+            _("train_step drives the optimizer itself, instead of calling optim_wrapper.update_params(loss)")
+        )
+
+    backward = step = zero_grad = scale_loss = _refused
+
+
+class _Loss:
+    """``train_step`` up to the loss."""
+
+    def __init__(self, recorder: RecordingOptimWrapper) -> None:
+        self.recorder = recorder
+
+    def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
+        self.recorder.begin()
+        model.train_step(batch.data, optim_wrapper=self.recorder)
+        return self.recorder.loss
+
+
+_LOSS_CODE = _Loss.__call__.__code__
+
+
+def capture(runner: Any) -> Captured:
+    """Read one training from a runner whose loops and optimizer are not built yet.
+
+    The train dataloader is built, as the loop would do it; where the loop is one of MMEngine's own, it is handed over.
+
+    Raises:
+        InvalidInputError: an epoch of this training has no iterations.
+        UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
+    """
+    _check_strategy(runner)
+    model = _plain_model(runner)
+    facts = _optim.read(runner.optim_wrapper)
+    recorder = RecordingOptimWrapper()
+    loader = _loader(runner)
+    sample = _sample(loader)
+    if hasattr(facts.make, "look_at"):
+        facts.make.look_at(model)
+    step = TrainingStep(
+        model=model,
+        batch=lambda size: HostBatch(sample.make(size)),
+        loss=_Loss(recorder),
+        optimizer=lambda _parameters: facts.make(model),
+        precision=facts.precision,
+        accumulate=facts.accumulate,
+        zero_grad="after_step",
+        clip_grad_norm=facts.clip_grad_norm,
+        clip_grad_value=facts.clip_grad_value,
+        data_parallel_ranks=runner.world_size,
+        prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
+    )
+    notes = (*sample.notes, *_notes(runner, model))
+    epoch_samples = sample.dataset_size if by_epoch(runner) else None
+    return Captured(step, model, sample, epoch_samples, notes, runner, facts, recorder)
+
+
+def by_epoch(runner: Any) -> bool:
+    """True if the training is counted in epochs, not in iterations."""
+    return _loop_class(runner) is not IterBasedTrainLoop
+
+
+def _check_strategy(runner: Any) -> None:
+    """Refuse strategies that shard or move the model.
+
+    Raises:
+        UnsupportedStepError: with the strategy's name.
+    """
+    strategy = getattr(runner, "strategy", None)
+    if strategy is not None and type(strategy).__name__ not in STRATEGIES:
+        raise UnsupportedStepError(
+            _(
+                "the strategy {kind} shards or moves the model; supported are {known}",
+                kind=type(strategy).__name__,
+                known=", ".join(STRATEGIES),
+            )
+        )
+
+
+def checkpointed_by_config(runner: Any) -> list[str]:
+    """Modules that the config's own ``activation_checkpointing`` names."""
+    named = runner.cfg.get("activation_checkpointing") or []
+    return [named] if isinstance(named, str) else list(named)
+
+
+def _prepare(model: nn.Module, checkpointed: list[str]) -> None:
+    """The work that is done on the simulated device before the first step."""
+    move_to_simulated_device(model)
+    turn_on_activation_checkpointing(model, checkpointed)
+    model.train()  # as the loops do; backbones freeze stages in it
+
+
+def _plain_model(runner: Any) -> nn.Module:
+    """The model without its wrapper.
+
+    Raises:
+        UnsupportedStepError: the wrapper shards or moves the model, or updates its parts one by one.
+    """
+    if isinstance(runner.model, dict):  # FlexibleRunner's, which takes a built one as well
+        runner.model = runner.strategy.build_model(runner.model)
+    model: Any = runner.model
+    if is_model_wrapper(model):
+        kind = type(model).__name__
+        if kind not in WRAPPERS:
+            raise UnsupportedStepError(
+                _("the model wrapper {kind} is not supported, only {known}", kind=kind, known=", ".join(WRAPPERS))
+            )
+        model = model.module
+    elif runner.world_size == 1:
+        model = revert_sync_batchnorm(model)  # as the runner does when it places the model
+        runner.model = model
+    return cast("nn.Module", model)
+
+
+# --- the loader -------------------------------------------------------------------------------------------------
+
+
+def _loop_class(runner: Any) -> Any:
+    loop = runner._train_loop  # noqa: SLF001 - the runner has no public name for a loop that is not built
+    if not isinstance(loop, dict):
+        return type(loop)
+    if "type" in loop:
+        return LOOPS.get(loop["type"]) if isinstance(loop["type"], str) else loop["type"]
+    return EpochBasedTrainLoop if loop.get("by_epoch") else IterBasedTrainLoop
+
+
+def _loader(runner: Any) -> DataLoader[Any]:
+    """The train dataloader, built as the loop builds it; once, where the loop is known to take a built one."""
+    given = runner._train_dataloader  # noqa: SLF001 - as above
+    if not isinstance(given, dict):
+        return given  # type: ignore[no-any-return]
+    different = runner._randomness_cfg.get("diff_rank_seed", False)  # noqa: SLF001 - as BaseLoop does
+    if _loop_class(runner) in (EpochBasedTrainLoop, IterBasedTrainLoop):
+        built = runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)
+        runner._train_dataloader = built  # noqa: SLF001 - the loop takes it from there
+        return built  # type: ignore[no-any-return]
+    with random_state_kept():
+        return runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)  # type: ignore[no-any-return]
+
+
+def _sample(loader: Any) -> Sample:
+    endless = _is_endless(loader)
+    if isinstance(loader, DataLoader) and not endless:
+        _check_iterations(loader)
+    with random_state_kept():
+        found = read_loader(loader, endless=endless)
+    if getattr(getattr(loader, "dataset", None), "num_samples", None) is not None:  # MMEngine's _SlicedDataset
+        found = replace(found, growable=_("num_batch_per_epoch counts batches of the configured size"))
+    return found
+
+
+def _is_endless(loader: Any) -> bool:
+    """MMEngine's InfiniteSampler, and others that never stop: recognised by their names."""
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return any("Infinite" in type(sampler).__name__ for sampler in samplers)
+
+
+def _check_iterations(loader: Any) -> None:
+    try:
+        iterations = len(loader)
+    except TypeError:  # a stream
+        return
+    if iterations == 0:
+        raise InvalidInputError(
+            _(
+                "the train dataset has {length} samples, no whole batch of {size}: there is nothing to train on; "
+                "lower train_dataloader.batch_size, or leave drop_last out",
+                length=len(loader.dataset),
+                size=loader.batch_size,
+            )
+        )
+
+
+def _length(runner: Any, loader: Any) -> tuple[int, int]:
+    """(max_epochs, max_iters), for models that ask."""
+    loop = runner._train_loop  # noqa: SLF001 - as above
+    get: Callable[[str, int], Any] = loop.get if isinstance(loop, dict) else lambda name, to: getattr(loop, name, to)
+    epochs = int(get("max_epochs", 1) or 1)
+    try:
+        iterations = len(loader)
+    except TypeError:
+        iterations = 1
+    return epochs, int(get("max_iters", 0) or epochs * iterations)
+
+
+def _notes(runner: Any, model: nn.Module) -> list[str]:
+    notes = []
+    if runner.cfg.get("compile"):
+        notes.append(_("torch.compile is not followed: counted as eager, and a compiled step takes no more"))
+    if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
+        notes.append(_("SyncBatchNorm's exchange of statistics is not counted"))
+    return notes

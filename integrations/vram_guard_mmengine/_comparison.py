@@ -1,0 +1,67 @@
+"""``vram-guard mmengine compare``: the comparison on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.printing import print_json
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+
+def answer(options: argparse.Namespace) -> int:
+    """Compare, and print the table or JSON."""
+    from vram_guard.report.comparison import comparison_dict, render
+    from vram_guard_mmengine import GuardRunner  # noqa: F401 - says what is missing where MMEngine is
+    from vram_guard_mmengine._compare import compare
+
+    if "" not in sys.path:  # the folder that it is started in, as with `python -m`
+        sys.path.insert(0, "")
+    found = compare(
+        _config(options),
+        options.budget,
+        options.batch_size,
+        _precisions(options.precision),
+        gpu=options.gpu,
+        margin=options.margin,
+        allow=[name for name in options.allow.split(",") if name],
+        lr_rule=options.lr_rule,
+    )
+    if options.json:
+        print_json(comparison_dict(found))
+    else:
+        print(render(found), end="")  # noqa: T201 - the command line prints
+    return EXIT_DONE if found.all_fit else EXIT_DOES_NOT_FIT
+
+
+def _config(options: argparse.Namespace) -> Any:
+    from mmengine.config import Config, DictAction
+
+    if not Path(options.config).is_file():
+        raise InvalidInputError(_("there is no config {path}", path=options.config))
+    cfg = Config.fromfile(options.config)
+    if options.cfg_options:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--cfg-options", nargs="+", action=DictAction)
+        cfg.merge_from_dict(parser.parse_args(["--cfg-options", *options.cfg_options]).cfg_options)
+    return cfg
+
+
+def _precisions(given: list[str]) -> list[Any]:
+    from vram_guard.step import PRECISIONS
+
+    for name in given:
+        if name not in PRECISIONS:
+            raise InvalidInputError(
+                _(
+                    "{name} must be one of {known}, not {value}",
+                    name="precision",
+                    known=", ".join(PRECISIONS),
+                    value=repr(name),
+                )
+            )
+    return given

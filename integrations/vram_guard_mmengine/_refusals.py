@@ -1,0 +1,51 @@
+"""Techniques that a plan may not use in a training with MMEngine, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+
+from vram_guard.guard.refusals import Refusal
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from vram_guard.guard.settings import GuardSettings
+    from vram_guard_mmengine._optim import OptimFacts
+
+
+def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growable: str) -> Iterator[Refusal]:
+    """Those that are known before the trace; an empty reason refuses nothing.
+
+    MMEngine builds the optimizer first, and initialises or loads weights after it.
+
+    Args:
+        runner: whose loops and optimizer are not built yet.
+        facts: about the optimizer.
+        settings: of the guard.
+        growable: why the loader's batch size cannot be changed ("" where it can).
+    """
+    yield Refusal("precision", _why_not_mixed(facts, pinned=settings.pins.precision is not None))
+    yield Refusal("half", _("MMEngine has no optimizer wrapper for true half precision"))
+    if runner.cfg.get("activation_checkpointing"):
+        yield Refusal("checkpoint", _("activation_checkpointing is set in the config"))
+    if getattr(runner, "_resume", False):
+        yield Refusal("8bit", _("states of a checkpoint cannot become 8-bit ones"))
+    yield Refusal("offload_frozen", _("MMEngine loads weights after the model is placed"))
+    yield Refusal(
+        "offload_optimizer",
+        _("MMEngine loads weights after the optimizer is built, which would step from older ones"),
+    )
+    yield Refusal("offload_parameters", _("MMEngine loads weights after the optimizer is built"))
+    yield Refusal("grow", growable)
+
+
+def _why_not_mixed(facts: OptimFacts, *, pinned: bool) -> str:
+    if facts.built:
+        return _("optim_wrapper was built before the runner; describe it as a dict instead")
+    if facts.kind not in (OptimWrapper, AmpOptimWrapper):
+        return _("the optimizer wrapper {kind} was chosen by the user and stays", kind=facts.kind.__name__)
+    if facts.precision != "32-true" and not pinned:
+        return _("the precision was chosen by the user and stays")
+    return ""

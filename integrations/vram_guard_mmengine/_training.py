@@ -1,0 +1,169 @@
+"""A runner whose loops and optimizer are not built yet, as the guard sees it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mmengine.device import get_device
+from mmengine.dist import broadcast_object_list, get_rank, get_world_size
+from mmengine.model import is_model_wrapper
+
+from vram_guard import techniques
+from vram_guard.apply import learning_rate
+from vram_guard.capture.loader import set_batch_size
+from vram_guard.language import _
+from vram_guard.techniques.optimizers import with_form
+from vram_guard.techniques.placement import optimizer_for
+from vram_guard_mmengine import _optim, _recovery
+from vram_guard_mmengine._capture import Captured, by_epoch, capture
+from vram_guard_mmengine._summary import CONFIG_KEY, summary
+
+if TYPE_CHECKING:
+    from vram_guard.guard.applied import Applied
+    from vram_guard.guard.decision import Decision
+    from vram_guard.plan import Plan
+    from vram_guard.techniques import Recipe
+
+# ruff: noqa: SLF001 - the runner has no public names for what is not built yet
+
+
+class Ranks:
+    """MMEngine's own view of torch.distributed; one process where that is not used."""
+
+    @property
+    def rank(self) -> int:
+        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        return int(get_rank())
+
+    @property
+    def world_size(self) -> int:
+        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        return int(get_world_size())
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        holder = [value]
+        broadcast_object_list(holder, src=source)
+        return holder[0]
+
+
+class RunnerTraining:
+    """See :class:`vram_guard.guard.training.Training`."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.ranks = Ranks()
+
+    @property
+    def device(self) -> torch.device:
+        """MMEngine's choice for this process."""
+        device = torch.device(get_device())
+        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+    def capture(self) -> Captured:
+        """See :func:`vram_guard_mmengine._capture.capture`."""
+        return capture(self.runner)
+
+    def why_left_alone(self) -> str:
+        """Nothing of MMEngine's keeps the guard from changing a training."""
+        return ""
+
+    def why_not_recovered(self, refused: Mapping[str, str]) -> str:
+        """See :func:`vram_guard_mmengine._recovery.why_not`."""
+        return refused.get("accumulate", "") or _recovery.why_not(self.runner)
+
+    def apply(self, decision: Decision, applied: Applied) -> None:
+        """Precision, batch size and the optimizer's form: the runner builds its parts from them."""
+        runner, plan = self.runner, decision.plan
+        if plan.precision != plan.precision_before:
+            device = str(get_device())
+            runner.optim_wrapper = _optim.in_precision(runner.optim_wrapper, plan.precision, device)
+            if device == "cpu":
+                applied.notes.append(
+                    _("this training runs on the CPU, where bfloat16 autocast stands in for AmpOptimWrapper")
+                )
+        if plan.batch_size != plan.batch_size_before:
+            self._grow(plan, applied)
+        if plan.recipe.optimizer != "as-written":
+            _change_optimizer(runner, plan.recipe, applied)
+
+    def _grow(self, plan: Plan, applied: Applied) -> None:
+        loader = self.runner._train_dataloader
+        if isinstance(loader, dict):
+            loader = self.runner._train_dataloader = copy.copy(loader)
+            loader["batch_size"] = plan.batch_size
+        else:
+            set_batch_size(loader, plan.batch_size)
+        applied.notes.append(
+            _(
+                "train_dataloader.batch_size: {before} -> {after}, as if the config said so",
+                before=plan.batch_size_before,
+                after=plan.batch_size,
+            )
+        )
+        if not by_epoch(self.runner):
+            applied.notes.append(
+                _("max_iters, intervals and schedules count iterations of {size} samples", size=plan.batch_size)
+            )
+        if auto_scaled(self.runner):
+            applied.notes.append(
+                _("learning rates: auto_scale_lr follows the larger batch by itself; nothing is scaled twice")
+            )
+
+    def learning_rate_factor(self, plan: Plan) -> float:
+        """The plan's, or by auto_scale_lr's own rule."""
+        return plan.batch_size / plan.batch_size_before if auto_scaled(self.runner) else plan.learning_rate_factor
+
+    def scale_learning_rates(self, factor: float) -> tuple[str, ...]:
+        """Of the optimizer, and of the schedulers that drive them."""
+        found = self.runner.param_schedulers or []
+        schedulers = [one for many in found.values() for one in many] if isinstance(found, dict) else found
+        # Momentum has schedulers of its own, which are of the same classes.
+        driving = [scheduler for scheduler in schedulers if getattr(scheduler, "param_name", "lr") == "lr"]
+        return learning_rate.scale_learning_rates(self.runner.optim_wrapper, driving, factor)
+
+    def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:
+        """In the runner's log, and in the config that it writes down."""
+        from vram_guard.report.text import render
+
+        text = render(plan, unicode=False).rstrip()
+        self.runner.logger.info("%s", "\n".join(["vram_guard", text, *lines]))
+        self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)
+        self.runner.dump_config()
+
+    def warn(self, message: str) -> None:
+        """In the runner's log."""
+        self.runner.logger.warning("vram_guard: %s", message)
+
+
+def auto_scaled(runner: Any) -> bool:
+    """True if MMEngine itself scales the learning rate with the loader's batch size (``auto_scale_lr``)."""
+    settings = getattr(runner, "auto_scale_lr", None) or runner.cfg.get("auto_scale_lr") or {}
+    return bool(settings.get("enable", False))
+
+
+def _change_optimizer(runner: Any, recipe: Recipe, applied: Applied) -> None:
+    """In the wrapper, as soon as it is built: before auto_scale_lr, schedulers and a checkpoint get hold of it."""
+    builder = getattr(runner, "strategy", runner)
+    as_written = builder.build_optim_wrapper
+    done: list[Any] = []
+
+    def build_optim_wrapper(*args: Any, **kwargs: Any) -> Any:
+        wrapper = as_written(*args, **kwargs)
+        if not any(wrapper is one for one in done):
+            wrapper.optimizer = optimizer_for(wrapper.optimizer, recipe)
+            done.append(wrapper)
+        return wrapper
+
+    applied.replace(builder, "build_optim_wrapper", build_optim_wrapper)
+
+
+def install_techniques(runner: Any, recipe: Recipe, applied: Applied) -> None:
+    """Checkpointed and offloaded blocks: on the model as it will run, once everything is built and loaded."""
+    if recipe.optimizer in ("fused", "for-loop"):
+        with_form(runner.optim_wrapper.optimizer, recipe.optimizer)  # a checkpoint brings its own flags
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    applied.callback(techniques.install(model, recipe))

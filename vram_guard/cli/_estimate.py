@@ -1,0 +1,162 @@
+"""``vram-guard estimate``: training memory from a few numbers, a config, or a folder with a model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.cli._arguments import counts, gpu_memory, number, unknown_model
+from vram_guard.cli._estimate_folder import estimate_folder
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_options
+from vram_guard.cli.printing import Notes, print_json, print_now
+from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard.closed_form.from_config import EstimateRequest
+    from vram_guard.report.symbolic import SymbolicAnswer
+    from vram_guard.step import TrainingStep
+
+#: The numbers of the rule of thumb: option -> name in :data:`vram_guard.closed_form.from_config.NAMES`.
+_COUNTS = ("batch", "height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element")
+
+
+def add(commands: Any) -> None:
+    """The parser of ``estimate``."""
+    parser = commands.add_parser(
+        "estimate",
+        help=_("estimate training memory from numbers, a config or a model folder"),
+        description=_(
+            "Estimate training memory. From numbers or a config: a rule of thumb, and also the symbolic "
+            "answer where the config names a model that can be built. From a folder (--model-path): "
+            "parameters, gradients and optimizer states by component, without loading weights."
+        ),
+        epilog=_(
+            "Exit codes: 0 it fits, 1 it does not, 2 bad usage, 3 the environment cannot be read. "
+            "Underscores in options are understood too (--hidden_dim)."
+        ),
+    )
+    add_options(parser.add_argument_group(_("the calculator")), "batch", *NETWORK)
+    folder = parser.add_argument_group(_("a model folder"))
+    add_options(folder, *FOLDER)
+    folder.add_argument("--recommend", action="store_true", help=_("list what would make it fit, with numbers"))
+    folder.add_argument(
+        "--device", "--device-id", metavar="N", help=_("CUDA device whose free memory counts (0, cuda:1)")
+    )
+    parser.add_argument("--gpu-memory", metavar="SIZE", help=_('memory of the GPU: 24 is 24 GB, "24GiB", "80GB"'))
+    add_options(parser, *DEVICE, "margin", "json")
+    parser.set_defaults(run=_estimate)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    if options.model_path is not None:
+        return estimate_folder(options)
+    from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
+    from vram_guard.config_file import load_config
+    from vram_guard.report.calculator import LINE, calculator_dict, calculator_lines
+
+    share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
+    config = {} if options.config is None else load_config(options.config)
+    request, amounts = _request(options, config)
+    memory, source, budget = gpu_memory(**amounts, margin=options.margin)
+    by_rule = options.quick or not _tells_its_sizes(request)
+    calculation = Calculation(request.network(), memory, share) if by_rule else None
+    notes = Notes()
+    step = None if options.quick else _step(request, config, notes)
+    if not options.json:
+        print_now([LINE, _("🧮 GPU memory calculator"), LINE])
+        if calculation is not None:
+            read_from, model = options.config or "", request.model or ""
+            print_now(calculator_lines(calculation, memory_source=source, read_from=read_from, model=model))
+    symbolic = None if step is None else notes.attempt(lambda: _symbolic(step, request.numbers["batch"], budget))
+    if calculation is None and symbolic is None:
+        raise UnsupportedStepError(_("no answer: the model cannot be built, and the rule of thumb has no numbers"))
+    # The symbolic answer, where there is one, decides: it knows the network.
+    fits = symbolic.fits if symbolic is not None else calculation is not None and calculation.fits
+    if options.json:
+        from vram_guard.report.symbolic import symbolic_dict
+
+        answer = {
+            "kind": "calculator",
+            "fits": fits,
+            "decided_by": "rule of thumb" if symbolic is None else "symbolic",
+            "rule_of_thumb": None if calculation is None else calculator_dict(calculation),
+            "symbolic": None if symbolic is None else symbolic_dict(symbolic),
+            "model": request.model,
+            "found_in_config": dict(request.places),
+            "notes": notes,
+        }
+        print_json(answer)
+    else:
+        _print_verdict(symbolic, fits=fits)
+    return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
+
+
+def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[EstimateRequest, dict[str, Any]]:
+    """The request of the config and the options over it, and the amounts of memory in it.
+
+    An amount in the config stands between the settings and the options.
+    """
+    from vram_guard.closed_form.from_config import parse_request
+    from vram_guard.settings import AMOUNTS
+
+    amounts: dict[str, Any] = {"memory": options.gpu_memory, "gpu": options.gpu, "budget": options.budget}
+    own = {} if options.from_settings.keys() & AMOUNTS else amounts
+    request = parse_request(config, {**counts(options, *_COUNTS), "model": options.model, **own})
+    if request.memory is not None or request.gpu is not None:
+        amounts = {"memory": request.memory, "gpu": request.gpu, "budget": own.get("budget")}
+    return request, amounts
+
+
+def _tells_its_sizes(request: EstimateRequest) -> bool:
+    """True where the model brings its sizes itself, and the rule of thumb lacks some of its numbers."""
+    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
+
+    known = is_buildable(request.model) and (request.model or "").lower() not in EXAMPLE_NAMES
+    return known and "batch" in request.numbers and bool(request.missing())
+
+
+def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> TrainingStep | None:
+    """The step that is described, where it can be built; otherwise a message says why not, and the rule remains."""
+    from vram_guard.capture.config_step import is_buildable, step_from_config
+
+    if request.model is None:
+        return None
+    if not is_buildable(request.model):
+        notes.add(unknown_model(request.model))
+        return None
+    try:
+        return step_from_config(request, config)
+    except InvalidInputError:
+        raise  # a typo of the user's: nothing to fall back from
+    except VramGuardError as error:
+        notes.add(_("no symbolic answer: {reason}", reason=error))
+        return None
+
+
+def _symbolic(step: TrainingStep, batch: int, budget: Budget) -> SymbolicAnswer:
+    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
+    from vram_guard.report.symbolic import SymbolicAnswer
+    from vram_guard.simulate import trace
+
+    timeline = trace(step, compute_capability=budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
+
+
+def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool) -> None:
+    from vram_guard.report.calculator import LINE
+
+    print()
+    if symbolic is not None:
+        from vram_guard.report.symbolic import symbolic_lines
+
+        print_now([*symbolic_lines(symbolic), ""])
+    if fits and symbolic is not None:
+        print(_("✅ SAFE: the training fits"))
+    elif fits:
+        print(_("✅ SAFE by the rule of thumb; pass --model for a prediction from the model itself"))
+    else:
+        print(_("⚠️  OVER: this configuration may run out of memory (OOM)"))
+    print(LINE)

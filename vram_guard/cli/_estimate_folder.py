@@ -1,0 +1,199 @@
+"""``vram-guard estimate --model-path``: what training a downloaded model takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vram_guard.cli._arguments import checked_margin, count, counts, gpu_memory
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.printing import Notes, print_json, print_now, tell
+from vram_guard.errors import InvalidInputError, NoDeviceError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard.closed_form.folder import ModelFolder
+    from vram_guard.closed_form.inputs import InputSizes
+    from vram_guard.closed_form.recommend import Measure
+    from vram_guard.closed_form.tuning import Tuning
+    from vram_guard.report.symbolic import SymbolicAnswer
+
+    #: Each by itself, and those that make it fit together.
+    _Savings: TypeAlias = tuple[tuple[Measure, ...], tuple[Measure, ...]]
+
+
+def estimate_folder(options: argparse.Namespace) -> int:
+    """Say what the folder holds and what training it takes; the exit code says whether it fits."""
+    from vram_guard.closed_form.folder import read_folder
+    from vram_guard.closed_form.inputs import InputSizes
+    from vram_guard.closed_form.recommend import combined_savings, individual_savings
+
+    sizes = InputSizes(**counts(options, "height", "width", "num_frames", "seq_length"))
+    batch = count("batch_size", options.batch) or 1
+    folder = read_folder(Path(options.model_path).expanduser())
+    tuning = tuning_of_folder(folder, options, sizes, batch)
+    budget = _budget(options)
+    savings = None
+    if options.recommend and budget is not None:
+        savings = individual_savings(tuning), combined_savings(tuning, budget.usable)
+    if not options.json:
+        print_now(_closed_form_lines(folder, tuning, budget, savings))
+    notes = Notes()
+    symbolic = None
+    if not options.quick and len(tuning.trained) != 1:
+        notes.add(_("no symbolic answer: {reason}", reason=_("it is available only for training one component")))
+    elif not options.quick:
+        symbolic = notes.attempt(lambda: _symbolic(tuning, sizes, budget, recommend=options.recommend))
+    # The symbolic answer's word where there is one; None where there is nothing to fit into.
+    known = tuning.complete and budget is not None and tuning.total <= budget.usable
+    fits = None if budget is None else known if symbolic is None else symbolic.fits
+    if options.json:
+        print_json(_as_dict(folder, tuning, budget, savings, symbolic, fits, notes))
+    elif symbolic is not None:
+        from vram_guard.report.symbolic import symbolic_lines
+
+        print_now(["", *symbolic_lines(symbolic)])
+        if symbolic.plan is not None:
+            print_now(["", symbolic.plan.explain()])
+    return EXIT_DOES_NOT_FIT if fits is False else EXIT_DONE
+
+
+def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: InputSizes, batch: int) -> Tuning:
+    """The training that the options mean.
+
+    Raises:
+        InvalidInputError: a component is not there, or has no weights that can be read.
+    """
+    from vram_guard.closed_form.inputs import sample_of
+    from vram_guard.closed_form.tuning import Tuning, checked_dtype, stored_dtype, transformer_shape
+
+    trained = folder.chosen("--train", options.train or folder.usually_trained)
+    if options.frozen is None:
+        rest = [name for name in folder.components if name not in {one.name for one in trained}]
+        # Prompts are encoded while training; latents are usually made beforehand.
+        names = rest if not trained else [name for name in rest if name.startswith("text_encoder")]
+        frozen = folder.chosen("--frozen", ",".join(names))
+    else:
+        frozen = folder.chosen("--frozen", options.frozen)
+    for one in (*trained, *frozen):
+        if not one.weights.numbers:
+            raise InvalidInputError(_no_weights(one.name, one.weights.pickles))
+    main = (trained or frozen)[0] if trained or frozen else None
+    numbers, text, tokens = (0, 0, 0) if main is None else sample_of(main.config, sizes)
+    return Tuning(
+        trained=trained,
+        frozen=frozen,
+        batch=batch,
+        dtype=checked_dtype(options.dtype) if options.dtype else stored_dtype((*trained, *frozen)),
+        sample_numbers=numbers,
+        text_numbers=text,
+        shape=None if main is None else transformer_shape(main.config, tokens),
+    )
+
+
+def _no_weights(name: str, pickles: tuple[str, ...]) -> str:
+    if pickles:
+        return _(
+            "{name} has only pickles ({files}), which are never loaded: save it as safetensors "
+            "(save_pretrained(..., safe_serialization=True))",
+            name=name,
+            files=", ".join(pickles),
+        )
+    return _("{name} has no weights: no .safetensors file is in its folder", name=name)
+
+
+def _budget(options: argparse.Namespace) -> Budget | None:
+    """The budget; None where no option names one and there is no GPU here."""
+    from vram_guard.budget import Budget
+
+    if options.device is not None:
+        if options.gpu or options.budget or options.gpu_memory:
+            raise InvalidInputError(_("give either --device (what is free there) or --gpu, --budget, --gpu-memory"))
+        device = options.device
+        which = int(device) if device.isdigit() and device.isascii() else device
+        return Budget.resolve(device=which, margin=checked_margin(options.margin))
+    if options.gpu is None and options.budget is None and options.gpu_memory is None:
+        try:
+            return Budget.resolve(margin=checked_margin(options.margin))
+        except NoDeviceError:
+            return None
+    return gpu_memory(options.gpu_memory, options.gpu, options.budget, options.margin)[2]
+
+
+def _symbolic(tuning: Tuning, sizes: InputSizes, budget: Budget | None, *, recommend: bool) -> SymbolicAnswer:
+    """The symbolic answer for training one component, where its config can be built."""
+    from vram_guard.capture.hugging_face import tuning_of
+    from vram_guard.closed_form.tuning import PRECISION_OF
+    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
+    from vram_guard.plan.techniques import TECHNIQUES
+    from vram_guard.report.symbolic import SymbolicAnswer
+    from vram_guard.simulate import trace
+
+    (trained,) = tuning.trained
+    twin = "original" if trained in tuning.frozen else ""
+    frozen = {("original" if one is trained else one.name): one.config for one in tuning.frozen}
+    precision: Any = PRECISION_OF[tuning.dtype]
+    step = tuning_of(trained.config, frozen, twin=twin, sizes=sizes, precision=precision)
+    capability = (None if budget is None else budget.compute_capability) or ASSUMED_COMPUTE_CAPABILITY
+    timeline = trace(step, compute_capability=capability)
+    largest = None if budget is None else timeline.max_batch_size(budget, limit=4096)
+    made = None
+    if recommend and budget is not None:
+        made = plan(step, tuning.batch, budget, allow=tuple(TECHNIQUES), progress=tell)
+    return SymbolicAnswer(timeline.at(tuning.batch), budget, largest, made)
+
+
+def _closed_form_lines(
+    folder: ModelFolder, tuning: Tuning, budget: Budget | None, savings: _Savings | None
+) -> Iterator[str]:
+    from vram_guard.report.calculator import LINE
+    from vram_guard.report.folder import folder_lines, recommendation_lines, tuning_lines, verdict_lines
+
+    yield from (LINE, _("🧮 GPU memory of a training"), LINE)
+    yield from (*folder_lines(folder), "", *tuning_lines(tuning), "")
+    if budget is None:
+        yield _("no GPU here: give --gpu, --budget or --gpu-memory to check whether it fits")
+        return
+    yield from verdict_lines(tuning, budget)
+    if savings is not None:
+        yield from ("", *recommendation_lines(tuning, *savings, budget.usable))
+
+
+def _as_dict(
+    folder: ModelFolder,
+    tuning: Tuning,
+    budget: Budget | None,
+    savings: _Savings | None,
+    symbolic: SymbolicAnswer | None,
+    fits: bool | None,
+    notes: Notes,
+) -> dict[str, Any]:
+    from vram_guard.report.folder import folder_dict, measure_dict, tuning_dict
+
+    answer: dict[str, Any] = {
+        "kind": "model folder",
+        "fits": fits,
+        "decided_by": None if fits is None else "closed form" if symbolic is None else "symbolic",
+        **folder_dict(folder),
+        "closed_form": tuning_dict(tuning),
+        "usable": None if budget is None else budget.usable,
+        "symbolic": None,
+        "notes": notes,
+    }
+    if budget is not None:
+        answer["closed_form"]["largest_batch"] = tuning.largest_batch(budget.usable) if tuning.complete else None
+        if savings is not None:
+            each, combined = ([measure_dict(one, budget.usable) for one in some] for some in savings)
+            answer["recommended"] = {"each": each, "together": combined}
+    if symbolic is not None:
+        from vram_guard.report.as_json import as_dict
+        from vram_guard.report.symbolic import symbolic_dict
+
+        answer["symbolic"] = {
+            **symbolic_dict(symbolic),
+            "plan": None if symbolic.plan is None else as_dict(symbolic.plan),
+        }
+    return answer

@@ -1,0 +1,210 @@
+"""``vram-guard gpus --model``: the largest batch of one model on every GPU, at one or several resolutions."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.cli._arguments import counts, number, unknown_model, whole_number
+from vram_guard.cli.exits import EXIT_DONE
+from vram_guard.cli.printing import print_columns, print_json, tell
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from vram_guard.budget import GPU
+    from vram_guard.closed_form.from_config import EstimateRequest
+    from vram_guard.plan.every_gpu import OnGpu
+
+_COUNTS = ("height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element")
+
+#: (height, width) -> what every card holds.
+Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
+
+
+def asks_about_a_model(options: argparse.Namespace) -> bool:
+    """True where more is asked for than the list of cards."""
+    return bool(options.model or options.model_path or options.config or options.hidden_dim)
+
+
+def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
+    """Print what each card holds of the model."""
+    title, tables = _folder_tables(options, cards) if options.model_path else _network_tables(options, cards)
+    if options.json:
+        print_json({"kind": "gpus", "method": title, "tables": [_dict(size, rows) for size, rows in tables.items()]})
+    else:
+        print(_about(options, title))
+        print()
+        _print_tables(tables)
+    return EXIT_DONE
+
+
+def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
+    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
+    from vram_guard.closed_form.from_config import parse_request
+    from vram_guard.config_file import load_config
+
+    config = {} if options.config is None else load_config(options.config)
+    given: dict[str, Any] = counts(options, *_COUNTS)
+    sizes = _resolutions(options.resolutions)
+    if sizes:
+        given |= dict(zip(("height", "width"), sizes[0], strict=True))
+    found = parse_request(config, {**given, "model": options.model, "batch": 1})
+    if options.quick or found.model is None:
+        rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
+        return _RULE, rows
+    if not is_buildable(found.model):
+        raise InvalidInputError(unknown_model(found.model))
+    own = found.model.lower() in EXAMPLE_NAMES
+    if own:
+        found.network()  # raises where a number is missing
+    wanted: list[tuple[int, int] | None] = list(sizes) or [_own(found) if own else None]
+    return _SYMBOLIC, {size: _symbolic(_sized(found, size), config, cards) for size in wanted}
+
+
+_RULE, _SYMBOLIC, _CLOSED = "rule of thumb", "symbolic", "closed form"
+
+
+def _by_rule(found: EstimateRequest, options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
+    from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
+    from vram_guard.plan.every_gpu import OnGpu
+
+    share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
+    network = replace(found.network(), batch=1)
+
+    def one(card: GPU) -> OnGpu:
+        answer = Calculation(network, card.memory_bytes, share)
+        largest = answer.largest_batch
+        return OnGpu(card, answer.allowed, largest, max(largest, 1) * network.total_bytes)
+
+    return tuple(map(one, cards))
+
+
+def _symbolic(found: EstimateRequest, config: Mapping[str, Any], cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
+    from vram_guard.capture.config_step import step_from_config
+    from vram_guard.plan.every_gpu import on_every_gpu
+    from vram_guard.simulate import trace
+
+    step = step_from_config(found, config)
+
+    def traced(capability: tuple[int, int]) -> Any:
+        major, minor = capability
+        tell(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
+        return trace(step, compute_capability=capability)
+
+    return on_every_gpu(traced, cards)
+
+
+def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
+    """By the closed form: the symbolic answer for one card is ``estimate --model-path``'s."""
+    from vram_guard.budget import Budget
+    from vram_guard.cli._estimate_folder import tuning_of_folder
+    from vram_guard.closed_form.folder import read_folder
+    from vram_guard.closed_form.inputs import InputSizes
+    from vram_guard.plan.every_gpu import OnGpu
+
+    given = counts(options, "height", "width", "num_frames", "seq_length")
+    folder = read_folder(Path(options.model_path).expanduser())
+
+    def table(size: tuple[int, int] | None) -> tuple[OnGpu, ...]:
+        own = given if size is None else {**given, "height": size[0], "width": size[1]}
+        tuning = tuning_of_folder(folder, options, InputSizes(**own), 1)
+
+        def one(card: GPU) -> OnGpu:
+            usable = Budget.of(card).usable
+            largest = tuning.largest_batch(usable)
+            return OnGpu(card, usable, largest, replace(tuning, batch=max(largest, 1)).total, tuning.complete)
+
+        return tuple(map(one, cards))
+
+    wanted: list[tuple[int, int] | None] = list(_resolutions(options.resolutions)) or [None]
+    return _CLOSED, {size: table(size) for size in wanted}
+
+
+def _resolutions(text: str | None) -> list[tuple[int, int]]:
+    """Resolutions of "64,128x256": [(64, 64), (128, 256)].
+
+    Raises:
+        InvalidInputError: a part is not a resolution.
+    """
+    if text is None:
+        return []
+    sizes = []
+    for part in text.split(","):
+        height, times, width = part.strip().lower().replace("×", "x").partition("x")
+        first = whole_number("resolutions", height)
+        sizes.append((first, whole_number("resolutions", width) if times else first))
+    return sizes
+
+
+def _sized(found: EstimateRequest, size: tuple[int, int] | None) -> EstimateRequest:
+    if size is None:
+        return found
+    return replace(found, numbers={**found.numbers, "height": size[0], "width": size[1]})
+
+
+def _own(found: EstimateRequest) -> tuple[int, int]:
+    network = found.network()
+    return network.height, network.width
+
+
+def _about(options: argparse.Namespace, title: str) -> str:
+    model = options.model_path or options.model or options.config or ""
+    words: dict[str, Callable[[], str]] = {
+        _RULE: lambda: _("The largest batch by the rule of thumb: activations alone, one tensor per layer."),
+        _SYMBOLIC: lambda: _("The largest batch of {model} as written, and its predicted peak.", model=model),
+        _CLOSED: lambda: _("The largest batch of {model} by the closed form, and its memory.", model=model),
+    }
+    return words[title]()
+
+
+def _print_tables(tables: Tables) -> None:
+    """Cards down, resolutions across; one card alone: resolutions down, as the guide has it."""
+    sizes = list(tables)
+    cards = [row.gpu for row in tables[sizes[0]]]
+    if len(cards) == 1:
+        rows = [(_("resolution"), _("largest batch"), _("expected"), _("usable"))]
+        rows += [(_size(size), *_cells(found[0])) for size, found in tables.items()]
+        print(cards[0].name)
+        print_columns(rows, left=1)
+        return
+    head = [
+        "GPU",
+        _("usable"),
+        *(part for size in sizes for part in (_size(size) or _("largest batch"), _("expected"))),
+    ]
+    lines = [tuple(head)]
+    for index, card in enumerate(cards):
+        cells = [_cells(tables[size][index]) for size in sizes]
+        lines.append((card.name, cells[0][2], *(part for one in cells for part in one[:2])))
+    print_columns(lines, left=1)
+
+
+def _cells(found: OnGpu) -> tuple[str, str, str]:
+    """(Largest batch, what it takes, what may be used) in GiB."""
+    largest = str(found.largest_batch) if found.known else "?"
+    taken = f"{found.peak / 2**30:.2f} GiB"
+    return largest, taken if found.largest_batch else f"> {taken}", f"{found.usable / 2**30:.2f} GiB"
+
+
+def _size(size: tuple[int, int] | None) -> str:
+    return "" if size is None else f"{size[0]}×{size[1]}"
+
+
+def _dict(size: tuple[int, int] | None, rows: tuple[OnGpu, ...]) -> dict[str, Any]:
+    return {
+        "resolution": None if size is None else list(size),
+        "gpus": [
+            {
+                "name": row.gpu.name,
+                "usable": row.usable,
+                "largest_batch": row.largest_batch if row.known else None,
+                "bytes": row.peak,
+                "lower_bound": not row.known,
+            }
+            for row in rows
+        ],
+    }

@@ -1,0 +1,47 @@
+"""The consequence, by mode, of a plan that does not fit or of a missing prediction: an error, or a warning."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import DoesNotFitError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from vram_guard.guard._ranks import Outcome
+    from vram_guard.plan import Plan
+    from vram_guard.plan.checks import Mode
+
+
+def judge(plan: Plan, mode: Mode) -> str:
+    """The warning that a plan deserves; "" for none.
+
+    Raises:
+        DoesNotFitError: in mode "strict" the step does not fit as written, whatever a plan could make of it.
+    """
+    if mode == "strict" and not plan.fits_as_written:
+        said = _("the training does not fit as written.")
+        if plan.fits:
+            said += " " + _("The plan that would make it fit:")
+        raise DoesNotFitError(f"{said}\n{plan.explain()}")
+    if mode == "fit" and not plan.fits:
+        return " ".join([_("this training is not known to fit."), *plan.reasons])
+    return ""
+
+
+def judge_failure(outcome: Outcome[Any], mode: Mode) -> str:
+    """The warning where there is no prediction.
+
+    Raises:
+        Exception: the error itself, in mode "strict", and in mode "fit" where settings or the user's code are wrong.
+    """
+    failure = outcome.failure
+    if failure is None:
+        return ""
+    if mode == "strict" or (mode == "fit" and not failure.unsupported):
+        outcome.unwrap()
+    said = _("no prediction for this training, which is left unchanged: {why}", why=failure.message)
+    if failure.unsupported or outcome.error is None:
+        return said
+    return said + "\n" + "".join(traceback.format_exception(outcome.error))

@@ -1,0 +1,131 @@
+"""Answers: how what a search found becomes a Plan with its reasons."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vram_guard.plan.descriptions import Reason, RecipeText, Why
+from vram_guard.plan.learning_rate import learning_rate_factor
+from vram_guard.plan.model import Plan, Rejected, nearest
+from vram_guard.plan.techniques import uses_batch_norm
+from vram_guard.units import Amount
+
+if TYPE_CHECKING:
+    from vram_guard.plan._option import Option
+    from vram_guard.plan.search_space import Candidate, Request
+    from vram_guard.timeline import Estimate
+
+
+def make_plan(
+    request: Request,
+    before: Candidate,
+    after: Candidate,
+    option: Option,
+    batch_size: int,
+    fits: bool,
+    why: tuple[Reason, ...],
+    rejected: tuple[Rejected, ...],
+    slowdown: float | None = None,
+) -> Plan:
+    """The Plan that runs ``option`` on loaded batches of ``batch_size`` samples."""
+    effective_before = request.batch_size * request.samples_per_batch
+    effective = batch_size * request.samples_per_batch
+    return Plan(
+        precision=option.precision,
+        micro_batch_size=batch_size // option.splits,
+        accumulate=request.accumulate * option.splits,
+        batch_size=batch_size,
+        effective_batch_size=effective,
+        precision_before=request.precision,
+        accumulate_before=request.accumulate,
+        batch_size_before=request.batch_size,
+        effective_batch_size_before=effective_before,
+        learning_rate_factor=learning_rate_factor(request.lr_rule, effective_before, effective),
+        fits=fits,
+        estimate=after.estimate,
+        before=before.estimate,
+        budget=request.budget.for_tier(after.estimate.tier),
+        reason_values=why,
+        rejected=rejected,
+        recipe=option.recipe,
+        slowdown=slowdown,
+        correction=request.correction,
+        timeline=after.timeline,
+        timeline_before=before.timeline,
+    )
+
+
+def unchanged(
+    request: Request, before: Candidate, why: tuple[Reason, ...], rejected: tuple[Rejected, ...] = ()
+) -> Plan:
+    """The step as written, which fits."""
+    return make_plan(request, before, before, request.as_written, request.batch_size, True, why, rejected, 1.0)
+
+
+def fits_reasons(before: Candidate) -> tuple[Reason, ...]:
+    """The reasons of a plan that changes nothing."""
+    return (Reason(Why.FITS), *tier_reasons(before.estimate))
+
+
+def tier_reasons(estimate: Estimate) -> tuple[Reason, ...]:
+    """Remarks on an answer that is not exact."""
+    return (Reason(Why.SIZES_ARE_BOUNDS),) if estimate.tier == "partly symbolic" else ()
+
+
+def changed(
+    request: Request,
+    before: Candidate,
+    option: Option,
+    after: Candidate,
+    rejected: tuple[Rejected, ...],
+    slowdown: float,
+) -> Plan:
+    """The step under the option that was chosen.
+
+    Args:
+        request: what was asked.
+        before: the step as written.
+        option: what was chosen.
+        after: the step under it.
+        rejected: what was not.
+        slowdown: step time over the step time as written.
+    """
+    why = [shortage(request, before.estimate)]
+    if option.precision != request.precision:
+        why.append(request.why_precision)
+    if option.splits > 1:
+        why.append(Reason(Why.MICRO_BATCHES, count=option.splits))
+        if uses_batch_norm(after.timeline):
+            samples = request.batch_size // option.splits
+            why.append(Reason(Why.BATCH_NORM, samples=samples, batch=request.batch_size))
+    if option.recipe:
+        why.append(Reason(Why.RECIPE, recipe=RecipeText(option.recipe)))
+    why += [Reason(Why.CHEAPEST, factor=f"{slowdown:.2f}"), *tier_reasons(after.estimate)]
+    return make_plan(request, before, after, option, request.batch_size, True, tuple(why), rejected, slowdown)
+
+
+def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, ...]) -> Plan:
+    """The step as written, which is not known to fit, and neither is anything else."""
+    why = [shortage(request, before.estimate)]
+    closest = nearest(rejected)
+    if closest is not None and len(rejected) > 1:
+        missing = closest.missing
+        why.append(Reason(Why.NEAREST, option=closest.tried, missing=Amount(missing), count=missing))
+    if request.space.precisions == (request.precision,):
+        why.append(request.why_precision)
+    if request.space.splits == (1,) and request.batch_size > 1:
+        why.append(request.why_not_split)
+    if request.batch_size == 1:
+        why.append(Reason(Why.ONE_SAMPLE))
+    why.append(Reason(Why.UNCHANGED))
+    return make_plan(request, before, before, request.as_written, request.batch_size, False, tuple(why), rejected, 1.0)
+
+
+def shortage(request: Request, estimate: Estimate) -> Reason:
+    """The reason why the step is not left as it is written."""
+    if request.fits(estimate):
+        return Reason(Why.PINNED)
+    peak, usable = request.corrected(estimate), request.usable(estimate)
+    if peak <= usable:
+        return Reason(Why.ONLY_BOUNDED)
+    return Reason(Why.SHORTAGE, peak=Amount(peak), missing=Amount(peak - usable), usable=Amount(usable))

@@ -1,0 +1,215 @@
+"""Costs of options and lower bounds of their memory, computed from the traces of the step's precisions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from vram_guard.plan._activations import activation_bytes
+from vram_guard.plan._option import Option
+from vram_guard.plan.descriptions import Why
+from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
+from vram_guard.plan.search_space import LowerBound
+from vram_guard.plan.step_time import (
+    ancestors,
+    forward_seconds_by_module,
+    offload_seconds,
+    recompute_seconds,
+    relative_cost,
+    step_seconds,
+)
+
+if TYPE_CHECKING:
+    from vram_guard.budget import GPU
+    from vram_guard.plan.search_space import Timelines
+    from vram_guard.plan.source import Source
+    from vram_guard.techniques.recipe import Recipe
+    from vram_guard.timeline import Category, Timeline
+
+#: An 8-bit state is a quarter of a 32-bit one (its scales come on top).
+EIGHT_BIT_SHARE = 0.25
+
+
+class CostModel:
+    """Step times and lower bounds of options for one step; see :class:`vram_guard.plan.search_space.Costs`.
+
+    Args:
+        source: the step.
+        timelines: of it; only those of whole batches as written are asked for, one per precision.
+        batch_size: samples that the loader delivers at once.
+        gpu: the card; None: one of the compute capability that was traced for.
+    """
+
+    def __init__(self, source: Source, timelines: Timelines, batch_size: int, gpu: GPU | None) -> None:
+        self._source = source
+        self._timelines = timelines
+        self._batch_size = batch_size
+        self._gpu = gpu
+        self._times: dict[Option, StepTime] = {}
+        self._steps: dict[tuple[str, int], StepTime] = {}
+        self._saved: dict[tuple[str, int], Mapping[str, int]] = {}
+        """Bytes saved for the backward pass, by module, what lies inside it included."""
+        self._outside: dict[tuple[str, ...], tuple[int, int]] = {}
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def relative(self, option: Option) -> float:
+        """Step time under the option over the step time as written."""
+        return relative_cost(self.seconds(option), self.seconds(Option(self._source.precision, 1)))
+
+    def seconds(self, option: Option) -> StepTime:
+        """The predicted time of one optimizer step under the option."""
+        if option not in self._times:
+            self._times[option] = self._seconds(option)
+        return self._times[option]
+
+    def _seconds(self, option: Option) -> StepTime:
+        recipe, size = option.recipe, self._batch_size // option.splits
+        timeline = self._timelines(Option(option.precision, 1))
+        rounds = option.splits * self._source.accumulate
+        time = self._step(option.precision, size, rounds)
+        if recipe.checkpoint:
+            work = timeline.exact(size).work
+            time += recompute_seconds(work, recipe.checkpoint, size, self._gpu, micro_batches=rounds)
+        if option.splits > 1 and self._source.forward_again:
+            forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
+            time += sum(forward.values(), StepTime()).times(rounds)
+        if recipe.offload_activations:
+            saved = sum(self._saved_by(option.precision, size, recipe.offload_activations).values())
+            time += offload_seconds(saved, self._gpu).times(rounds)
+        if recipe.frozen_on_host:
+            # They never change: nothing is copied back. accelerate's hooks keep them in ordinary memory.
+            arriving = offload_seconds(self._frozen_bytes(recipe), self._gpu, pinned=False, both_ways=False)
+            time += arriving.times(rounds)
+        return time + self._host_optimizer(timeline, recipe, rounds) + self._form(timeline, recipe)
+
+    def _step(self, precision: str, size: int, rounds: int) -> StepTime:
+        key = (precision, size)
+        if key not in self._steps:
+            timeline = self._timelines(Option(precision, 1))
+            self._steps[key] = step_seconds(timeline, size, self._gpu, micro_batches=rounds)
+        return self._steps[key]
+
+    def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:
+        """Gradients go to the host, the step is made there, weights come back."""
+        if not (recipe.optimizer_on_host or recipe.parameters_on_host):
+            return StepTime()
+        static = {name: size // self._sharers(recipe) for name, size in self._static.items()}
+        down = offload_seconds(static["gradients"], self._gpu, both_ways=False).times(rounds)
+        # The weights once after the step, or for every forward and every backward pass.
+        trips = 2 * rounds if recipe.parameters_on_host else 1
+        up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
+        moved = sum(work.moved.at(1) for work in timeline.work if work.phase == "optimizer") / self._sharers(recipe)
+        return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH)
+
+    def _sharers(self, recipe: Recipe) -> int:
+        """Processes of which each carries its own part of the parameters between host and GPU."""
+        return self._source.ranks if self._source.sharded and recipe.parameters_on_host else 1
+
+    def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
+        """Without foreach, the host starts each operator of the step for each parameter by itself."""
+        if recipe.optimizer != "for-loop":
+            return StepTime()
+        operators = sum(work.phase == "optimizer" for work in timeline.work)
+        return StepTime(dispatch=operators * self._trained * HOST_PER_OPERATOR)
+
+    # --- blocks -----------------------------------------------------------------------------------------------
+
+    def of_blocks(self, names: Iterable[str]) -> tuple[Mapping[str, int], Mapping[str, float], Mapping[str, float]]:
+        """For each block: bytes it saves for the backward pass, seconds of its forward, seconds of offloading it."""
+        names = tuple(names)
+        timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
+        saved = self._saved_by(self._source.precision, self._batch_size, names)
+        # A step that could not be followed says nothing of its work, and is not planned for.
+        forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu) if timeline.work else {}
+        recompute = dict.fromkeys(names, 0.0)
+        for path, time in forward.items():
+            for name in ancestors(path):
+                if name in recompute:
+                    recompute[name] += time.device
+        offload = {name: offload_seconds(size, self._gpu).seconds for name, size in saved.items()}
+        return saved, recompute, offload
+
+    def _saved_by(self, precision: str, size: int, names: Iterable[str]) -> Mapping[str, int]:
+        key = (precision, size)
+        if key not in self._saved:
+            whole: dict[str, int] = {}
+            for path, held in activation_bytes(self._timelines(Option(precision, 1)), size).items():
+                for module in ancestors(path):
+                    whole[module] = whole.get(module, 0) + held
+            self._saved[key] = whole
+        return {name: self._saved[key].get(name, 0) for name in names}
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def lower_bound(self, option: Option) -> LowerBound:
+        """The memory allocated on the GPU when the optimizer steps, or when a forward of the second step ends."""
+        stepping, waiting = self._when_stepping(option), self._when_forward_ends(option)
+        if waiting > stepping:
+            return LowerBound(waiting, Why.NEEDS_SAVED)
+        return LowerBound(stepping, Why.NEEDS_STATES)
+
+    def _when_stepping(self, option: Option) -> int:
+        return self._state(option, gradients=True)
+
+    def _when_forward_ends(self, option: Option) -> int:
+        """Treated blocks count nothing here, though some of what they save stays (their inputs): a lower bound."""
+        recipe, size = option.recipe, self._batch_size // option.splits
+        if recipe.parameters_on_host and self._source.sharded and option.precision.endswith("-mixed"):
+            return 0  # who shards by other means may compute wholly in half precision, and save less than autocast does
+        every = (option.precision, size)
+        treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
+        saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())
+        # From the second micro-batch on, the gradients of those before are there.
+        state = self._state(option, gradients=option.splits * self._source.accumulate > 1)
+        return state + saved + self._gathered(option)
+
+    def _gathered(self, option: Option) -> int:
+        """Weights that FSDP2 leaves on the GPU after the forward pass: those of the root, which backward needs first.
+
+        ``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``, ``_lazy_init``.
+        """
+        units = option.recipe.parameters_on_host
+        if not units or "" in units or self._source.sharded:
+            return 0  # who shards by other means has units of its own, which the trace shows
+        if units not in self._outside:
+            inside = set(units)
+            named = self._source.model.named_parameters()
+            outside = [parameter for path, parameter in named if inside.isdisjoint(ancestors(path))]
+            sizes = (sum(p.numel() * 2 for p in outside), sum(p.numel() * p.element_size() for p in outside))
+            self._outside[units] = sizes
+        halved, whole = self._outside[units]
+        return halved if option.precision.startswith("bf16") else whole
+
+    def _state(self, option: Option, *, gradients: bool) -> int:
+        recipe, static = option.recipe, self._static
+        if recipe.parameters_on_host:
+            return 0
+        states = 0 if recipe.optimizer_on_host else static["optimizer_states"]
+        if recipe.optimizer == "8bit":
+            states = int(states * EIGHT_BIT_SHARE)
+        total = static["parameters"] - self._frozen_bytes(recipe) + states
+        if gradients:
+            total += static["gradients"]
+        halved = self._source.precision == "32-true" and option.precision in ("16-true", "bf16-true")
+        return total // 2 if halved else total
+
+    @cached_property
+    def _static(self) -> Mapping[Category, int]:
+        """Bytes by category when the second optimizer step begins, or at the end where there is none."""
+        timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
+        ends = [phase.start for phase in timeline.phases if phase.name == "optimizer" and phase.step == 2]
+        held: dict[Category, int] = {"parameters": 0, "gradients": 0, "optimizer_states": 0}
+        for block in timeline.alive_at(ends[-1] if ends else len(timeline.events)):
+            if block.category in held:
+                held[block.category] += block.bytes_at(self._batch_size)
+        return held
+
+    @cached_property
+    def _trained(self) -> int:
+        return sum(parameter.requires_grad for parameter in self._source.model.parameters())
+
+    def _frozen_bytes(self, recipe: Recipe) -> int:
+        modules = (self._source.model.get_submodule(name) for name in recipe.frozen_on_host)
+        return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())

@@ -1,0 +1,277 @@
+"""The search: the cheapest change that makes a step fit (pure over timelines and a cost model).
+
+A step that fits as written is left alone. Otherwise every option stands in one fixed order, and the first in it that
+fits is taken: cheapest first by the cost model; at the same cost (to a thousandth of the step as written) what
+changes the numbers of the training least, then fewest micro-batches, then fewest treated blocks.
+
+Options that differ only in how many blocks are checkpointed or offloaded form a family. Within one, cost and host
+memory grow with the number of blocks and GPU memory shrinks, so the smallest number that fits is found by bisection,
+and proven by a direct trace. Families are visited in the order of their cheapest member; the search ends at the first
+family whose cheapest member costs more than what was found.
+
+Neither the order nor an option's peak depends on the budget, and bisection probes a fixed tree of lengths: so a
+bigger budget or one more allowed technique never leads to a later option, whatever fragmentation does to the peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vram_guard.language import _
+from vram_guard.plan._activations import peak_outside
+from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchanged
+from vram_guard.plan._growth import grown
+from vram_guard.plan._option import Option
+from vram_guard.plan.descriptions import Reason, Why, recipe_words
+from vram_guard.plan.model import Plan, Rejected
+from vram_guard.plan.search_space import BlockPrefix, Candidate, Costs, OptionFamily, Request, Timelines
+from vram_guard.units import Amount
+
+if TYPE_CHECKING:
+    from vram_guard.techniques.recipe import Recipe
+    from vram_guard.timeline import Estimate
+
+#: Costs that differ by less are equal: the model is not that good.
+COST_STEP = 0.001
+
+#: Traces that give the law of a step for every batch size.
+LAW_TRACES = 2
+
+Key = tuple[float, int, int, int, str]
+_Group = tuple[str, "Recipe", "BlockPrefix | None"]
+
+
+@dataclass
+class _Trial:
+    """Tries options one by one and remembers what was wrong with each group of them."""
+
+    request: Request
+    timelines: Timelines
+    costs: Costs
+    progress: Callable[[str], None]
+    misses: dict[_Group, tuple[Option, Rejected]] = field(default_factory=dict)
+    """The nearest miss of each group."""
+    too_much_for_the_host: dict[_Group, tuple[Option, Rejected]] = field(default_factory=dict)
+    infeasible: set[_Group] = field(default_factory=set)
+    tried: dict[tuple[Option, bool], Candidate | None] = field(default_factory=dict)
+
+    def candidate(self, option: Option, *, exact: bool = False) -> Candidate:
+        size = self.request.batch_size // option.splits
+        timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
+        return Candidate(timeline, timeline.at(size, settings=self.request.settings))
+
+    def key(self, option: Option) -> Key:
+        """The option's place in the fixed order."""
+        recipe = option.recipe
+        treated = len(recipe.checkpoint) + len(recipe.offload_activations)
+        cost = round(self.costs.relative(option) / COST_STEP) * COST_STEP
+        return cost, option.changes_numbers, option.splits, treated, repr(option)
+
+    def fitting(self, option: Option, group: _Group, *, exact: bool = False) -> Candidate | None:
+        """The option's prediction if it fits; otherwise the miss is noted."""
+        if (option, exact) not in self.tried:
+            self.tried[option, exact] = self._try(option, group, exact=exact)
+        return self.tried[option, exact]
+
+    def _try(self, option: Option, group: _Group, *, exact: bool) -> Candidate | None:
+        if self._lower_bound_exceeds(option, group):
+            return None
+        try:
+            if self._optimizer_form_useless(option, group, exact=exact):
+                return None
+            candidate = self.candidate(option, exact=exact)
+        except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
+            self.infeasible.add(group)  # it would fail again
+            self._miss(option, group, Reason(Why.FAILS, error=f"{type(error).__name__}: {error}"), 0)
+            return None
+        return None if self.misses_budget(option, group, candidate.estimate) else candidate
+
+    def _lower_bound_exceeds(self, option: Option, group: _Group) -> bool:
+        bound = self.costs.lower_bound(option)
+        missing = bound.size - self.request.budget.usable
+        if missing > 0:
+            self._miss(option, group, Reason(bound.why, amount=Amount(bound.size)), missing)
+        return missing > 0
+
+    def _optimizer_form_useless(self, option: Option, group: _Group, *, exact: bool) -> bool:
+        """True if forward and backward alone exceed the budget: another form of the optimizer does not help then."""
+        if option.recipe.optimizer not in ("for-loop", "fused"):
+            return False
+        plain = option._replace(recipe=option.recipe.with_(optimizer="as-written"))
+        size = self.request.batch_size // option.splits
+        timeline = self.timelines.exact(plain, size) if exact else self.timelines(plain)
+        least = peak_outside(timeline, "optimizer", size)
+        missing = least - self.request.budget.usable
+        if missing > 0:
+            self._miss(option, group, Reason(Why.NEEDS_OUTSIDE_OPTIMIZER, amount=Amount(least)), missing)
+        return missing > 0
+
+    def misses_budget(self, option: Option, group: _Group, estimate: Estimate) -> bool:
+        """True if a prediction is not good enough; the rejected option is noted."""
+        if self.request.fits(estimate):
+            return False
+        peak = self.request.corrected(estimate)
+        missing = max(0, peak - self.request.usable(estimate))
+        why = Reason(Why.LOWER_BOUND, peak=Amount(peak))
+        if missing:
+            why = Reason(Why.OVER_BUDGET, peak=Amount(peak), missing=Amount(missing))
+        self._miss(option, group, why, missing, peak)
+        return True
+
+    def host_suffices(self, option: Option, candidate: Candidate, group: _Group) -> bool:
+        """True if host memory holds what the option keeps there; otherwise that is noted."""
+        host, usable = candidate.estimate.host_peak, self.request.host_usable
+        if usable is None or host <= usable:
+            return True
+        why = Reason(Why.HOST_MEMORY, amount=Amount(host), usable=Amount(usable))
+        peak = self.request.corrected(candidate.estimate)
+        rejected = Rejected(option.of(self.request.batch_size), peak, 0, why)
+        self.too_much_for_the_host.setdefault(group, (option.unordered, rejected))
+        return False
+
+    def _miss(self, option: Option, group: _Group, why: Reason, missing: int, peak: int | None = None) -> None:
+        rejected, known = Rejected(option.of(self.request.batch_size), peak, missing, why), self.misses.get(group)
+        if known is None or _nearness(rejected) < _nearness(known[1]):
+            self.misses[group] = option.unordered, rejected
+
+    def rejected(self) -> tuple[Rejected, ...]:
+        """Every nearest miss; two orders of the same blocks end in the same option, which counts once."""
+        different: dict[object, Rejected] = {}
+        for option, miss in (*self.misses.values(), *self.too_much_for_the_host.values()):
+            different.setdefault((option, miss.peak_reserved, miss.missing), miss)
+        return tuple(different.values())
+
+    def smallest(self, family: OptionFamily, best: Key | None) -> tuple[int, Candidate] | None:
+        """The smallest length of the family's prefix that fits, with its prediction.
+
+        None where there is none, or none that stands before ``best``.
+        """
+        group, lengths = family.group, family.lengths
+        if group in self.infeasible:
+            return None
+        low, high = lengths[0] - 1, lengths[-1]
+        if family.splits > 1 and self._improves(family, high, best):
+            if self._lower_bound_exceeds(family.option(high), group):
+                return None
+            if not self._least_fits(family):
+                self.infeasible.add(group)
+                return None
+        if not self._fits_or_dominated(family, high, best, exact=self._directly(family)):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits_or_dominated(family, middle, best, exact=True):
+                high = middle
+            else:
+                low = middle
+        for length in range(high, lengths[-1] + 1):
+            if not self._improves(family, length, best):
+                return None
+            # The law that was found at small sizes might not hold at the one that will run.
+            candidate = self.fitting(family.option(length), group, exact=True)
+            if candidate is not None:
+                # The host holds more with every further block.
+                return (length, candidate) if self.host_suffices(family.option(length), candidate, group) else None
+        return None
+
+    def _least_fits(self, family: OptionFamily) -> bool:
+        """True if the group's smallest micro-batches with every block treated fit: if not, no member will do."""
+        least = family._replace(splits=self.request.space.splits[-1]).option(family.lengths[-1])
+        return self.fitting(least, family.group, exact=self._directly(family)) is not None
+
+    def _directly(self, family: OptionFamily) -> bool:
+        """True if direct traces are no more than the two that give the law for all sizes of a split step.
+
+        Whole batches have one size only.
+        """
+        splits = self.request.space.splits
+        return family.splits == 1 or len(splits) - (1 in splits) <= LAW_TRACES
+
+    def _fits_or_dominated(self, family: OptionFamily, length: int, best: Key | None, *, exact: bool) -> bool:
+        """True if this many blocks fit, or are more than would be taken anyhow: those are not worth a trace.
+
+        Calling them fitting only leads to fewer blocks. What is found so is never later in the order under a bigger
+        budget: both parts of the condition hold there whenever they hold here.
+        """
+        if not self._improves(family, length, best):
+            return True
+        return self.fitting(family.option(length), family.group, exact=exact) is not None
+
+    def _improves(self, family: OptionFamily, length: int, best: Key | None) -> bool:
+        return best is None or self.key(family.option(length)) < best
+
+
+def _nearness(rejected: Rejected) -> tuple[bool, int]:
+    return rejected.missing == 0, rejected.missing
+
+
+def search(
+    request: Request, timelines: Timelines, costs: Costs, progress: Callable[[str], None] = lambda _line: None
+) -> Plan:
+    """The plan for a request.
+
+    Errors of the step as written reach the caller; where it fails under another option, that is rejected.
+
+    Args:
+        request: what is asked.
+        timelines: of options.
+        costs: what options cost.
+        progress: called with a line of text before each family that has to be traced.
+    """
+    trial = _Trial(request, timelines, costs, progress)
+    as_written = request.as_written
+    before = trial.candidate(as_written)
+    group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
+    if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
+        return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
+    # A step that could not be followed: neither could any change of it.
+    best = None if before.estimate.tier == "formula" else _cheapest(trial)
+    if best is None:
+        return nothing_fits(request, before, trial.rejected())
+    option, after = best
+    cost = trial.costs.relative(option)
+    rejected = (*trial.rejected(), *_costlier(trial, option, cost))
+    return changed(request, before, option, after, rejected, round(cost, 4))
+
+
+def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
+    families = sorted(((trial.key(f.option(f.lengths[0])), f) for f in trial.request.space.families()), key=_first)
+    best: tuple[Key, Option, Candidate] | None = None
+    for number, (key, family) in enumerate(families, 1):
+        if best is not None and key >= best[0]:
+            break
+        if family.group not in trial.infeasible:
+            cheapest = family.option(family.lengths[0]).words(trial.request.batch_size)
+            trial.progress(
+                _("trying {number} of {count} ways: {words}", number=number, count=len(families), words=cheapest)
+            )
+        found = trial.smallest(family, None if best is None else best[0])
+        if found is None:
+            continue
+        option = family.option(found[0])
+        reached = trial.key(option)
+        if best is None or reached < best[0]:
+            best = reached, option, found[1]
+    return None if best is None else (best[1], best[2])
+
+
+def _first(pair: tuple[Key, OptionFamily]) -> Key:
+    return pair[0]
+
+
+def _costlier(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
+    """The simplest ways that were never tried, because they cost more than what was taken."""
+    request, seen = trial.request, dict[Option, Rejected]()
+    for family in request.space.families():
+        option = family.option(family.lengths[0])
+        words = recipe_words(option.recipe)
+        simple = (option.precision != request.precision) + (option.splits > 1) + len(words) == 1
+        if not simple or option == taken or family.group in trial.misses:
+            continue
+        price = trial.costs.relative(option)
+        if price > cost:
+            why = Reason(Why.COSTS_WITH_EVERY_BLOCK if family.prefix else Why.COSTS, factor=f"{price:.2f}")
+            seen.setdefault(option, Rejected(option.of(request.batch_size), None, 0, why))
+    return list(seen.values())

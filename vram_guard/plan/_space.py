@@ -1,0 +1,220 @@
+"""The space of options for one training step: what is allowed, what its model offers, what is pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.plan._option import Option
+from vram_guard.plan.search_space import BlockPrefix, Space
+from vram_guard.plan.techniques import splits_of
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.plan._cost_model import CostModel
+    from vram_guard.plan.pins import Pins
+
+#: Frozen modules are moved to the host one after the other up to this many, beyond it only all together.
+MOST_FROZEN = 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model that techniques can be applied to."""
+
+    blocks: tuple[str, ...] = ()
+    """Modules that can be checkpointed or offloaded, in the order of their forward."""
+    saved: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that each block keeps for the backward pass, at the batch size that was asked for."""
+    recompute: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each block's forward."""
+    offload: Mapping[str, float] = field(default_factory=dict)
+    """Seconds to bring each block's saved bytes to the host and back."""
+    frozen: tuple[str, ...] = ()
+    """Frozen modules, the largest first."""
+
+
+def parts_of(model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | None) -> Parts:
+    """The parts of the model that techniques can be applied to.
+
+    Args:
+        model: of the step.
+        cost_model: prices of this step.
+        blocks: the modules that may be treated; None: the repeated ones.
+
+    Raises:
+        InvalidInputError: ``blocks`` names modules that the model does not have.
+    """
+    from vram_guard.techniques.blocks import find_blocks, named_blocks
+    from vram_guard.techniques.frozen import frozen_candidates
+
+    def bytes_of(name: str) -> int:
+        return sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters())
+
+    found = find_blocks(model) if blocks is None else named_blocks(model, blocks)
+    names = tuple(block.name for block in found)
+    frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
+    return Parts(names, *cost_model.of_blocks(names), tuple(frozen))
+
+
+def space_of(
+    batch_size: int,
+    precisions: tuple[str, ...],
+    techniques: frozenset[str],
+    parts: Parts,
+    pins: Pins,
+    *,
+    trains: bool,
+    incompatible: Callable[[Option], str] = lambda _option: "",
+) -> Space:
+    """Every option that is allowed for this step.
+
+    Args:
+        batch_size: samples that the loader delivers at once.
+        precisions: the step's own first, then those that may replace it.
+        techniques: what is allowed.
+        parts: what the model offers.
+        pins: what is fixed.
+        trains: whether there is an optimizer.
+        incompatible: why an option cannot run in this step ("" where it can).
+
+    Raises:
+        InvalidInputError: a pin asks for more than the model has.
+    """
+    if pins.precision is not None:
+        precisions = (pins.precision,)
+    return Space(
+        precisions=precisions,
+        splits=tuple(_splits(batch_size, techniques, pins, trains=trains)),
+        recipes=tuple(dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))),
+        prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
+        incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
+    )
+
+
+def _splits(batch_size: int, techniques: frozenset[str], pins: Pins, *, trains: bool) -> Iterator[int]:
+    if pins.micro_batch_size is not None:
+        yield batch_size // pins.micro_batch_size
+        return
+    yield 1
+    if trains and "accumulate" in techniques:
+        yield from splits_of(batch_size)
+
+
+def _recipes(techniques: frozenset[str], parts: Parts, pins: Pins, *, trains: bool) -> Iterator[Recipe]:
+    """Every recipe of whole-model techniques, over the pinned blocks."""
+    base = AS_WRITTEN.with_(
+        checkpoint=_pinned("checkpoint", pins.checkpoint, parts.blocks),
+        offload_activations=_pinned("offload_activations", pins.offload_activations, parts.blocks),
+    )
+    forms = [pins.optimizer] if pins.optimizer else _forms(techniques, trains=trains)
+    on_host = _switch(pins.optimizer_on_host, allowed=trains and "offload_optimizer" in techniques)
+    sharded = _switch(pins.parameters_on_host, allowed=trains and "offload_parameters" in techniques)
+    for frozen, form, optimizer, parameters in product(_frozen(techniques, parts, pins), forms, on_host, sharded):
+        if parameters and form == "for-loop" and pins.optimizer is None:
+            continue  # the optimizer steps on the host: without foreach nothing on the GPU would be less
+        yield base.with_(
+            frozen_on_host=frozen,
+            optimizer=form,
+            optimizer_on_host=optimizer,
+            parameters_on_host=(parts.blocks or ("",)) if parameters else (),
+        )
+
+
+def _forms(techniques: frozenset[str], *, trains: bool) -> list[str]:
+    allowed = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
+    return ["as-written", *(form for form, name in allowed.items() if trains and name in techniques)]
+
+
+def _switch(pin: bool | None, *, allowed: bool) -> tuple[bool, ...]:
+    if pin is not None:
+        return (pin,)
+    return (False, True) if allowed else (False,)
+
+
+def _frozen(techniques: frozenset[str], parts: Parts, pins: Pins) -> list[tuple[str, ...]]:
+    if pins.frozen_on_host is not None:
+        return [_pinned("frozen_on_host", pins.frozen_on_host, parts.frozen)]
+    if "offload_frozen" not in techniques or not parts.frozen:
+        return [()]
+    if len(parts.frozen) > MOST_FROZEN:
+        return [(), parts.frozen]
+    return [parts.frozen[:count] for count in range(len(parts.frozen) + 1)]
+
+
+def _pinned(name: str, pin: tuple[str, ...] | int | str | None, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules that a pin names."""
+    if pin in (None, "none", 0):
+        return ()
+    if pin == "all":
+        if not modules:
+            raise InvalidInputError(
+                _("pin: {name} is 'all', but the model has no module that it could apply to; name modules", name=name)
+            )
+        return modules
+    if isinstance(pin, int):
+        if pin > len(modules):
+            raise InvalidInputError(
+                _(
+                    "pin: {name} asks for {wanted} blocks, the model has {count}",
+                    name=name,
+                    wanted=pin,
+                    count=len(modules),
+                )
+            )
+        return modules[:pin]
+    assert isinstance(pin, tuple)
+    return pin
+
+
+def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[BlockPrefix]:
+    pinned = {
+        *_pinned("checkpoint", pins.checkpoint, parts.blocks),
+        *_pinned("offload_activations", pins.offload_activations, parts.blocks),
+    }
+    blocks = tuple(block for block in parts.blocks if block not in pinned and parts.saved.get(block, 1) > 0)
+    checkpoints = "checkpoint" in techniques and pins.checkpoint is None
+    offloads = "offload_activations" in techniques and pins.offload_activations is None
+    if not blocks:
+        return
+    if checkpoints:
+        yield from (BlockPrefix("checkpoint", order) for order in dict.fromkeys(_orders(blocks, parts)))
+    if offloads:
+        yield BlockPrefix("offload_activations", blocks)
+    if checkpoints and offloads and len(blocks) > 1 and _recompute_is_cheaper(blocks, parts):
+        yield BlockPrefix("both", blocks)
+
+
+def _orders(blocks: tuple[str, ...], parts: Parts) -> Iterator[tuple[str, ...]]:
+    """The order in which blocks are checkpointed: most bytes for a second of recomputing first, or largest first.
+
+    Equal blocks in the order of their forward: the first ones are recomputed last, when all later blocks' activations
+    are gone, so that they raise the peak least.
+    """
+
+    def per_second(block: str) -> float:
+        seconds = parts.recompute.get(block, 0.0)
+        # Two digits: what differs by less is the same kind of block.
+        return -float(f"{parts.saved.get(block, 0) / seconds:.1e}") if seconds else 0.0
+
+    yield tuple(sorted(blocks, key=per_second))
+    yield tuple(sorted(blocks, key=lambda block: -float(f"{parts.saved.get(block, 0):.1e}")))
+
+
+def _recompute_is_cheaper(blocks: tuple[str, ...], parts: Parts) -> bool:
+    # Otherwise offloading a block is better in both ways, and the mixture has no sense.
+    return all(parts.recompute.get(block, 0.0) <= parts.offload.get(block, 0.0) for block in blocks)
+
+
+def _form_on_host(recipe: Recipe) -> str:
+    """The reason why another form of the optimizer is useless ("" where it is useful)."""
+    on_host = recipe.optimizer_on_host and recipe.optimizer != "as-written"
+    if on_host or (recipe.parameters_on_host and recipe.optimizer in ("fused", "8bit")):
+        return "an optimizer on the host has no other form"
+    return ""

@@ -1,0 +1,272 @@
+"""Charts as values: every curve, scale, tick, mark and caption, computed once and drawn by ``svg`` or ``plot``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.plan.model import Plan
+from vram_guard.report._walk import stack
+from vram_guard.report.batch_curve import close_together
+from vram_guard.report.categories import PHASES
+from vram_guard.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vram_guard.allocator import AllocatorSettings
+    from vram_guard.budget import Budget
+    from vram_guard.report.batch_curve import BatchCurve, Limit
+    from vram_guard.timeline import Category, Estimate, Phase, Timeline
+
+#: Room above the highest curve for the peak's label.
+HEADROOM = 1.18
+
+#: Phases narrower than this share of the width have no room for their name.
+LEAST_LABELLED = 0.05
+
+#: A split step is traced with two micro-batches: the later ones repeat the second.
+DRAWN_MICRO_BATCHES = 2
+
+
+class Span(NamedTuple):
+    """A phase or an optimizer step, up to before ``end``; without a name where there is no room for it."""
+
+    name: str
+    start: int
+    end: int
+    shaded: bool = False
+
+
+class Dot(NamedTuple):
+    """The peak or the user's own batch; or where a curve meets a budget."""
+
+    x: int
+    y: int
+    is_limit: bool = False
+
+
+class Label(NamedTuple):
+    """Text that begins (or ends) beside a point, above it or below."""
+
+    lines: Sequence[str]
+    x: int
+    y: int
+    ends_there: bool
+    above: bool = True
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart in its own units: events or batch sizes to the right, bytes upwards.
+
+    Attributes:
+        caption, remark: what it shows, and its figures at a glance.
+        description: one sentence for those who cannot see it.
+        last, top: the ends of the scales, which begin at 0.
+        curve: reserved bytes at ``xs``.
+        layers: allocated bytes at ``xs`` by category, the first at the bottom; none for a curve over batch sizes.
+        limits: budgets that are not beyond the scale.
+    """
+
+    caption: str
+    remark: str
+    description: str
+    x_label: str
+    last: int
+    top: int
+    xs: Sequence[int]
+    curve: Sequence[int]
+    layers: Mapping[Category, Sequence[int]]
+    limits: Sequence[int]
+    dots: Sequence[Dot]
+    labels: Sequence[Label]
+    phases: Sequence[Span] = ()
+    steps: Sequence[Span] = ()
+    peak_event: int = 0
+
+    @property
+    def is_timeline(self) -> bool:
+        """True for a chart of a step, whose values hold until the next event; False for one of batch sizes."""
+        return bool(self.phases)
+
+    @property
+    def byte_unit(self) -> tuple[int, str]:
+        """(bytes, name) of the unit that suits the scale."""
+        units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+        return next((unit, name) for unit, name in units if self.top >= unit)
+
+    def x_ticks(self) -> list[float]:
+        """Whole numbers below the scale."""
+        return [value for value in round_values(self.last) if value == int(value)]
+
+    def y_ticks(self) -> list[float]:
+        """Round numbers of :attr:`byte_unit`."""
+        return round_values(self.top / self.byte_unit[0])
+
+
+def timeline_charts(
+    answer: Plan | Estimate,
+    timeline: Timeline | None,
+    budget: Budget | None,
+    settings: AllocatorSettings | None,
+    columns: int,
+) -> list[Chart]:
+    """The step as written and as planned, on one scale; one chart for an estimate, or where nothing changes.
+
+    Args:
+        answer: a plan, which brings its timelines and its budget, or an estimate.
+        timeline: what an estimate was read from.
+        budget: what an estimate is compared with.
+        settings: the allocator's settings; None: PyTorch's defaults.
+        columns: moments that can be told apart at the width of the chart.
+
+    Raises:
+        InvalidInputError: there is no timeline.
+    """
+    drawn: list[tuple[str, Timeline | None, int]]
+    if not isinstance(answer, Plan):
+        drawn = [("", timeline, answer.batch_size)]
+    else:
+        timeline, budget = answer.timeline, answer.budget
+        size = _("batch {count}", count=answer.batch_size_before)
+        before = f"{_('as written')}: {answer.precision_before}, {size}"
+        drawn = [(before, answer.timeline_before if answer.changed else timeline, answer.batch_size_before)]
+        if answer.changed:
+            after = f"{_('planned')}: {answer.precision}, {_planned_size(answer)}"
+            drawn.append((after, timeline, answer.micro_batch_size))
+    if timeline is None:
+        raise InvalidInputError(_("this plan carries no timelines to draw; plans made by vram_guard.plan() do"))
+    charts = [(caption, one.exact(size), size) for caption, one, size in drawn if one is not None]
+    peaks = [one.at(size, settings=settings).peak_reserved for _caption, one, size in charts]
+    usable = None if budget is None else budget.usable
+    top = _scale_top(peaks, usable)
+    return [_timeline_chart(caption, one, size, usable, top, settings, columns) for caption, one, size in charts]
+
+
+def _planned_size(plan: Plan) -> str:
+    if plan.splits == 1:
+        return _("batch {count}", count=plan.batch_size)
+    words = _("{count} micro-batches of {size}", count=plan.splits, size=plan.micro_batch_size)
+    return _("{words} (two are drawn)", words=words) if plan.splits > DRAWN_MICRO_BATCHES else words
+
+
+def _scale_top(peaks: Sequence[int], usable: int | None) -> int:
+    """The upper end of a scale for these peaks; a budget far above them is left outside."""
+    highest = max(1, *peaks)
+    if usable is not None and usable < 3 * highest:
+        highest = max(highest, usable)
+    return int(highest * HEADROOM) + 1
+
+
+def _timeline_chart(
+    caption: str,
+    timeline: Timeline,
+    batch_size: int,
+    usable: int | None,
+    top: int,
+    settings: AllocatorSettings | None,
+    columns: int,
+) -> Chart:
+    drawn = stack(timeline, batch_size, settings, most=columns)
+    estimate = timeline.at(batch_size, settings=settings)
+    event = timeline.replay(batch_size, settings=settings).peak_event
+    count = len(timeline.events)
+    peak, reserved = format_bytes(estimate.peak_allocated), format_bytes(estimate.peak_reserved)
+    remark = _("peak reserved {peak}", peak=reserved)
+    if usable is not None:
+        remark = _("{remark}, budget {usable}", remark=remark, usable=format_bytes(usable))
+    description = _(
+        "Memory over the step at batch size {batch_size}: peak {peak} allocated, {reserved} reserved.",
+        batch_size=batch_size,
+        peak=peak,
+        reserved=reserved,
+    )
+    first = (_("peak {amount}", amount=peak), _(PHASES[estimate.peak_phase.name]), estimate.peak_module)
+    lines = [", ".join(filter(None, parts)) for parts in (first, (estimate.peak_source, estimate.peak_operator))]
+    around = [size for at, size in zip(drawn.events, drawn.reserved, strict=True) if at <= event]
+    return Chart(
+        caption=caption or f"{timeline.precision}, {_('batch {count}', count=batch_size)}",
+        remark=remark,
+        description=description,
+        x_label=_("allocations and frees, in order"),
+        last=max(1, count - 1),
+        top=top,
+        xs=drawn.events,
+        curve=drawn.reserved,
+        layers={category: sizes for category, sizes in drawn.layers.items() if any(sizes)},
+        limits=() if usable is None or usable > top else (usable,),
+        dots=[Dot(event, estimate.peak_allocated)],
+        labels=[Label([*filter(None, lines)], event, max(around, default=0), ends_there=event > count / 2)],
+        phases=_phases(timeline.phases, count),
+        steps=_steps(timeline.phases, count),
+        peak_event=event,
+    )
+
+
+def _phases(phases: Sequence[Phase], count: int) -> list[Span]:
+    ends = [*(phase.start for phase in phases[1:]), count]
+    spans = []
+    for index, (phase, end) in enumerate(zip(phases, ends, strict=True)):
+        name = _(PHASES[phase.name if phase.step else "setup"]) if end - phase.start >= LEAST_LABELLED * count else ""
+        spans.append(Span(name, phase.start, end, shaded=index % 2 == 1 and end > phase.start))
+    return spans
+
+
+def _steps(phases: Sequence[Phase], count: int) -> list[Span]:
+    starts = {phase.step: phase.start for phase in reversed(phases) if phase.step}
+    steps = sorted(starts)
+    ends = [*(starts[step] for step in steps[1:]), count]
+    return [Span(_("step {count}", count=step), starts[step], end) for step, end in zip(steps, ends, strict=False)]
+
+
+def batch_chart(curve: BatchCurve, precision: str, *, at: int) -> Chart:
+    """The reserved peak over the batch size, a line for each budget, its largest batch and the user's own marked."""
+    top = int(max(*curve.peaks, *(limit.usable for limit in curve.limits)) * HEADROOM) + 1
+    last = math.ceil(curve.sizes[-1] * 1.02)  # room for the outermost dot
+    dots = [Dot(limit.largest, limit.peak, is_limit=True) for limit in curve.limits if limit.peak is not None]
+    labels = [_limits_label(group, last) for group in close_together(curve.limits)]
+    if at > 1:
+        peak = curve.peaks[curve.sizes.index(at)]
+        words = _("batch {count}: {peak}", count=at, peak=format_bytes(peak))
+        dots.append(Dot(at, peak))
+        # Right of an ascending curve there is room below it, unless the scale ends there.
+        labels.append(Label([words], at, peak, ends_there=False, above=peak < 0.08 * top))
+    return Chart(
+        caption=_("peak reserved, {precision}", precision=precision),
+        remark="",
+        description=_("The reserved peak over the batch size, and the largest batch of each GPU."),
+        x_label=_("batch size"),
+        last=last,
+        top=top,
+        xs=curve.sizes,
+        curve=curve.peaks,
+        layers={},
+        limits=[limit.usable for limit in curve.limits],
+        dots=dots,
+        labels=labels,
+    )
+
+
+def _limits_label(group: Sequence[Limit], last: int) -> Label:
+    """A label where the curve is not: small budgets meet it at the left, large ones at the right."""
+    to_the_right = group[-1].largest < 0.6 * last
+    words = " | ".join(f"{limit.name}: {_largest(limit)}" for limit in group)
+    return Label([words], last if to_the_right else 0, group[-1].usable, ends_there=to_the_right)
+
+
+def _largest(limit: Limit) -> str:
+    if not limit.largest:
+        return _("not one sample")
+    return _("batch {count}", count=f"{limit.largest}{'+' if limit.open_ended else ''}")
+
+
+def round_values(end: float, most: int = 7) -> list[float]:
+    """At most ``most`` values from 0 to ``end``, 1, 2 or 5 times a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10(max(end, 1e-9) / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if end / (power * factor) <= most)
+    return [*accumulate([step] * int(end / step), initial=0.0)]

@@ -1,0 +1,366 @@
+"""The dispatch mode: every operator of the step passes here, below autograd, and its results are recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueError
+from vram_guard.language import _
+from vram_guard.simulate.cost.op_cost import CostMeter
+from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.fake_cuda import FakeCudaState
+from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators import shape_rules
+from vram_guard.simulate.operators.handlers import HANDLERS
+from vram_guard.simulate.operators.kernels import Matmuls
+from vram_guard.simulate.operators.stand_in import stand_in_result
+from vram_guard.simulate.tracing._interrupts import Interrupts
+from vram_guard.simulate.tracing._undo_log import UndoLog
+from vram_guard.tensors import is_dense, tensors_in
+from vram_guard.timeline import Timeline
+
+_META = torch.device("meta")
+_add = torch.ops.aten.add.Tensor
+_add_ = torch.ops.aten.add_.Tensor
+_foreach = "aten::_foreach_"
+
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class SymbolicMode(TorchDispatchMode):
+    """Runs operators on symbolic tensors (shapes only) and tells the recorder what they allocate."""
+
+    def __init__(
+        self, recorder: Recorder, state: FakeCudaState, capability: tuple[int, int], interrupts: Interrupts
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+        self.state = state
+        self.interrupts = interrupts
+        self.undo_log = UndoLog()
+        self.capability = capability
+        self.matmuls = Matmuls(recorder, capability)
+        self.meter = CostMeter(recorder)
+        self.waiting: dict[int, str] = {}
+        """Storages of weights that are kept on the host -> the module they belong to."""
+        self._plans: dict[Any, Runner] = {}
+        self._rules: dict[Any, shape_rules.Rule | None] = {}
+        self.operations = 0
+        # How releases of torch count the handle that asks differs: measured on a tensor that is not shared.
+        self._sole_user = _storage_users(torch.empty(1, device=_META))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True (torch's default) wraps every call in torch._dynamo.disable, which costs more than the call itself.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper around tensors (8-bit states): it calls again for what it wraps
+        plan = self._plans.get(func)
+        if plan is None:
+            plan = self._plans[func] = self._plan_for(func)
+        self.operations += 1
+        if self.interrupts.pending:
+            self.interrupts.deliver()
+        before = self.state.in_kernel
+        self.state.in_kernel = True
+        try:
+            if self.state.shapes_only:
+                return func(*args, **(kwargs or {}))
+            if self.waiting:
+                self._check_waiting(func, args)
+            out = plan(func, args, kwargs or {})
+            if self.waiting and func._schema.name == "aten::_to_copy":
+                self._weights_arrive(args[0], out)
+            if self.recorder.measured:
+                self.meter.count(func, args, kwargs or {}, out)
+            return out
+        finally:
+            self.state.in_kernel = before
+
+    # --- how each operator is run, decided once --------------------------------------------------------------
+
+    def _plan_for(self, func: Any) -> Runner:
+        name = func._schema.name
+        if name in HANDLERS:
+            return self._handled(HANDLERS[name])
+        if name.startswith(_foreach):
+            return self._foreach_in_place if name.endswith("_") else self._foreach_new
+        if name in Matmuls.OPERATORS:
+            return self._matmul
+        if func is _add:
+            return self._add
+        if name in ("aten::resize_", "aten::set_", "aten::resize_as_"):
+            return self._resize
+        written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        returns = func._schema.returns
+        aliases = bool(returns) and all(r.alias_info is not None for r in returns)
+        if written:
+            return self._fill if name in shape_rules.FILLED else self._in_place
+        if aliases:
+            return self._view
+        return self._generic
+
+    def _handled(self, handler: Callable[..., Any]) -> Runner:
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not any_symbolic(args):
+                return self._generic(func, args, kwargs)
+            out = handler(self.recorder, func, args, kwargs)
+            self._track(func, out)
+            return out
+
+        return run
+
+    # --- the ways of running ---------------------------------------------------------------------------------
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rule = self._rules.get(func, _NO_RULE_YET)
+        if rule is _NO_RULE_YET:
+            rule = self._rules[func] = shape_rules.rule_for(func)
+        if rule is not None:
+            out = rule(args, kwargs)
+            if out is not None:
+                return out
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            if not any_symbolic(args):
+                raise
+            return stand_in_result(self.recorder, func, args, kwargs, error)
+        except (RuntimeError, IndexError) as error:
+            # Either the user's mistake, or torch's code for meta tensors cannot do what its real kernels can.
+            if not any_symbolic(args):
+                raise
+            try:
+                return stand_in_result(self.recorder, func, args, kwargs, error)
+            except UnsupportedOperatorError:
+                raise error from None
+
+    def _generic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        to_host = pinned = False
+        if device is not None:
+            if device.type == "cuda":
+                kwargs = {**kwargs, "device": _META}
+            elif device.type == "cpu" and any_symbolic(args):
+                kwargs = {**kwargs, "device": _META}
+                to_host = True
+                # A copy that is not waited for goes to pinned memory (ATen/native/TensorConversions.cpp, `pin_out`).
+                pinned = bool(kwargs.get("non_blocking")) and not self._all_on_host(args)
+            elif device.type == "meta" and self.recorder.has_host_tensors:
+                to_host = self._all_on_host(args)  # a change of type only: it stays where it is
+        elif self.recorder.has_host_tensors:
+            to_host = self._all_on_host(args)
+        if kwargs.get("pin_memory"):
+            pinned = True
+            kwargs = {**kwargs, "pin_memory": False}
+        out = self._run(func, args, kwargs)
+        if to_host:
+            self._mark_host(out, pinned)
+        elif pinned and isinstance(out, torch.Tensor) and not is_symbolic(out):
+            self.recorder.host.add_real(out, pinned=True)
+        else:
+            self._track(func, out)
+        if isinstance(out, torch.Tensor) and is_symbolic(out):
+            constants.derive(func, args, kwargs, out)
+        return out
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._run(func, args, kwargs)
+        if isinstance(out, torch.Tensor) and is_symbolic(out):
+            constants.derive(func, args, kwargs, out)
+        return out
+
+    def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = args[0] if args else None
+        if isinstance(target, torch.Tensor):
+            if not is_symbolic(target):
+                if any_symbolic(args[1:]):
+                    self.recorder.host.add_real(target)
+                    return target  # symbolic data arrives in host memory: nothing to write
+                self.undo_log.before_write(target)
+            else:
+                self._forget(target)
+        if kwargs and isinstance(kwargs.get("out"), torch.Tensor):
+            self._forget(kwargs["out"])
+        out = self._run(func, args, kwargs)
+        self._track(func, out)
+        return out
+
+    def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Initialisation in place: symbolic memory has nothing to fill."""
+        if not is_symbolic(args[0]):
+            return self._in_place(func, args, kwargs)
+        self._forget(args[0])
+        return args[0]
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        constants.forget(tensor)
+        base = tensor._base
+        if base is not None:
+            constants.forget(base)
+
+    def _resize(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._run(func, args, kwargs)
+        if isinstance(out, torch.Tensor) and is_symbolic(out):
+            self.recorder.resized(out, str(func))
+        return out
+
+    def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any_symbolic(args):
+            self.matmuls.before(func)
+        return self._generic(func, args, kwargs)
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Autograd's own sum of two gradients is done in place where nothing else holds the first one.
+
+        With a dispatch mode on, torch takes every tensor for a subclass and makes a third one instead
+        (``InputBuffer::accumulate``, ``can_accumulate_inplace``); undone here.
+        """
+        if self.recorder.in_backward and not kwargs and self._accumulates(args):
+            return _add_(args[0], args[1])
+        return self._generic(func, args, kwargs)
+
+    def _accumulates(self, args: tuple[Any, ...]) -> bool:
+        old, new = args[:2]
+        if torch.is_grad_enabled() or not isinstance(new, torch.Tensor) or not is_symbolic(old):
+            return False
+        if old.shape != new.shape or old.dtype != new.dtype or not is_dense(old):
+            return False
+        # Holders of the tensor: the engine's buffer, this call's arguments (C++ and Python), the local name.
+        if old._use_count() > _ENGINE_HOLDS or _storage_users(old) > self._sole_user:
+            return False
+        return _called_by_engine()
+
+    def _foreach_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = args[0]
+        if tensors and is_symbolic(tensors[0]):
+            return None
+        for tensor in tensors:
+            self.undo_log.before_write(tensor)
+        return func(*args, **kwargs)
+
+    def _foreach_new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = args[0]
+        if not isinstance(first, (list, tuple)):
+            first = args[1]
+        if not first or not is_symbolic(first[0]):
+            return func(*args, **kwargs)
+        name = str(func)
+        scalars = "norm" in name or "max" in func._schema.name.rsplit("_", 1)[-1]
+        made = []
+        for tensor in first:
+            out = tensor.new_empty(()) if scalars and "maximum" not in name else torch.empty_like(tensor)
+            if self.recorder.on_host(tensor):
+                self.recorder.mark_host(out)
+            else:
+                self.recorder.track(out, name)
+            made.append(out)
+        return made
+
+    # --- the answer ------------------------------------------------------------------------------------------
+
+    def timeline(self, batch_size: int, precision: str) -> Timeline:
+        """Everything recorded so far; sizes are those of this batch size."""
+        recorder = self.recorder
+        return Timeline(
+            blocks=recorder.blocks(),
+            events=tuple(recorder.events),
+            phases=tuple(recorder.phases),
+            traced=(batch_size,),
+            tier=recorder.tier,
+            notes=tuple(recorder.notes),
+            compute_capability=self.capability,
+            precision=precision,
+            work=self.meter.work(),
+            host_blocks=recorder.host.blocks(),
+            host_events=tuple(recorder.host.events),
+        )
+
+    # --- helpers ---------------------------------------------------------------------------------------------
+
+    def _check_waiting(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Weights that are kept on the host meet no tensor on the GPU but in a copy: torch would raise here too."""
+        if func._schema.name in _COPIES:
+            return
+        tensors = [tensor for tensor in tensors_in(args) if is_symbolic(tensor) and tensor.dim()]
+        names = (self.waiting.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        name = next(filter(None, names), None)
+        if name is not None and not all(self.recorder.on_host(tensor) for tensor in tensors):
+            raise UnsupportedTechniqueError(
+                _(
+                    "{name} cannot be kept on the host: {operator} at {line} uses its weights outside its "
+                    "forward (another method of the module, or an average of weights). Take it out of "
+                    "frozen_on_host",
+                    name=name,
+                    operator=func,
+                    line=self.recorder.source() or _("an unknown line"),
+                )
+            )
+
+    def _weights_arrive(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        if is_symbolic(source) and source.untyped_storage()._cdata in self.waiting:
+            self.recorder.classify([copy], "parameters")
+
+    def _track(self, func: Any, out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            if is_symbolic(out):
+                self.recorder.track(out, str(func))
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                self._track(func, item)
+
+    def _mark_host(self, out: Any, pinned: bool) -> None:
+        for tensor in tensors_in((out,)):
+            if is_symbolic(tensor):
+                self.recorder.mark_host(tensor, pinned=pinned)
+
+    def _all_on_host(self, args: Any) -> bool:
+        symbolic = [tensor for tensor in tensors_in(args) if is_symbolic(tensor)]
+        return bool(symbolic) and all(self.recorder.on_host(tensor) for tensor in symbolic)
+
+
+_NO_RULE_YET: Any = object()
+
+#: Operators that may read one place and write another.
+_COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"})
+
+#: References to a gradient that only autograd's input buffer holds, as seen from inside ``__torch_dispatch__``.
+_ENGINE_HOLDS = 4
+
+
+def _storage_users(tensor: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _called_by_engine() -> bool:
+    """True if the innermost Python frame outside dispatching is the one that started the backward pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_name in _WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+#: Names of torch's own frames around ``__torch_dispatch__``.
+_WRAPPERS = frozenset({"__torch_dispatch__", "inner", "_fn"})
+
+
+@contextlib.contextmanager
+def device_of_factories() -> Iterator[None]:
+    """On a torch without CUDA, factories with ``device="cuda"`` get as far as the dispatch mode."""
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is not None and not torch.cuda.is_initialized():
+        ensure()
+    yield
