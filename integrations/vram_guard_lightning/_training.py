@@ -29,16 +29,16 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        """See ``Ranks`` of :mod:`vram_guard.guard`."""
         return self._trainer.global_rank
 
     @property
     def world_size(self) -> int:
-        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        """See ``Ranks`` of :mod:`vram_guard.guard`."""
         return self._trainer.world_size
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        """See ``Ranks`` of :mod:`vram_guard.guard`."""
         return self._trainer.strategy.broadcast(value, src=source)
 
 

@@ -35,16 +35,16 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        """See ``Ranks`` of :mod:`vram_guard.guard`."""
         return int(get_rank())
 
     @property
     def world_size(self) -> int:
-        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        """See ``Ranks`` of :mod:`vram_guard.guard`."""
         return int(get_world_size())
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """See :class:`vram_guard.guard._ranks.Ranks`."""
+        """See ``Ranks`` of :mod:`vram_guard.guard`."""
         holder = [value]
         broadcast_object_list(holder, src=source)
         return holder[0]
