@@ -59,9 +59,10 @@ ROOMS = {
         "test_lightning_settings*",
         "test_mmengine_settings*",
         "test_lightning_growth*",
+        "test_lightning_guard*",
     ],
     "vram_guard/optimize": ["test_optimize*"],
-    "vram_guard/plan": ["test_codec*", "test_plan_[!b]*", "test_variants*", "test_cost*"],
+    "vram_guard/plan": ["test_codec*", "test_plan_*", "test_variants*", "test_cost*", "test_plan"],
     "vram_guard/report": ["test_report*", "test_compare*"],
     "vram_guard/simulate": [
         "test_shape_rules*",
