@@ -44,7 +44,7 @@ ROOMS = {
         "test_outputs*",
         "test_sliced_forward*",
     ],
-    "vram_guard/budget": ["test_budget*", "test_catalogue*"],
+    "vram_guard/budget": ["test_budget*", "test_catalogue*", "test_monitor*"],
     "vram_guard/capture": ["test_object_reference*", "test_hugging_face*", "test_gpus_model*", "test_variants*"],
     "vram_guard/cli": ["test_cli*", "test_compare*", "test_estimate*", "test_monitor*", "test_optimize*"],
     "vram_guard/closed_form": [
