@@ -259,3 +259,20 @@ def test_sources_on_windows_and_without_lines_survive() -> None:
         ("no line here", 0),
         ("a:b.py", 7),
     ]
+
+
+def test_phases_are_named_where_there_is_room_and_shaded_in_turn():
+    from vram_guard.report.charts import LEAST_LABELLED, _phases
+    from vram_guard.timeline import Phase
+
+    count = 1000
+    narrow = int(LEAST_LABELLED * count) - 1
+    spans = _phases([Phase("forward", 1, 0), Phase("backward", 1, 400), Phase("forward", 2, 1000 - narrow)], count)
+    assert [(span.start, span.end, span.shaded) for span in spans] == [
+        (0, 400, False),
+        (400, count - narrow, True),
+        (count - narrow, count, False),
+    ]
+    assert [bool(span.name) for span in spans] == [True, True, False]
+    empty = _phases([Phase("forward", 1, 0), Phase("backward", 1, count)], count)
+    assert not empty[1].shaded

@@ -44,7 +44,7 @@ ROOMS = {
         "test_outputs*",
         "test_sliced_forward*",
     ],
-    "vram_guard/budget": ["test_budget*", "test_catalogue*"],
+    "vram_guard/budget": ["test_budget*", "test_catalogue*", "test_monitor*"],
     "vram_guard/capture": ["test_object_reference*", "test_hugging_face*", "test_gpus_model*", "test_variants*"],
     "vram_guard/cli": ["test_cli*", "test_compare*", "test_estimate*", "test_monitor*", "test_optimize*"],
     "vram_guard/closed_form": [
@@ -59,9 +59,10 @@ ROOMS = {
         "test_lightning_settings*",
         "test_mmengine_settings*",
         "test_lightning_growth*",
+        "test_lightning_guard*",
     ],
     "vram_guard/optimize": ["test_optimize*"],
-    "vram_guard/plan": ["test_codec*", "test_plan_[!b]*", "test_variants*", "test_cost*"],
+    "vram_guard/plan": ["test_codec*", "test_plan_*", "test_variants*", "test_cost*", "test_plan"],
     "vram_guard/report": ["test_report*", "test_compare*"],
     "vram_guard/simulate": [
         "test_shape_rules*",
