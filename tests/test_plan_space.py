@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.plan._space import MOST_FROZEN, Parts, _frozen, _orders, _pinned, _prefixes, _switch
 from vram_guard.plan.pins import Pins
-from vram_guard.plan.space import MOST_FROZEN, Parts, _frozen, _orders, _pinned, _prefixes, _switch
 
 PARTS = Parts(
     blocks=("a", "b", "c"),

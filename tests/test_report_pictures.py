@@ -262,7 +262,7 @@ def test_sources_on_windows_and_without_lines_survive() -> None:
 
 
 def test_phases_are_named_where_there_is_room_and_shaded_in_turn():
-    from vram_guard.report.charts import LEAST_LABELLED, _phases
+    from vram_guard.report._charts import LEAST_LABELLED, _phases
     from vram_guard.timeline import Phase
 
     count = 1000
