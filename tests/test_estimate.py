@@ -240,7 +240,7 @@ def test_in_chinese_as_the_guide_has_it(capsys):
     assert cli.main([*arguments, "--batch", "800"]) == 1
     over = capsys.readouterr().out
     assert "✅ 安全" not in over
-    assert "降低 batch size：800 → 100" in over
+    assert "降低批大小：800 → 100" in over
 
 
 def test_the_language_of_the_environment():

@@ -210,7 +210,7 @@ def test_what_cannot_be_scaled_is_named() -> None:
     opt.param_groups[1]["lr"] = None
     assert scale_learning_rates(opt, [Unknown()], 2.0) == (
         "parameter group 1 has no learning rate of its own (lr=None)",
-        "Unknown keeps no learning rates that are known here",
+        "no learning rates were recognised in Unknown",
     )
     assert opt.param_groups[0]["lr"] == pytest.approx(0.2)
 

@@ -17,7 +17,7 @@ from vram_guard.report import _console
 from vram_guard.report.as_json import as_dict
 from vram_guard.units import format_bytes
 
-DEFAULT_WIDTH = 118
+DEFAULT_WIDTH = 120
 
 #: A column: its title, its cell for a row, and whether it holds numbers.
 _Column = tuple[str, Callable[[Compared], str], bool]
@@ -119,7 +119,7 @@ def _variant_columns(answer: Variants) -> Iterator[_Column]:
 
 def _configuration_columns(answer: Comparison) -> Iterator[_Column]:
     yield _("configuration"), lambda row: row.name, False
-    yield _("batch"), lambda row: f"{row.batch_size}" + (f" x {row.accumulate}" if row.accumulate > 1 else ""), True
+    yield _("samples"), lambda row: f"{row.batch_size}" + (f" x {row.accumulate}" if row.accumulate > 1 else ""), True
     yield _("precision"), lambda row: row.precision, True
     yield _("peak"), _peak, True
     yield _("of GPU"), lambda row: "-" if row.utilization is None else f"{row.utilization:.0%}", True

@@ -1,5 +1,5 @@
 # The guard, for any config that has this file in its _base_ list (or imports it inside read_base()).
-# It predicts the memory of a training step before anything is built, and changes the least that makes it fit.
+# It predicts the memory of a training step before anything is built, and makes the smallest change that fits.
 runner_type = "vram_guard_mmengine.GuardRunner"
 vram_guard = dict(
     # budget="24GiB",       # what PyTorch may reserve; with neither budget nor gpu: what is free on the GPU here
