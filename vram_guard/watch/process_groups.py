@@ -21,8 +21,10 @@ THREAD_NAME = "pt_gloo_runloop"
 #: Looks in a row at which all of the threads have to be asleep, and the seconds between two of them.
 LOOKS, BETWEEN = 5, 0.002
 
-#: Seconds after which a process ends although one of its threads is still at work (its peer may be gone).
+#: Seconds after which a process ends although one of gloo's threads is still at work (its peer may be gone).
 PATIENCE = 10.0
+#: The same where no thread has gloo's name, so that it may be any thread that is at work.
+PATIENCE_UNNAMED = 1.0
 
 _TASKS = Path("/proc/self/task")
 
@@ -45,17 +47,18 @@ def wait_for_gloo(patience: float = PATIENCE) -> bool:
     Returns:
         False where they were still at work. True too where the system does not tell (it is no Linux).
     """
-    asleep, until = 0, time.monotonic() + patience
+    asleep, began = 0, time.monotonic()
     while asleep < LOOKS:
-        if time.monotonic() > until:
+        named, states = _states()
+        if time.monotonic() - began > (patience if named else min(patience, PATIENCE_UNNAMED)):
             return False
-        asleep = asleep + 1 if all(state == "S" for state in _states()) else 0
+        asleep = asleep + 1 if all(state == "S" for state in states) else 0
         time.sleep(BETWEEN)  # without Python's lock, which the threads may be waiting for
     return True
 
 
-def _states() -> list[str]:
-    """The states of gloo's threads, as in ``proc(5)``; of all but the main one where none has gloo's name."""
+def _states() -> tuple[bool, list[str]]:
+    """The states of gloo's threads (``proc(5)``), with True; with False those of all but the main one: none is named."""
     found: list[tuple[str, str]] = []
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -63,4 +66,4 @@ def _states() -> list[str]:
             if task.name != str(os.getpid()):
                 found.append((name, rest.split()[0]))
     named = [state for name, state in found if name == THREAD_NAME]
-    return named or [state for _, state in found]
+    return bool(named), named or [state for _, state in found]
