@@ -58,7 +58,7 @@ def wait_for_gloo(patience: float = PATIENCE) -> bool:
 
 
 def _states() -> tuple[bool, list[str]]:
-    """The states of gloo's threads (``proc(5)``), with True; with False those of all but the main one: none is named."""
+    """True and the states of gloo's threads (``proc(5)``); False and those of all threads but the main one."""
     found: list[tuple[str, str]] = []
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile
