@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,17 +27,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - named in autograd's documentation
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among arguments of an operator, which nest in lists and tuples only.
 
     Every operator of a trace passes here; ``torch.utils._pytree``, which also knows dicts and registered classes, is
     slower.
     """
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            found += tensors_in(value)
+    return found
 
 
 def map_tensors_in(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

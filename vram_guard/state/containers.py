@@ -6,10 +6,12 @@ import copy
 import dataclasses
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 #: Containers whose content can change while they stay the same objects.
 MUTABLE = (list, dict, set, deque)
+_WALKED = (*MUTABLE, tuple)
 
 # --- the walk ------------------------------------------------------------------------------------------------
 
@@ -84,7 +86,9 @@ def alike(one: Any, other: Any) -> bool:
     """Check whether two looks found the same objects in the same order; nothing is compared by value but lengths."""
     if isinstance(one, int) or isinstance(other, int):
         return bool(type(one) is type(other) and one == other)
-    return _identities(one) == _identities(other)
+    if len(one) != len(other) or not all(map(is_, one, other)):
+        return False
+    return not isinstance(one, dict) or all(map(is_, one.values(), other.values()))
 
 
 def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -94,15 +98,10 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     seen: set[int] = set()
     while pending:
         value = pending.pop()
-        if id(value) in seen or not isinstance(value, (*MUTABLE, tuple)):
+        if not isinstance(value, _WALKED) or id(value) in seen:
             continue
         seen.add(id(value))
         if not isinstance(value, tuple):
-            found.append((value, look(value)))
+            found.append((value, value.copy()))
         pending += value.values() if isinstance(value, dict) else value
     return found
-
-
-def _identities(container: Any) -> list[int]:
-    items = [*container, *container.values()] if isinstance(container, dict) else container
-    return [id(item) for item in items]

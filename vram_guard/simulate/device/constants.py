@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from vram_guard.simulate.device.symbolic import is_symbolic
-from vram_guard.tensors import tensors_in
+from vram_guard.tensors import map_tensors_in, tensors_in
 
 #: Larger tensors carry no computation: a question about them would cost real memory and time.
 LARGEST_COMPUTED = 2**20
@@ -83,17 +82,30 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.
         return
     memory: list[torch.Tensor] = []
     # Not the tensors themselves: a computation must not keep memory alive that the step has freed.
-    leaves, structure = pytree.tree_flatten(args)
-    deferred = [computation(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    leaves = [leaf if make is None else None for leaf, make in zip(leaves, deferred, strict=True)]
+    without_tensors = map_tensors_in(_Deferred, args)
 
     def made() -> torch.Tensor:
         if not memory:
-            filled = [leaf if make is None else make() for leaf, make in zip(leaves, deferred, strict=True)]
-            memory.append(func(*pytree.tree_unflatten(filled, structure), **on_cpu))
+            memory.append(func(*_filled(without_tensors), **on_cpu))
         return memory[0]
 
     setattr(out, _ATTRIBUTE, made)
+
+
+class _Deferred:
+    """The place of a tensor among arguments, with its computation."""
+
+    __slots__ = ("compute",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.compute = computation(tensor)
+
+
+def _filled(value: Any) -> Any:
+    """Arguments with their tensors computed."""
+    if isinstance(value, _Deferred):
+        return value.compute() if value.compute is not None else None
+    return type(value)(map(_filled, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _healthy_answer(name: str, args: tuple[Any, ...]) -> bool | None:
