@@ -55,3 +55,18 @@ def test_private_names_in_the_sources_are_in_the_table() -> None:
         used = set(re.findall(r"(?<!self)(?<!cls)\.(_[a-z]\w+)", source))
         own = {name for name in used if f"def {name}" in source or f"self.{name}" in source}
         assert used - own <= listed | others, path.name
+
+
+def test_a_function_that_is_not_there_is_only_passed_over_where_that_is_said() -> None:
+    from types import SimpleNamespace
+
+    from vram_guard_accelerate._patching import wrap
+
+    owner = SimpleNamespace(there=lambda number: number)
+    wrap(owner, "there", lambda original, number: original(number) + 1)
+    assert owner.there(1) == 2
+    with pytest.raises(AttributeError, match="gone"):
+        wrap(owner, "gone", lambda original: None)
+    wrap(owner, "gone", lambda original: None, optional=True)
+    wrap(None, "gone", lambda original: None, optional=True)
+    assert vars(owner).keys() == {"there"}

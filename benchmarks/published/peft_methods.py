@@ -33,8 +33,9 @@ from torch import nn
 from benchmarks.harness.networks.batches import KeptOutputs, whole_sequences
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import optimizer_of
-from benchmarks.published.source import DATA, Record, Source, main, predicted, records_of, traced
+from benchmarks.published.source import DATA, Record, Source, main, predicted, records_of
 from vram_guard import Timeline, TrainingStep
+from vram_guard.simulate import trace_at
 
 #: L40S.
 CAPABILITY = (8, 9)
@@ -149,7 +150,7 @@ def length() -> int:
     low, high = SHORTEST, LONGEST
     while low < high:
         middle = (low + high + 1) // 2
-        peak = traced(_llama_step(REFERENCE, middle), 4, CAPABILITY).at(4).peak_reserved
+        peak = trace_at(_llama_step(REFERENCE, middle), 4, compute_capability=CAPABILITY).at(4).peak_reserved
         low, high = (middle, high) if peak <= measured else (low, middle - 1)
     return low
 

@@ -16,8 +16,7 @@ from benchmarks.harness.environment import environment, libraries
 from benchmarks.harness.records import NotReproducible, Results, Row, write
 from benchmarks.harness.tables import print_table
 from vram_guard import Timeline, TrainingStep
-from vram_guard.simulate import traced_at
-from vram_guard.simulate.tracing.run import run_step, with_built_model
+from vram_guard.simulate import trace_at
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20
@@ -47,12 +46,6 @@ def records_of(file: str) -> list[Record]:
         return list(csv.DictReader(opened))
 
 
-def traced(step: TrainingStep, size: int, capability: tuple[int, int]) -> Timeline:
-    """The step at one batch size, on a GPU of this compute capability."""
-    step = with_built_model(step, capability)
-    return traced_at(lambda samples: run_step(step, samples, capability), size)
-
-
 def predicted(
     step: TrainingStep,
     size: int,
@@ -70,7 +63,7 @@ def predicted(
         published: its other fields.
     """
     start = time.perf_counter()
-    timeline = traced(step, size, capability)
+    timeline = trace_at(step, size, compute_capability=capability)
     fields = answer(timeline)
     return Row(tier=timeline.tier, seconds=time.perf_counter() - start, **published, **fields)
 

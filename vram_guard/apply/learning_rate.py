@@ -106,12 +106,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _attributes(scheduler: Any) -> dict[str, Any]:
-    """Attributes that the object itself holds: a wrapper answers for what it wraps, which would count twice."""
-    held: dict[str, Any] = getattr(scheduler, "__dict__", {})
-    return held
-
-
 def _scale_scheduler(scheduler: Any, times: Callable[[Any], Any]) -> bool:
     """Multiply what one scheduler keeps itself; whether it kept anything."""
     held = [name for name in SCHEDULER_ATTRIBUTES if name in vars(scheduler)]

@@ -101,12 +101,12 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
     wrap(subprocess.Popen, "__init__", _checked(check_popen))
     wrap(os, "system", _checked(lambda command: check(command, in_shell=True)))
     for name in ("posix_spawn", "posix_spawnp"):
-        wrap(os, name, _checked(lambda _path, argv, *_args, **_kwargs: check(argv)))
+        wrap(os, name, _checked(lambda _path, argv, *_args, **_kwargs: check(argv)), optional=True)
     for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
-        wrap(os, name, _checked(lambda _mode, _file, argv, *_args: check(argv)))
+        wrap(os, name, _checked(lambda _mode, _file, argv, *_args: check(argv)), optional=True)
     for name in ("multiprocessing.process", "multiprocess.process"):  # the second: what `datasets` uses
         process = getattr(sys.modules.get(name), "BaseProcess", None)
-        wrap(process, "start", _checked(lambda process: check([type(process).__name__])))
+        wrap(process, "start", _checked(lambda process: check([type(process).__name__])), optional=process is None)
 
 
 def _checked(before: Callable[..., None]) -> Callable[..., Any]:

@@ -123,7 +123,7 @@ def _refuse_processes() -> None:
     names[accelerate] = ("notebook_launcher", "debug_launcher")
     for owner, functions in names.items():
         for name in functions:
-            wrap(owner, name, _refusing(name if owner is accelerate else f"{owner.__name__}.{name}"))
+            wrap(owner, name, _refusing(name if owner is accelerate else f"{owner.__name__}.{name}"), optional=True)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

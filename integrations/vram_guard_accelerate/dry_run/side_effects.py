@@ -65,9 +65,9 @@ def discard_library_writes() -> None:
 
     for owner, names in ((Accelerator, ACCELERATOR), (HfApi, HUB)):
         for name in names:
-            wrap(owner, name, _nothing)
+            wrap(owner, name, _nothing, optional=True)
     for owner in (HfApi, sys.modules["huggingface_hub"]):
-        wrap(owner, "create_repo", _made_repository)
+        wrap(owner, "create_repo", _made_repository, optional=True)
 
 
 def discard_file_writes() -> None:
@@ -91,10 +91,10 @@ def discard_file_writes() -> None:
                 setattr(accessor, name, staticmethod(getattr(os, name)))
     wrap(torch, "save", _nothing)
     for name in ("save", "savez", "savez_compressed", "savetxt"):
-        wrap(sys.modules.get("numpy"), name, _nothing)
+        wrap(sys.modules.get("numpy"), name, _nothing, optional="numpy" not in sys.modules)
     for library in ("safetensors.torch", "safetensors.numpy"):
         for name, answer in SAFETENSORS.items():
-            wrap(sys.modules.get(library), name, partial(_nothing, answer=answer))
+            wrap(sys.modules.get(library), name, partial(_nothing, answer=answer), optional=True)
     for cls in _classes():
         for name in SAVING:
             if name in vars(cls):
