@@ -294,7 +294,7 @@ def test_batches_are_cut_where_the_plan_splits_them(micro: int) -> None:
     step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
     captured = Small(step, net, Sample(lambda size: torch.ones(size, 2), 8, None, None), None, ("Read.",))
     settings = GuardSettings(pin={"micro_batch_size": micro}, remember=False)
-    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), None)
+    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), None, lambda _line: None)
     assert decision.plan.splits == 8 // micro
     assert decision.notes[0] == "Read."
     assert (decision.splitter is None) == (micro == 8)
@@ -319,6 +319,9 @@ class FakeTraining:
 
     def why_left_alone(self) -> str:
         return self._why_left_alone
+
+    def progress(self) -> Any:
+        return nullcontext(lambda _line: None)
 
     def why_not_recovered(self, refused: Any) -> str:
         return refused.get("accumulate", "")

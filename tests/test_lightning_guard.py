@@ -111,7 +111,7 @@ def test_a_guard_that_has_nothing_to_do_is_bit_identical(tmp_path: Any) -> None:
     assert torch.equal(cases.weights(plain), cases.weights(guarded))
 
 
-def test_few_samples_are_read_and_the_modules_attributes_stay(tmp_path: Any) -> None:
+def test_nothing_is_read_and_the_modules_attributes_stay(tmp_path: Any) -> None:
     data = cases.loader(40)
 
     class Look(importlib.import_module(INSTALLED[0]).Callback):  # type: ignore[misc]
@@ -122,7 +122,7 @@ def test_few_samples_are_read_and_the_modules_attributes_stay(tmp_path: Any) -> 
 
     look = Look()
     fit(tmp_path, VramGuard(budget="64GiB", mode="report"), data=data, callbacks=[look], max_steps=1)
-    assert 0 < look.reads <= 4
+    assert look.reads == 0
     assert not any("log" in attributes for attributes in look.attributes.values())
     assert all(gradient is None for gradient in look.gradients)
 
@@ -355,7 +355,7 @@ def test_the_users_own_error_keeps_its_traceback(tmp_path: Any) -> None:
     before = cases.weights(module).clone()
     with pytest.raises(RuntimeError) as caught:
         fit(tmp_path, VramGuard(budget="1GiB"), module=module)
-    assert any(entry.name == "training_step" for entry in caught.traceback)
+    assert "in training_step" in str(caught.value.__cause__)  # the traceback of the copy that looked
     assert torch.equal(before, cases.weights(module))
 
 

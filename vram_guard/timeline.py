@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
 from vram_guard.checks import checked_count
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
@@ -207,6 +209,12 @@ class Estimate:
         return int(self.peak_reserved * correction)
 
 
+def _untraceable(batch_size: int) -> NoReturn:
+    raise UnsupportedStepError(
+        _("batches of {size} samples can be traced only in the process that has the model", size=batch_size)
+    )
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Two consecutive training steps as a sequence of allocations and frees, affine in the batch size.
@@ -237,6 +245,10 @@ class Timeline:
     """As ``events``, for ``host_blocks``."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process, where the step cannot be traced."""
+        return {**vars(self), "retrace": None if self.retrace is None else _untraceable}
 
     def sizes(self, batch_size: int) -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""

@@ -14,7 +14,7 @@ import torch
 from vram_guard.capture.loader import Sample
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.guard.training import CapturedTraining, Progress
+from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
@@ -44,15 +44,11 @@ class Captured(CapturedTraining):
     """Class of the optimizer that the trace made, and "fused" where it is; empty before the trace."""
 
     @contextmanager
-    def symbolic_run(self) -> Iterator[Progress]:
-        """With a spinner on a terminal, nothing elsewhere: large models take some seconds."""
-        from rich.console import Console
-
-        quiet = not self.trainer.is_global_zero
-        status = Console(stderr=True, quiet=quiet).status(_("vram_guard: reading the training"))
+    def symbolic_run(self) -> Iterator[None]:
+        """The Trainer's loggers and loops notice nothing of it."""
         view = _view(self.trainer, self.sample)
-        with status, random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view):
-            yield lambda line: status.update(f"vram_guard: {line}")
+        with random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view):
+            yield
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_lightning._refusals`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from vram_guard.apply.loss_weight import LossWeight
+    from vram_guard.forks.fork import Progress
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
     from vram_guard.plan import Plan
@@ -55,6 +57,15 @@ class LightningTraining:
     def device(self) -> torch.device:
         """The strategy's."""
         return self.trainer.strategy.root_device
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A spinner on a terminal, nothing elsewhere."""
+        from rich.console import Console
+
+        quiet = not self.trainer.is_global_zero
+        with Console(stderr=True, quiet=quiet).status(_("vram_guard: reading the training")) as status:
+            yield lambda line: status.update(f"vram_guard: {line}")
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_lightning._capture.capture`."""

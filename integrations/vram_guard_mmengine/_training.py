@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
 
 if TYPE_CHECKING:
+    from vram_guard.forks.fork import Progress
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
     from vram_guard.plan import Plan
@@ -62,6 +64,11 @@ class RunnerTraining:
         """MMEngine's choice for this process."""
         device = torch.device(get_device())
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """Nothing: the runner's log is for what came out."""
+        yield lambda _line: None
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_mmengine._capture.capture`."""

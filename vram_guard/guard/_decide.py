@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.microbatch import probe_layout, splitter_of
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
-from vram_guard.watch.first_steps import correction
+from vram_guard.watch.corrections import Corrections, subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from vram_guard.watch.memory import MemoryReader
 
 
-def decide(
-    training: Training, settings: GuardSettings, reader: MemoryReader | None
-) -> Outcome[tuple[CapturedTraining, Decision]]:
-    """The decision, the same on every rank, with this rank's own reading of the training.
+def decide(training: Training, settings: GuardSettings, reader: MemoryReader | None) -> Outcome[Decision]:
+    """The decision, the same on every rank.
 
     It is planned for the rank with the least memory, by every rank for itself, and rank 0's plan is taken.
 
@@ -42,19 +41,35 @@ def decide(
     if budgets.value is None:
         return Outcome(None, budgets.failure, budgets.error)
     least = min(gather(ranks, budgets.value), key=lambda budget: budget.usable)
+    gpu = None if reader is None else reader.name()
 
-    def here() -> tuple[CapturedTraining, Decision]:
-        captured = training.capture()
-        return captured, decide_alone(captured, settings, least, reader)
+    def work(progress: Progress) -> Decision:
+        return decide_alone(training.capture(), settings, least, gpu, progress)
 
-    outcome = attempt(ranks, here)
+    outcome = attempt(ranks, lambda: _in_copy(training, work))
     if outcome.value is None or ranks.world_size == 1:
         return outcome
-    captured, own = outcome.value
+    own = outcome.value
     # Timelines do not travel: each rank has traced for itself, and keeps its own to draw.
     shared = from_rank_zero(ranks, replace(own, plan=replace(own.plan, timeline=None, timeline_before=None)))
     drawn = replace(shared.plan, timeline=own.plan.timeline, timeline_before=own.plan.timeline_before)
-    return Outcome((captured, replace(shared, plan=drawn)), None)
+    return Outcome(replace(shared, plan=drawn), None)
+
+
+def _in_copy(training: Training, work: Callable[[Progress], Decision]) -> Decision:
+    """Decide in a copy of this process, so that nothing of the training is touched; here, where there can be none."""
+    with training.progress() as progress:
+        try:
+            return run_in_fork(work, progress)
+        except ForkRefusedError as error:
+            decision = work(progress)
+            said = _(
+                "the training was looked at in its own process ({why}): the model and the generators of torch, NumPy "
+                "and Python are as before, but what data sets, samplers and helper objects drew or counted is not put "
+                "back",
+                why=error,
+            )
+            return replace(decision, notes=(*decision.notes, said))
 
 
 def budget_of(device: torch.device, settings: PlanSettings) -> Budget:
@@ -70,22 +85,30 @@ def budget_of(device: torch.device, settings: PlanSettings) -> Budget:
 
 
 def decide_alone(
-    captured: CapturedTraining, settings: GuardSettings, budget: Budget, reader: MemoryReader | None
+    captured: CapturedTraining, settings: GuardSettings, budget: Budget, gpu: str | None, progress: Progress
 ) -> Decision:
     """The decision of one rank.
+
+    Args:
+        captured: the training.
+        settings: of the guard.
+        budget: to fit into.
+        gpu: name of the device that trains; None where PyTorch counts no memory on it.
+        progress: called with a line of text before each slow part.
 
     Raises:
         UnsupportedStepError: the step cannot be predicted, or a pin asks for what cannot be done here.
     """
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
-    known = correction(reader, captured.model, step.precision) if settings.remember else 1.0
+    about = None if gpu is None else subject(captured.model, step.precision, gpu)
+    known = Corrections().factor(about) if settings.remember and about is not None else 1.0
     refusals = (Refusal("accumulate", why_not_split(make)), *captured.refusals(settings))
     refused = {technique: reason for technique, reason in refusals if reason}
-    plan = _plan(captured, settings, budget, refused, known)
+    plan = _plan(captured, settings, budget, refused, known, progress)
     objection = captured.objection(plan)
     if objection is not None:
         refused[objection.technique] = objection.reason
-        plan = _plan(captured, settings, budget, refused, known)
+        plan = _plan(captured, settings, budget, refused, known, progress)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     notes = [*captured.notes, *(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
     splitter = spare = None
@@ -94,17 +117,22 @@ def decide_alone(
     if plan.splits > 1:
         splitter = spare
         notes += splitting_notes(captured.model, settings.loss_weight, make, size)
-    return Decision(plan, tuple(notes), splitter, spare, step.precision, refused)
+    return Decision(plan, tuple(notes), splitter, spare, about, refused)
 
 
 def _plan(
-    captured: CapturedTraining, settings: GuardSettings, budget: Budget, refused: Mapping[str, str], correction: float
+    captured: CapturedTraining,
+    settings: GuardSettings,
+    budget: Budget,
+    refused: Mapping[str, str],
+    correction: float,
+    progress: Progress,
 ) -> Plan:
     from vram_guard.plan import plan
 
     step, size = captured.step, captured.sample.batch_size
     check_pins(settings.pins, refused, precision=step.precision, batch_size=size)
-    with captured.symbolic_run() as progress:
+    with captured.symbolic_run():
         return plan(
             step,
             size,

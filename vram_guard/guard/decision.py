@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from vram_guard.apply.microbatch import Splitter
     from vram_guard.plan import Plan
+    from vram_guard.watch.corrections import Subject
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Decision:
     """Cuts loaded batches; None where they stay whole."""
     spare: Splitter | None = None
     """Cuts them after an out-of-memory error; None where they cannot be cut."""
-    precision: str = "32-true"
-    """As written."""
+    about: Subject | None = None
+    """What the first steps' measurement is remembered under; None where PyTorch counts no memory."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Technique -> why this training does not admit it."""

@@ -74,14 +74,12 @@ class Guard:
             self.no_recovery = self._why_not_recovered()
             training.warn(judge_failure(outcome, settings.mode))
             return
-        captured, decision = outcome.value
-        plan, self.decision = decision.plan, decision
+        decision = self.decision = outcome.value
+        plan = decision.plan
         self.no_recovery = self._why_not_recovered()
         if not self._left_alone:  # with a changed training, another step runs than the predicted one
             estimate = plan.estimate if self.changes else plan.before
-            self.first_steps = FirstSteps.begin(
-                reader, captured.model, decision.precision, estimate, remember=settings.remember
-            )
+            self.first_steps = FirstSteps.begin(reader, decision.about, estimate, remember=settings.remember)
         if self.changes:
             training.apply(decision, self.applied)
         training.report(plan, self._report_lines(decision), applied=self.changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.capture.loader import Sample
+    from vram_guard.forks.fork import Progress
     from vram_guard.guard._ranks import Ranks
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
     from vram_guard.step import TrainingStep
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,8 @@ class CapturedTraining(ABC):
     """Remarks for a reader of the prediction."""
 
     @abstractmethod
-    def symbolic_run(self) -> AbstractContextManager[Progress | None]:
-        """Inside the block the user's model may be run symbolically, and the framework notices nothing of it.
-
-        Its value is called with a line of text before each slow part, where a user watches.
-        """
+    def symbolic_run(self) -> AbstractContextManager[None]:
+        """Inside the block the user's model may be run symbolically, and the framework notices nothing of it."""
 
     @abstractmethod
     def refusals(self, settings: GuardSettings) -> Iterable[Refusal]:
@@ -64,6 +60,9 @@ class Training(Protocol):
     @property
     def device(self) -> torch.device:
         """The device on which this process trains."""
+
+    def progress(self) -> AbstractContextManager[Progress]:
+        """While the training is looked at, which takes some seconds for large models: shows lines of text."""
 
     def capture(self) -> CapturedTraining:
         """Read the training; changes nothing.

@@ -6,25 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.watch.corrections import Corrections, Subject, subject
+from vram_guard.watch.corrections import Corrections, Subject
 from vram_guard.watch.measured import Measured, Watcher
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vram_guard.timeline import Estimate
     from vram_guard.watch.memory import MemoryReader
-
-
-def correction(reader: MemoryReader | None, model: nn.Module, precision: str) -> float:
-    """Factor for predicted peaks; 1 where nothing is known.
-
-    Args:
-        reader: of the device that trains; None where PyTorch counts no memory.
-        model: as the user made it.
-        precision: as written: that of the plan is not known when corrections are looked up.
-    """
-    return 1.0 if reader is None else Corrections().factor(subject(model, precision, reader.name()))
 
 
 @dataclass
@@ -46,12 +33,12 @@ class FirstSteps:
 
     @classmethod
     def begin(
-        cls, reader: MemoryReader | None, model: nn.Module, precision: str, estimate: Estimate, *, remember: bool
+        cls, reader: MemoryReader | None, about: Subject | None, estimate: Estimate, *, remember: bool
     ) -> FirstSteps | None:
         """Before the model is moved; None where nothing can be measured."""
-        if reader is None:
+        if reader is None or about is None:
             return None
-        return cls(subject(model, precision, reader.name()), Watcher(reader, estimate), remember)
+        return cls(about, Watcher(reader, estimate), remember)
 
     def start(self) -> None:
         """Training begins."""

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import importlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
+from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.data_dependent import ScalarQueries
@@ -42,8 +42,6 @@ _META = torch.device("meta")
 
 #: DistributedDataParallel's default buckets: the first of 1 MiB, then 25 MiB each (``bucket_cap_mb``).
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
-
-_one_at_a_time = threading.Lock()
 
 
 def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> Timeline:
@@ -86,19 +84,15 @@ def on_simulated_cuda(device: FakeCudaState, capability: tuple[int, int]) -> Ite
 def _alone() -> Iterator[Interrupts]:
     """One trace at a time, in a process that afterwards is as before."""
     prepare_torch()
-    if not _one_at_a_time.acquire(blocking=False):
-        raise UnsupportedStepError(_("a trace is running already; traces cannot be nested or run in two threads"))
-    try:
-        with (
-            interrupts_held_back() as interrupts,
-            process_state_restored(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            _garbage_collector_paused(),
-        ):
-            yield interrupts
-    finally:
-        _one_at_a_time.release()
+    with (
+        alone_in_process(),
+        interrupts_held_back() as interrupts,
+        process_state_restored(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _garbage_collector_paused(),
+    ):
+        yield interrupts
 
 
 @contextlib.contextmanager

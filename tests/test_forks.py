@@ -1,0 +1,218 @@
+"""Work in a copy of the process: it comes home, and nothing else does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sqlite3
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.forks import fork
+from vram_guard.forks.exclusive import alone_in_process
+from vram_guard.forks.fork import ForkRefusedError, run_in_fork
+
+pytestmark = pytest.mark.skipif(not fork.can_fork(), reason="copies of processes need Linux")
+
+
+class OwnError(Exception):
+    """Wants two arguments, so that it does not survive pickling."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_a_result_and_progress_come_home() -> None:
+    lines: list[str] = []
+
+    def work(say: fork.Progress) -> dict[str, int]:
+        say("one")
+        say("two")
+        return {"process": os.getpid()}
+
+    assert run_in_fork(work, lines.append)["process"] != os.getpid()
+    assert lines == ["one", "two"]
+
+
+@pytest.mark.parametrize("error", [ValueError("too bad"), InvalidInputError("no such card"), KeyError("x")])
+def test_an_error_comes_home_as_itself_with_its_traceback(error: Exception) -> None:
+    def fails(_say: object) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        run_in_fork(fails)
+    assert str(caught.value) == str(error)
+    assert "in fails" in str(caught.value.__cause__)
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_name_and_words() -> None:
+    def fails(_say: object) -> None:
+        raise OwnError("this", "that")
+
+    with pytest.raises(Exception, match="OwnError: this and that"):
+        run_in_fork(fails)
+
+
+def test_nothing_of_the_process_changes() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    own = torch.Generator().manual_seed(3)
+    shared, flag = multiprocessing.Value("i", 5), torch.zeros(3).share_memory_()
+    states = torch.get_rng_state(), random.getstate(), own.get_state()
+    kept = [1, 2]
+
+    def work(_say: object) -> int:
+        torch.rand(3), np.random.rand(), random.random(), torch.rand(2, generator=own)
+        kept.append(3)
+        shared.value += 1
+        flag.add_(1)
+        return int(shared.value)
+
+    assert run_in_fork(work) == 6
+    assert shared.value == 5
+    assert flag.tolist() == [0, 0, 0]
+    assert kept == [1, 2]
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert torch.equal(states[2], own.get_state())
+    assert shared.get_lock().acquire(timeout=1)  # type: ignore[call-arg]
+
+
+def test_files_that_the_copy_writes_stay_as_they_are(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("first\n")
+    new, folder, saved = tmp_path / "new.txt", tmp_path / "folder", tmp_path / "weights.pt"
+    with log.open("a") as opened, (tmp_path / "both").open("w+") as both:
+        both.write("abc")
+        both.flush()
+
+        def work(_say: object) -> tuple[str, str, int, int]:
+            opened.write("second\n")
+            opened.flush()
+            both.write("def")
+            both.flush()
+            with log.open("a") as again:
+                again.write("third\n")
+            new.write_text("new")
+            folder.mkdir()
+            log.unlink()
+            torch.save(torch.arange(4), saved)
+            descriptor = os.open(tmp_path / "low", os.O_WRONLY | os.O_CREAT)
+            os.write(descriptor, b"x")
+            np.save(folder / "array.npy", np.arange(3))
+            loaded = int(torch.load(saved).sum())
+            return log.read_text(), new.read_text(), loaded, int(np.load(folder / "array.npy").sum())
+
+        assert run_in_fork(work) == ("first\nthird\n", "new", 6, 3)
+    assert log.read_text() == "first\n"
+    assert (tmp_path / "both").read_text() == "abc"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["both", "log.txt"]
+
+
+def test_a_database_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStepError, match=r"runs\.db for writing"):
+        run_in_fork(lambda _say: sqlite3.connect(tmp_path / "runs.db"))
+    assert not (tmp_path / "runs.db").exists()
+
+
+def test_connections_of_the_original_are_dead_in_the_copy() -> None:
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    try:
+
+        def work(_say: object) -> tuple[bytes, bytes]:
+            os.write(writing, b"lost")
+            with pytest.raises(OSError, match="pipe"):
+                ours.send(b"lost too")
+            return ours.recv(4), os.read(reading, 4)
+
+        assert run_in_fork(work) == (b"", b"")
+        ours.send(b"mine")
+        assert theirs.recv(100) == b"mine"
+    finally:
+        ours.close()
+        theirs.close()
+        os.close(writing)
+        assert os.read(reading, 10) == b""
+        os.close(reading)
+
+
+def test_a_copy_that_dies_is_reported() -> None:
+    with pytest.raises(UnsupportedStepError, match="killed by signal 9"):
+        run_in_fork(lambda _say: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(UnsupportedStepError, match="exit code 7"):
+        run_in_fork(lambda _say: os._exit(7))
+    with pytest.raises(UnsupportedStepError, match="exit code 3"):
+        run_in_fork(lambda _say: sys.exit(3))
+
+
+def test_a_copy_that_hangs_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(fork, "_LOOK_SECONDS", 0.05)
+    lock = threading.Lock()
+    seen: list[str] = []
+
+    def work(say: fork.Progress) -> None:
+        say(str(os.getpid()))
+        lock.acquire()
+
+    with lock, pytest.raises(UnsupportedStepError, match="did not answer"):
+        run_in_fork(work, seen.append)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(seen[0]), 0)
+
+
+def test_a_copy_that_works_without_a_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(fork, "_LOOK_SECONDS", 0.05)
+
+    def work(_say: object) -> str:
+        until = time.process_time() + 1.0
+        while time.process_time() < until:
+            pass
+        return "done"
+
+    assert run_in_fork(work) == "done"
+
+
+def test_what_a_used_gpu_forbids_in_a_copy_is_told_apart() -> None:
+    def work(_say: object) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
+
+    with pytest.raises(ForkRefusedError):
+        run_in_fork(work)
+
+
+def test_other_threads_wait_and_one_thread_does_not_nest() -> None:
+    with alone_in_process():
+        with pytest.raises(UnsupportedStepError, match="cannot be nested"), alone_in_process():
+            pass
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(run_in_fork(lambda _say: 1)))
+        thread.start()
+        thread.join(0.3)
+        assert not found
+    thread.join()
+    assert found == [1]
+
+
+def test_a_copy_after_work_of_torchs_threads_and_autograd() -> None:
+    def train() -> float:
+        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
+        loss = model(torch.rand(512, 256)).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    train()
+    assert run_in_fork(lambda _say: train()) > 0

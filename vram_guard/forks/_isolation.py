@@ -1,0 +1,91 @@
+"""What a copy of a process inherits beside memory, cut off: open files, connections, shared memory, threads, signals.
+
+Files that the original writes become files that are thrown away, connections to other processes become dead ones, and
+shared memory becomes memory of the copy's own. What is opened for writing afterwards is thrown away too, see
+:mod:`vram_guard.forks.side_effects`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+
+from vram_guard.forks._shared_memory import make_private
+from vram_guard.forks.side_effects import discard_writes
+
+#: A file that is read and written is copied up to this size; a larger one is read by the copy as it is.
+_MOST_COPIED = 64 * 2**20
+
+#: prctl(2): the copy is killed when the thread that waits for it ends.
+_PR_SET_PDEATHSIG = 1
+
+
+def isolate(home: int) -> None:
+    """Called first in a copy of a process.
+
+    Args:
+        home: the file descriptor over which the copy answers; it stays as it is.
+    """
+    import torch
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the framework's handlers are the original's
+        signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(1)  # the threads of its pool were not copied
+    sys.dont_write_bytecode = True
+    _cut_off_files(home)
+    make_private()
+    discard_writes()
+
+
+def _cut_off_files(home: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in _open_files() - {home, nowhere}:
+        try:
+            kind = os.fstat(number).st_mode
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+        except OSError:
+            continue
+        if number in (1, 2) or stat.S_ISFIFO(kind):
+            os.dup2(nowhere, number)
+        elif stat.S_ISSOCK(kind):
+            _disconnect(number)
+        elif stat.S_ISREG(kind) and flags & os.O_ACCMODE != os.O_RDONLY:
+            _throw_away(number, nowhere, flags)
+
+
+def _open_files() -> set[int]:
+    try:
+        return {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    except OSError:  # no /proc: those that a process usually has
+        return set(range(256))
+
+
+def _disconnect(number: int) -> None:
+    """Reading from the connection ends at once, and writing to it fails as after a hang-up."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    os.dup2(ours.fileno(), number)
+    ours.close()
+
+
+def _throw_away(number: int, nowhere: int, flags: int) -> None:
+    if flags & os.O_ACCMODE == os.O_WRONLY:
+        os.dup2(nowhere, number)
+        return
+    if os.fstat(number).st_size > _MOST_COPIED:
+        return
+    at = os.lseek(number, 0, os.SEEK_CUR)
+    with Path(f"/proc/self/fd/{number}").open("rb") as theirs, os.fdopen(os.memfd_create("copied"), "w+b") as mine:
+        shutil.copyfileobj(theirs, mine)
+        mine.flush()
+        os.dup2(mine.fileno(), number)
+    os.lseek(number, at, os.SEEK_SET)

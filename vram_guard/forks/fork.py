@@ -1,0 +1,214 @@
+"""Work in a forked copy of this process, which sends home what it found and ends; the original stays as it was.
+
+The copy shares memory with its original until either writes. It starts with one thread, the one that forked; what it
+inherits beside memory (open files, connections, shared memory) is cut off first, see
+:mod:`vram_guard.forks._isolation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.forks import _isolation
+from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
+from vram_guard.language import _
+
+T = TypeVar("T")
+
+Progress = Callable[[str], None]
+
+#: Seconds without a message and without work of its processor after which a copy counts as hanging: longer than one
+#: sample takes to arrive from slow storage. A copy inherits locks that other threads held, and may wait for one for
+#: ever.
+IDLE_SECONDS = 120.0
+#: Seconds that a copy may take at all.
+MOST_SECONDS = 1800.0
+#: How often its processor time is looked at.
+_LOOK_SECONDS = 1.0
+
+#: Parts of messages with which CUDA and torch's autograd refuse to work in a copy of a process that has used a GPU.
+_REFUSED_IN_FORKS = ("Cannot re-initialize CUDA in forked subprocess", "combination with fork-based multiprocessing")
+
+
+class ForkRefusedError(UnsupportedStepError):
+    """The work needs what a copy of the process cannot have: there is no fork here, or CUDA was used before."""
+
+
+class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of the error, and never raised
+    """The traceback of an error in the copy, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return f"\n{self._text}"
+
+
+def can_fork() -> bool:
+    """True where a copy of the process works reliably: on Linux (macOS' own libraries do not survive a fork)."""
+    return hasattr(os, "fork") and sys.platform != "darwin"
+
+
+def run_in_fork(work: Callable[[Progress], T], progress: Progress | None = None) -> T:
+    """Call ``work`` in a copy of this process.
+
+    Args:
+        work: called in the copy with a function that sends a line of text home; its result and what it raises are
+            pickled.
+        progress: called here with these lines.
+
+    Returns:
+        The result of ``work``.
+
+    Raises:
+        ForkRefusedError: there is no fork on this system, or the work cannot be done in one.
+        UnsupportedStepError: the copy died or hung.
+        Exception: what ``work`` raised; its traceback in the copy is the error's cause.
+
+    Example:
+        >>> seen = []
+        >>> run_in_fork(lambda _progress: seen.append(1) or len(seen)), seen
+        (1, [])
+    """
+    if not can_fork():
+        raise ForkRefusedError(_("this system cannot copy a process (fork)"))
+    here, there = Pipe(duplex=False)
+    with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        try:
+            process = os.fork()
+        except OSError as error:
+            raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
+    if process == 0:
+        here.close()
+        _work_in_copy(work, there)
+    there.close()
+    with here:
+        kind, value = _answer(here, process, progress or (lambda _line: None))
+    if kind == "error":
+        caught, text = value
+        if any(part in str(caught) for part in _REFUSED_IN_FORKS):
+            raise ForkRefusedError(str(caught))
+        raise caught from _RemoteTraceback(text)
+    return pickle.loads(value)  # type: ignore[no-any-return]  # noqa: S301 - from our own copy
+
+
+# --- in the copy ---------------------------------------------------------------------------------------------------
+
+
+def _work_in_copy(work: Callable[[Progress], Any], home: Connection) -> None:
+    """Do the work, send what came of it, and end without the exit handlers of the process."""
+    code = 1
+    try:
+        renew_in_copy()
+        gc.freeze()  # finalizers of the original's objects are not run here
+        _isolation.isolate(home.fileno())
+        home.send(_outcome(work, home))
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing of a copy may go on in the original's name
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _outcome(work: Callable[[Progress], Any], home: Connection) -> tuple[str, Any]:
+    try:
+        return "value", pickle.dumps(work(lambda line: home.send(("progress", line))))
+    except SystemExit as ended:
+        error: Exception = UnsupportedStepError(
+            _("the training's own code ended the process (exit code {code})", code=ended.code)
+        )
+        return "error", (error, traceback.format_exc())
+    except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
+        text = "".join(traceback.format_exception(caught))
+        return "error", (_picklable(caught), text)
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error, or one of its name and words where it does not survive pickling."""
+    with contextlib.suppress(Exception):  # constructors of the user's errors may raise anything
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        if type(again) is type(error) and str(again) == str(error):
+            return error
+    words = f"{type(error).__name__}: {error}"
+    known: Any = next((base for base in type(error).__mro__ if base.__module__ == "builtins"), Exception)
+    with contextlib.suppress(TypeError):  # UnicodeDecodeError and the like want other arguments
+        return cast("Exception", known(words))
+    return RuntimeError(words)
+
+
+# --- in the original -----------------------------------------------------------------------------------------------
+
+
+def _answer(pipe: Connection, process: int, progress: Progress) -> tuple[str, Any]:
+    """The copy's last message; the copy is gone afterwards."""
+    try:
+        for kind, value in _messages(pipe, process):
+            if kind != "progress":
+                return kind, value
+            progress(value)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        pass  # it died
+    finally:
+        # One that has answered ends by itself at once: nothing is lost by not waiting for it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if code < 0:
+        raise UnsupportedStepError(
+            _("the copy of the process that looked at the training was killed by signal {number}", number=-code)
+        )
+    raise UnsupportedStepError(
+        _("the copy of the process that looked at the training ended with exit code {code}", code=code)
+    )
+
+
+def _messages(pipe: Connection, process: int) -> Iterator[tuple[str, Any]]:
+    """Messages as they arrive.
+
+    Raises:
+        UnsupportedStepError: none arrives any more.
+    """
+    begun = busy = time.monotonic()
+    worked = _processor_seconds(process)
+    while True:
+        if pipe.poll(_LOOK_SECONDS):
+            yield pipe.recv()
+            busy = time.monotonic()
+            continue
+        now, used = time.monotonic(), _processor_seconds(process)
+        if used is None or worked is None or used > worked:
+            busy, worked = now, used
+        if now - busy > IDLE_SECONDS or now - begun > MOST_SECONDS:
+            raise UnsupportedStepError(
+                _(
+                    "the copy of the process that looked at the training did not answer for {seconds} s (it may wait "
+                    "for a lock that a thread of the original holds)",
+                    seconds=f"{now - busy if now - busy > IDLE_SECONDS else MOST_SECONDS:.0f}",
+                )
+            )
+
+
+def _processor_seconds(process: int) -> float | None:
+    """Seconds of processor time that a process has used; None where the system does not say."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
