@@ -85,7 +85,7 @@ class VramGuard(CallbackBase):
         grow: bool = False,
         target_utilization: float = 0.8,
         lr_rule: str = "linear",
-        loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean",
+        loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] = "auto",
         *,
         pin: Mapping[str, Any] | None = None,
         blocks: Iterable[str] | None = None,
@@ -93,6 +93,7 @@ class VramGuard(CallbackBase):
         recover: bool = True,
         max_recoveries: int = 8,
         remember: bool = True,
+        proof_seconds: float = 20.0,
         monitor: float | None = None,
     ) -> None:
         super().__init__()
@@ -112,6 +113,7 @@ class VramGuard(CallbackBase):
             recover=recover,
             max_recoveries=max_recoveries,
             remember=remember,
+            proof_seconds=proof_seconds,
             monitor=monitor,
         )
         self.plan: Plan | None = None
@@ -128,7 +130,7 @@ class VramGuard(CallbackBase):
         if stage != "fit" or self is not _first_guard(trainer) or self._guard is not None or disabled():
             return
         self.plan, self._logged = None, False
-        training = LightningTraining(trainer, pl_module, self.settings.loss_weight)
+        training = LightningTraining(trainer, pl_module)
         guard = self._guard = Guard(training, self.settings)
         lightnings_own = trainer.strategy.setup
 
@@ -219,7 +221,7 @@ def _armed(trainer: Trainer, module: LightningModule, guard: Guard) -> Session:
         schedule=MicroBatchSchedule(
             None if splitter is None else splitter.micro_batch_size, None if plan is None else plan.batch_size
         ),
-        loss_weight=guard.settings.loss_weight,
+        loss_weight=guard.loss_weight,
         most=guard.settings.max_recoveries,
         log=guard.training.warn,
         prediction_text=guard.prediction,

@@ -16,9 +16,10 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
+from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import _namespaces, _refusals, _trainer_proxy
+from vram_guard_lightning import _namespaces, _refusals, _rehearsal, _trainer_proxy
 from vram_guard_lightning._sample import read
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
+    from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: ARG002, SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -49,6 +51,19 @@ class Captured(CapturedTraining):
         view = _view(self.trainer, self.sample)
         with random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view):
             yield
+
+    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
+        """See :mod:`vram_guard_lightning._rehearsal`."""
+        return _rehearsal.rehearse(self.trainer, self.model, self.distinct_batch, rehearsal)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """As training_step returns it, which gets the batch as Lightning would hand it over."""
+        before = _hook_owner(self.trainer, self.model, "on_before_batch_transfer")
+        with self.symbolic_run():
+            loss = scalar_loss(self.step.loss(self.model, before.on_before_batch_transfer(batch, 0)))
+        if loss is None:
+            raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
+        return loss
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_lightning._refusals`."""

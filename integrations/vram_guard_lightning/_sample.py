@@ -45,6 +45,7 @@ def read(loaders: Any) -> Sample:
         batch_size=sizes.pop(),
         dataset_size=max(known, default=None),
         loader=loaders,
+        distinct=lambda size: pytree.tree_unflatten([sample.distinct(size) for sample in samples], structure),
         growable=next((sample.growable for sample in samples if sample.growable), ""),
         notes=tuple(dict.fromkeys(note for sample in samples for note in sample.notes)),
     )

@@ -47,10 +47,9 @@ class Ranks:
 class LightningTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, loss_weight: LossWeight) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer = trainer
         self.module = module
-        self.loss_weight = loss_weight
         self.ranks = Ranks(trainer)
 
     @property
@@ -83,9 +82,9 @@ class LightningTraining:
         """See :func:`vram_guard_lightning._recovery.why_not`: batches are cut when memory runs out, if they can be."""
         return _recovery.why_not(self.trainer, self.module)
 
-    def apply(self, decision: Decision, applied: Applied) -> None:
+    def apply(self, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
         """See :func:`vram_guard_lightning._apply.before_setup`."""
-        _apply.before_setup(self.trainer, decision, self.loss_weight, applied)
+        _apply.before_setup(self.trainer, decision, loss_weight, applied)
         if decision.plan.learning_rate_factor != self.learning_rate_factor(decision.plan):
             applied.notes.append(_("learning rates are not scaled: LearningRateFinder finds them for the larger batch"))
 

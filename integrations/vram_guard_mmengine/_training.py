@@ -23,6 +23,7 @@ from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
 
 if TYPE_CHECKING:
+    from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.forks.fork import Progress
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
@@ -82,7 +83,7 @@ class RunnerTraining:
         """See :func:`vram_guard_mmengine._recovery.why_not`."""
         return refused.get("accumulate", "") or _recovery.why_not(self.runner)
 
-    def apply(self, decision: Decision, applied: Applied) -> None:
+    def apply(self, decision: Decision, _loss_weight: LossWeight, applied: Applied) -> None:
         """Precision, batch size and the optimizer's form: the runner builds its parts from them."""
         runner, plan = self.runner, decision.plan
         if plan.precision != plan.precision_before:

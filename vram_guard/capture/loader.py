@@ -38,6 +38,8 @@ class Sample:
     """Samples of the data set; None for streams."""
     loader: Any
     """The loader that was read."""
+    distinct: Callable[[int], Any]
+    """size -> a batch of so many different samples, from all over the data set; call it in a copy of the process."""
     growable: str = ""
     """The reason for which the loader's batch size cannot be changed; "" where it can."""
     notes: tuple[str, ...] = ()
@@ -75,7 +77,12 @@ def _read_map(loader: Any, endless: bool) -> Sample:
             )
         )
     samples, note = _representative(lambda index: loader.dataset[index], length, size)
-    return Sample(_collated(loader, samples), size if endless else min(size, length), length, loader, growable, note)
+
+    def distinct(count: int) -> Any:
+        return loader.collate_fn([loader.dataset[number * length // count] for number in range(count)])
+
+    size = size if endless else min(size, length)
+    return Sample(_collated(loader, samples), size, length, loader, distinct, growable, note)
 
 
 def _batch_size(loader: Any) -> tuple[int, str]:
@@ -98,7 +105,11 @@ def _read_stream(loader: Any) -> Sample:
     if not few:
         raise UnsupportedStepError(_("the train dataset is a stream that delivers no sample"))
     samples, note = _representative(_Appending(few, stream), sys.maxsize, size)
-    return Sample(_collated(loader, samples), size, None, loader, "", note)
+
+    def distinct(count: int) -> Any:
+        return loader.collate_fn(list(islice(iter(_copied(loader.dataset)), count)))
+
+    return Sample(_collated(loader, samples), size, None, loader, distinct, "", note)
 
 
 class _Appending:
@@ -187,7 +198,7 @@ def _read_ready_batches(loader: Any, source: Any) -> Sample:
         batch = loader.collate_fn(batch) if isinstance(loader, DataLoader) else batch
     size = microbatch.batch_size(batch)
     reason = _("the loader delivers ready batches (batch_size=None), whose size it does not decide")
-    return Sample(lambda wanted: resized(batch, wanted), size, None, loader, reason)
+    return Sample(lambda wanted: resized(batch, wanted), size, None, loader, lambda count: resized(batch, count), reason)
 
 
 def set_batch_size(loader: Any, size: int) -> None:

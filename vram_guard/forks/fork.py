@@ -62,13 +62,16 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and sys.platform != "darwin"
 
 
-def run_in_fork(work: Callable[[Progress], T], progress: Progress | None = None) -> T:
+def run_in_fork(
+    work: Callable[[Progress], T], progress: Progress | None = None, *, most_seconds: float = MOST_SECONDS
+) -> T:
     """Call ``work`` in a copy of this process.
 
     Args:
         work: called in the copy with a function that sends a line of text home; its result and what it raises are
             pickled.
         progress: called here with these lines.
+        most_seconds: when to give up.
 
     Returns:
         The result of ``work``.
@@ -99,7 +102,7 @@ def run_in_fork(work: Callable[[Progress], T], progress: Progress | None = None)
         _work_in_copy(work, there)
     there.close()
     with here:
-        kind, value = _answer(here, process, progress or (lambda _line: None))
+        kind, value = _answer(here, process, progress or (lambda _line: None), most_seconds)
     if kind == "error":
         caught, text = value
         if any(part in str(caught) for part in _REFUSED_IN_FORKS):
@@ -156,10 +159,10 @@ def _picklable(error: Exception) -> Exception:
 # --- in the original -----------------------------------------------------------------------------------------------
 
 
-def _answer(pipe: Connection, process: int, progress: Progress) -> tuple[str, Any]:
+def _answer(pipe: Connection, process: int, progress: Progress, most_seconds: float) -> tuple[str, Any]:
     """The copy's last message; the copy is gone afterwards."""
     try:
-        for kind, value in _messages(pipe, process):
+        for kind, value in _messages(pipe, process, most_seconds):
             if kind != "progress":
                 return kind, value
             progress(value)
@@ -179,7 +182,7 @@ def _answer(pipe: Connection, process: int, progress: Progress) -> tuple[str, An
     )
 
 
-def _messages(pipe: Connection, process: int) -> Iterator[tuple[str, Any]]:
+def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[tuple[str, Any]]:
     """Messages as they arrive.
 
     Raises:
@@ -195,12 +198,12 @@ def _messages(pipe: Connection, process: int) -> Iterator[tuple[str, Any]]:
         now, used = time.monotonic(), _processor_seconds(process)
         if used is None or worked is None or used > worked:
             busy, worked = now, used
-        if now - busy > IDLE_SECONDS or now - begun > MOST_SECONDS:
+        if now - busy > IDLE_SECONDS or now - begun > most_seconds:
             raise UnsupportedStepError(
                 _(
                     "the copy of the process that looked at the training did not answer for {seconds} s (it may wait "
                     "for a lock that a thread of the original holds)",
-                    seconds=f"{now - busy if now - busy > IDLE_SECONDS else MOST_SECONDS:.0f}",
+                    seconds=f"{now - busy if now - busy > IDLE_SECONDS else most_seconds:.0f}",
                 )
             )
 

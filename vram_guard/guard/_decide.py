@@ -12,6 +12,9 @@ from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
+from vram_guard.plan.techniques import TECHNIQUES
+from vram_guard.proof.loss_graph import LossGraph
+from vram_guard.proof.prove import Proof, prove
 from vram_guard.watch.corrections import Corrections, subject
 
 if TYPE_CHECKING:
@@ -100,24 +103,53 @@ def decide_alone(
         UnsupportedStepError: the step cannot be predicted, or a pin asks for what cannot be done here.
     """
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
+    graph = LossGraph(step)
+    captured = replace(captured, step=graph.step)
     about = None if gpu is None else subject(captured.model, step.precision, gpu)
     known = Corrections().factor(about) if settings.remember and about is not None else 1.0
     refusals = (Refusal("accumulate", why_not_split(make)), *captured.refusals(settings))
     refused = {technique: reason for technique, reason in refusals if reason}
-    plan = _plan(captured, settings, budget, refused, known, progress)
-    objection = captured.objection(plan)
-    if objection is not None:
-        refused[objection.technique] = objection.reason
-        plan = _plan(captured, settings, budget, refused, known, progress)
+    plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     notes = [*captured.notes, *(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
+    notes += [proof.words] if proof.words else []
     splitter = spare = None
     if "accumulate" not in refused:
         spare = splitter_of(make, plan.batch_size, plan.micro_batch_size)
     if plan.splits > 1:
         splitter = spare
-        notes += splitting_notes(captured.model, settings.loss_weight, make, size)
-    return Decision(plan, tuple(notes), splitter, spare, about, refused)
+        notes += splitting_notes(captured.model, settings.said_loss_weight or "sum", make, size)
+    weight, unproven = proof.loss_weight, ""
+    if splitter is None and settings.may_recover and settings.said_loss_weight is None:
+        with captured.symbolic_run():
+            weight, unproven = graph.reduction(size)
+    return Decision(plan, tuple(notes), splitter, spare, about, refused, weight, unproven)
+
+
+def _proven_plan(
+    captured: CapturedTraining,
+    settings: GuardSettings,
+    budget: Budget,
+    refused: dict[str, str],
+    correction: float,
+    graph: LossGraph,
+    progress: Progress,
+) -> tuple[Plan, Proof]:
+    """The best plan that is known to leave what is learned as it was; techniques that do not are refused on the way."""
+    for _technique in range(len(TECHNIQUES)):
+        plan = _plan(captured, settings, budget, refused, correction, progress)
+        objection = captured.objection(plan)
+        if objection is not None:
+            refused[objection.technique] = objection.reason
+            continue
+        if settings.mode != "fit" or not plan.fits or not plan.changed:
+            return plan, Proof("")
+        progress(_("running one step on a few samples, as written and as planned"))
+        proof = prove(captured, plan, graph, settings.said_loss_weight, settings.proof_seconds)
+        if isinstance(proof, Proof):
+            return plan, proof
+        refused[proof.technique] = proof.reason
+    raise UnsupportedStepError(_("no technique is left: {reasons}", reasons="; ".join(refused.values())))
 
 
 def _plan(

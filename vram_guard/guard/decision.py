@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.apply.microbatch import Splitter
     from vram_guard.plan import Plan
     from vram_guard.watch.corrections import Subject
@@ -28,3 +29,7 @@ class Decision:
     """What the first steps' measurement is remembered under; None where PyTorch counts no memory."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Technique -> why this training does not admit it."""
+    loss_weight: LossWeight | None = None
+    """Of micro-batches, as it was found out; None: as the settings say."""
+    unproven: str = ""
+    """Why batches may not be cut after an out-of-memory error, though they could be; "" where they may."""

@@ -15,6 +15,7 @@ from vram_guard.watch.measured import STEPS, Measured
 from vram_guard.watch.memory import reader_for
 
 if TYPE_CHECKING:
+    from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.guard.decision import Decision
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.guard.training import Training
@@ -44,6 +45,12 @@ class Guard:
         self.no_recovery = _("it has not begun")
         self.rates_contain = 1.0
         self._left_alone = training.why_left_alone() if settings.mode == "fit" else ""
+
+    @property
+    def loss_weight(self) -> LossWeight:
+        """How losses of micro-batches are weighed."""
+        found = None if self.decision is None else self.decision.loss_weight
+        return found or self.settings.said_loss_weight or "mean"
 
     @property
     def may_change(self) -> bool:
@@ -81,7 +88,7 @@ class Guard:
             estimate = plan.estimate if self.changes else plan.before
             self.first_steps = FirstSteps.begin(reader, decision.about, estimate, remember=settings.remember)
         if self.changes:
-            training.apply(decision, self.applied)
+            training.apply(decision, self.loss_weight, self.applied)
         training.report(plan, self._report_lines(decision), applied=self.changes)
         warning = judge(plan, settings.mode)
         if warning:
@@ -105,6 +112,13 @@ class Guard:
             return _("it is switched off")
         if "accumulate" not in self.settings.techniques:
             return _("smaller micro-batches are not allowed")
+        if self.settings.said_loss_weight is None and self.decision is None:
+            return _("how the loss is weighed in micro-batches is not known; say it with loss_weight")
+        if self.decision is not None and self.decision.unproven:
+            return _(
+                "the loss is not known to be a mean or a sum over the samples ({why}); say how with loss_weight",
+                why=self.decision.unproven,
+            )
         plan = self.plan
         if plan is not None and plan.fits and (plan.recipe.parameters_on_host or plan.recipe.optimizer_on_host):
             return _("weights or optimizer state on the host are changed while backward and the step still run")

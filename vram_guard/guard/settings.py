@@ -18,6 +18,8 @@ from vram_guard.step import checked_count
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from vram_guard.apply.loss_weight import LossWeight
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
@@ -115,14 +117,16 @@ class GuardSettings(PlanSettings):
         mode: "fit": where the step does not fit, the smallest change that makes it fit is applied. "report": nothing is
             changed and nothing raised. "strict": nothing is changed; a step that does not fit as written, or cannot be
             predicted, raises.
-        loss_weight: what the loss is over the samples of a batch. "mean": their mean, as torch's losses are; "sum":
-            their sum; or a function ``batch -> count`` where it is the mean over something else, such as labels that
-            are not ignored.
+        loss_weight: what the loss is over the samples of a batch. "auto": it is found out and proven, and where it
+            cannot be, batches are not cut; "mean": their mean; "sum": their sum; or a function ``batch -> count`` where
+            it is the mean over something else, such as labels that are not ignored.
         pin: parts of the plan that are fixed, see :class:`vram_guard.plan.Pins`.
         blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
         recover: in mode "fit", go on after a real out-of-memory error: the batch that failed is rolled back and runs
             again in smaller micro-batches. Under DDP gradients are then averaged after backward, not during it.
         max_recoveries: how many such errors a training is taken through before it stops.
+        proof_seconds: what running one optimizer step on a few samples, as written and under the plan, may take on the
+            CPU; where it would take longer, the graph of the loss has to prove the plan. 0: it always has to.
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
 
@@ -131,13 +135,14 @@ class GuardSettings(PlanSettings):
     """
 
     mode: Mode = "fit"
-    loss_weight: Literal["mean", "sum"] | Callable[[Any], Any] = "mean"
+    loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] = "auto"
     pin: Mapping[str, Any] | Pins | None = None
     blocks: Iterable[str] | None = None
     """A tuple after the check."""
     recover: bool = True
     max_recoveries: int = 8
     remember: bool = True
+    proof_seconds: float = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,9 +150,23 @@ class GuardSettings(PlanSettings):
         check_loss_weight(self.loss_weight)
         check_switches(recover=self.recover, remember=self.remember)
         checked_count("max_recoveries", self.max_recoveries)
+        if isinstance(self.proof_seconds, bool) or not 0 <= self.proof_seconds < float("inf"):
+            raise InvalidInputError(
+                _("proof_seconds must be 0 or more seconds, not {value}", value=repr(self.proof_seconds))
+            )
         self._keep("pin", self.pins)
         if self.blocks is not None:
             self._keep("blocks", (self.blocks,) if isinstance(self.blocks, str) else tuple(self.blocks))
+
+    @property
+    def said_loss_weight(self) -> LossWeight | None:
+        """How the user said that the losses of micro-batches are weighed; None: it is to be found out."""
+        return None if self.loss_weight == "auto" else self.loss_weight  # type: ignore[return-value]
+
+    @property
+    def may_recover(self) -> bool:
+        """True if batches may be cut after an out-of-memory error, as far as the settings go."""
+        return self.mode == "fit" and self.recover and "accumulate" in self.techniques
 
     @property
     def pins(self) -> Pins:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vram_guard.guard.refusals import Refusal
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.capture.loader import Sample
     from vram_guard.forks.fork import Progress
     from vram_guard.guard._ranks import Ranks
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.decision import Decision
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
+    from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.step import TrainingStep
 
 
@@ -44,6 +46,26 @@ class CapturedTraining(ABC):
     @abstractmethod
     def refusals(self, settings: GuardSettings) -> Iterable[Refusal]:
         """Techniques that this training does not admit; those with an empty reason are possible."""
+
+    @abstractmethod
+    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
+        """Run one optimizer step for real on the CPU; called in a copy of the process, of which nothing is kept.
+
+        Raises:
+            Exception: whatever the user's code raises, or the framework.
+        """
+
+    @abstractmethod
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """The loss of a loaded batch, on the CPU, with its graph; called in a copy of the process.
+
+        Raises:
+            Exception: whatever the user's code raises.
+        """
+
+    def distinct_batch(self, samples: int) -> Any:
+        """A batch of so many different samples, as the loader delivers it; called in a copy of the process."""
+        return self.sample.distinct(samples)
 
     def objection(self, plan: Plan) -> Refusal | None:  # noqa: ARG002 - for those who know one
         """A technique of the plan that only the trace has shown to be impossible."""
@@ -81,7 +103,7 @@ class Training(Protocol):
             refused: technique -> why it is not possible.
         """
 
-    def apply(self, decision: Decision, applied: Applied) -> None:
+    def apply(self, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
         """Put the decision's plan into the framework's objects, as far as that is possible before they are set up."""
 
     def learning_rate_factor(self, plan: Plan) -> float:

@@ -66,10 +66,10 @@ def check_loss_weight(loss_weight: object) -> None:
     Raises:
         InvalidInputError: it is neither a known word nor a function.
     """
-    if not callable(loss_weight) and loss_weight not in ("mean", "sum"):
+    if not callable(loss_weight) and loss_weight not in ("auto", "mean", "sum"):
         value = repr(loss_weight)
         raise InvalidInputError(
-            _("loss_weight must be 'mean', 'sum' or a function of the batch, not {value}", value=value)
+            _("loss_weight must be 'auto', 'mean', 'sum' or a function of the batch, not {value}", value=value)
         )
 
 

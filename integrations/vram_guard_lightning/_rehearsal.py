@@ -1,0 +1,170 @@
+"""One optimizer step of a Trainer, run for real on the CPU in a copy of its process, through Lightning's own loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.proof.rehearsal import Rehearsal, Rehearsed, RehearsedStep
+from vram_guard_lightning import _apply, _closure, _namespaces
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
+
+#: Callbacks of Lightning's own that watch, report or save: what they do is no part of a step.
+WATCHING = (
+    "callbacks.Checkpoint",
+    "callbacks.EarlyStopping",
+    "callbacks.ProgressBar",
+    "callbacks.Timer",
+    "callbacks.LearningRateMonitor",
+    "callbacks.LearningRateFinder",
+    "callbacks.BatchSizeFinder",
+    "callbacks.DeviceStatsMonitor",
+    "callbacks.ModelSummary",
+    "callbacks.throughput_monitor.ThroughputMonitor",
+)
+
+#: Hooks that Lightning calls once for a loaded batch or an optimizer step.
+COUNTED = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step", "backward"),
+    *("configure_gradient_clipping", "lr_scheduler_step"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+
+#: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
+MOST_ACCUMULATED = 2
+
+
+class _SteppedSignal(BaseException):
+    """Ends the loop after its first optimizer step."""
+
+
+def rehearse(
+    trainer: Trainer, module: LightningModule, make_batch: Callable[[int], Any], rehearsal: Rehearsal
+) -> Rehearsed:
+    """Run the step; what is done to the Trainer is not undone.
+
+    Args:
+        trainer: of the copy, whose strategy is not set up yet.
+        module: that it trains.
+        make_batch: number of samples -> a batch of the user's loader.
+        rehearsal: how it is run.
+
+    Raises:
+        Exception: whatever the user's code or Lightning raises.
+    """
+    namespace = _namespaces.of(trainer)
+    closed = tuple(_namespaces.part(namespace, path) for path in ("trainer.trainer.Trainer", "callbacks.Callback"))
+    step = RehearsedStep(module, rehearsal, closed=closed)
+    _on_cpu(trainer, module, double=rehearsal.double)
+    _quiet(trainer)
+    batch = make_batch(rehearsal.samples)
+    loop: Any = trainer.fit_loop
+    loop._data_source = type(loop._data_source)(_Batches(batch), "")
+    loop._combined_loader = None
+    trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, MOST_ACCUMULATED)
+    stop = _Stop(step)
+    trainer.callbacks.append(_callback(namespace, stop))  # type: ignore[attr-defined]
+    if rehearsal.splitter is not None:
+        step.applied.callback(_closure.install(trainer, rehearsal.splitter, rehearsal.loss_weight))
+    strategy: Any = trainer.strategy
+    strategy.setup(trainer)
+    _apply.after_setup(trainer, rehearsal.recipe, step.applied)
+    step.follow(getattr(optimizer, "optimizer", optimizer) for optimizer in strategy.optimizers)
+    _count(step, trainer, module)
+    _mark_forwards(step, module)
+    call: Any = import_module(f"{namespace.__name__}.trainer.call")
+    call._call_callback_hooks(trainer, "on_fit_start")
+    call._call_lightning_module_hook(trainer, "on_fit_start")
+    try:
+        step.begin()
+        loop.run()
+    except _SteppedSignal:
+        return step.result(logged={name: value for name, value in trainer.callback_metrics.items()})
+    raise UnsupportedStepError(_("the loop ended before an optimizer step"))
+
+
+class _Batches:
+    """The same batch for as long as the loop asks for one."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._batch] * len(self))
+
+    def __len__(self) -> int:
+        return 1000
+
+
+def _on_cpu(trainer: Trainer, module: LightningModule, *, double: bool) -> None:
+    """Another strategy, for one process without a GPU."""
+    part = functools.partial(_namespaces.part, _namespaces.of(trainer))
+    precision = part("plugins.precision.DoublePrecision" if double else "plugins.precision.Precision")()
+    accelerator = part("accelerators.CPUAccelerator")()
+    strategy = part("strategies.SingleDeviceStrategy")("cpu", accelerator=accelerator, precision_plugin=precision)
+    trainer._accelerator_connector.strategy = strategy
+    strategy.connect(module)
+    strategy.setup_environment()
+
+
+def _quiet(trainer: Trainer) -> None:
+    """Nothing is validated, saved, shown or written down."""
+    trainer.callbacks = [  # type: ignore[attr-defined]
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if not any(_namespaces.is_a(callback, path) for path in WATCHING)
+        and type(callback).__module__.partition(".")[0] != "vram_guard_lightning"
+    ]
+    trainer.loggers = []
+    trainer.limit_val_batches = 0
+    trainer.num_sanity_val_steps = 0
+
+
+class _Stop:
+    """Ends the run once every optimizer has stepped, when the batch's hooks have run."""
+
+    def __init__(self, step: RehearsedStep) -> None:
+        self._step = step
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        if self._step.stepped:
+            raise _SteppedSignal
+
+
+def _callback(namespace: Any, stop: _Stop) -> Any:
+    """A callback of the Trainer's own namespace, called last."""
+    return type("StopAfterStep", (namespace.Callback,), {"on_train_batch_end": lambda _self, *_args, **_kwargs: stop()})()
+
+
+def _count(step: RehearsedStep, trainer: Trainer, module: LightningModule) -> None:
+    """The hooks that user code has overridden."""
+    owners = [module, *trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]  # type: ignore[attr-defined]
+    for owner in owners:
+        names = [name for name in COUNTED if hasattr(type(owner), name) and _is_users(getattr(type(owner), name))]
+        step.count_calls(owner, names, "" if owner is module else f"{type(owner).__name__}.")
+
+
+def _is_users(method: Any) -> bool:
+    known = ("lightning", "pytorch_lightning", "vram_guard_lightning")
+    return (getattr(method, "__module__", None) or "").partition(".")[0] not in known
+
+
+def _mark_forwards(step: RehearsedStep, module: LightningModule) -> None:
+    """Each call of training_step is one pass over a batch or a micro-batch."""
+    training_step = module.training_step
+
+    @functools.wraps(training_step)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        step.forward_begins(args[0] if args else kwargs.get("batch"))
+        return training_step(*args, **kwargs)
+
+    step.applied.replace(module, "training_step", marked)

@@ -1,0 +1,247 @@
+"""Proof that a plan leaves what is learned as it was: by running one optimizer step, or by the graph of the loss."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vram_guard.apply.microbatch import Layout, Splitter, probe_layout
+from vram_guard.apply.normalisers import Normaliser, find_normaliser
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.forks.fork import run_in_fork
+from vram_guard.language import _
+from vram_guard.proof.differences import Difference, Kind, differences
+from vram_guard.proof.observed import Observed
+from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+
+if TYPE_CHECKING:
+    from vram_guard.apply.loss_weight import LossWeight
+    from vram_guard.guard.training import CapturedTraining
+    from vram_guard.plan import Plan
+    from vram_guard.proof.loss_graph import LossGraph
+
+#: Samples of a rehearsed batch: two and two against four. One more where micro-batches have different sizes.
+SAMPLES = 4
+
+#: A rehearsal's arithmetic, against that of the trace: half precision's step is rehearsed in double precision, and a
+#: single thread reaches about half of its speed in matrix products in the other operators of a step.
+_OVERHEAD = 2.0
+
+#: Differences that another weight of the micro-batches' losses may take away.
+_OF_WEIGHTS = (Kind.GRADIENT, Kind.WEIGHT, Kind.LOSS, Kind.LOGGED, Kind.ATTRIBUTE, Kind.BUFFER)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How it is known that the plan leaves what is learned as it was."""
+
+    words: str
+    """For a reader of the prediction; "" where nothing was to be proven."""
+    loss_weight: LossWeight | None = None
+    """Of micro-batches, where it was found out; None: as the user said."""
+
+
+@dataclass(frozen=True)
+class Disproof:
+    """Why a technique must not be used."""
+
+    technique: str
+    reason: str
+
+
+class _NotRun(Exception):  # noqa: N818 - an outcome
+    """The step as written cannot be rehearsed; says why."""
+
+
+def prove(
+    captured: CapturedTraining, plan: Plan, graph: LossGraph, loss_weight: LossWeight | None, seconds: float
+) -> Proof | Disproof:
+    """Proof that micro-batches and checkpointed blocks of a plan leave what is learned as it was.
+
+    Args:
+        captured: the training, in a copy of its process.
+        plan: that changes it.
+        graph: of its loss.
+        loss_weight: as the user said; None: to be found out.
+        seconds: that a rehearsal may take; where it would take longer, the graph of the loss has to prove it.
+    """
+    return _Prover(captured, plan, graph, loss_weight, seconds).verdict()
+
+
+class _Prover:
+    def __init__(
+        self, captured: CapturedTraining, plan: Plan, graph: LossGraph, loss_weight: LossWeight | None, seconds: float
+    ) -> None:
+        self._captured = captured
+        self._graph = graph
+        self._said = loss_weight
+        self._seconds = seconds
+        self._plan = plan
+        self._splits = plan.splits > 1
+        self._recipe = AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint)
+
+    def verdict(self) -> Proof | Disproof:
+        if not self._splits and not self._recipe:
+            return Proof("")
+        try:
+            return self._by_running()
+        except _NotRun as reason:
+            return self._by_graph(str(reason))
+
+    # --- by running ------------------------------------------------------------------------------------------------
+
+    def _by_running(self) -> Proof | Disproof:
+        samples = min(self._plan.batch_size, SAMPLES)
+        even = self._plan.batch_size % self._plan.micro_batch_size == 0
+        if self._splits and not even and self._plan.batch_size > SAMPLES:
+            samples += 1
+        needed = self._needed(samples)
+        if needed > self._seconds:
+            raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
+        layout = self._layout()
+        written = self._as_written(Rehearsal(samples, samples, layout), needed)
+        whole, way = written
+        weights = self._weights(way) if self._splits else [self._said or "mean"]
+        found: tuple[Difference, ...] = ()
+        for weight in weights:
+            changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
+            found = self._differences(whole, changed)
+            if not found or not all(one.kind in _OF_WEIGHTS for one in found):
+                break
+        if not found:
+            return Proof(self._words(samples, weight), None if self._said is not None else weight)
+        return self._blamed(whole, way, weight, found)
+
+    def _needed(self, samples: int) -> float:
+        """Seconds that two rehearsals take, by the trace's own count of operations."""
+        timeline = self._plan.timeline_before
+        if timeline is None:
+            return 0.0
+        operations = sum(item.flops.base + item.flops.per_sample * samples for item in timeline.work)
+        return 2 * _OVERHEAD * operations / _operations_per_second()
+
+    def _layout(self) -> Layout | None:
+        try:
+            return probe_layout(self._captured.sample.make)
+        except UnsupportedStepError:
+            return None
+
+    def _micro(self, samples: int) -> int:
+        return -(-samples // 2) if self._splits else samples
+
+    def _as_written(self, rehearsal: Rehearsal, needed: float) -> tuple[Rehearsed, Rehearsal]:
+        """The step as written, in double precision where that runs and in single precision elsewhere."""
+        problem = ""
+        for double in (True, False):
+            way = rehearsal.with_(double=double)
+            try:
+                whole = self._run(way, needed)
+            except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+                problem = problem or f"{type(error).__name__}: {error}"
+                continue
+            if not whole.observed.is_telling:
+                raise _NotRun(_("the step on a few samples has no gradient to compare"))
+            return whole, way.with_(draws=whole.draws)
+        raise _NotRun(_("one step as written does not run on the CPU ({problem})", problem=problem))
+
+    def _run(self, way: Rehearsal, needed: float = 0.0) -> Rehearsed:
+        return run_in_fork(
+            lambda _progress: self._captured.rehearse(way), most_seconds=10 * max(self._seconds, needed, 1.0)
+        )
+
+    def _weights(self, way: Rehearsal) -> list[LossWeight]:
+        """Weights to be tried: what the graph of the loss says, which also holds where these samples do not show it."""
+        if self._said is not None:
+            return [self._said]
+
+        def look(_progress: object) -> LossWeight | None:
+            batch = self._captured.distinct_batch(way.samples)
+            parts = Splitter(way.samples, self._micro(way.samples), layout=way.layout).split(batch)
+            return find_normaliser(self._captured.loss_of, batch, parts)[0]
+
+        try:
+            found = run_in_fork(look)
+        except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal shows what holds
+            found = None
+        return ["mean"] if found is None else [found]
+
+    def _differences(self, whole: Rehearsed, changed: Rehearsal) -> tuple[Difference, ...]:
+        try:
+            ran = self._run(changed)
+        except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+            return (Difference(Kind.HOOK, "", 1.0, None, f"{type(error).__name__}: {error}"),)
+        return _compared(whole.observed, ran.observed, double=changed.double)
+
+    def _blamed(
+        self, whole: Rehearsed, way: Rehearsal, weight: LossWeight, found: tuple[Difference, ...]
+    ) -> Proof | Disproof:
+        """The technique that makes the difference; where the user said how the loss is weighed, a note of it."""
+        technique = "accumulate" if self._splits else "checkpoint"
+        if self._splits and self._recipe:
+            alone = self._differences(whole, way.with_(recipe=self._recipe))
+            if alone:
+                technique, found = "checkpoint", alone
+        words = _in_words(found, way.samples)
+        if technique == "accumulate" and self._said is not None:
+            return Proof(_("micro-batches as you said (loss_weight); {difference}", difference=words))
+        return Disproof(technique, words)
+
+    def _words(self, samples: int, weight: LossWeight) -> str:
+        said = _("proven by running {count} samples: the step learns the same", count=samples)
+        if isinstance(weight, Normaliser):
+            said += _("; micro-batches are weighed by {count}", count=weight.words())
+        elif self._said is not None and self._splits:
+            said += _("; micro-batches are weighed as you said")
+        return said
+
+    # --- by the graph of the loss ----------------------------------------------------------------------------------
+
+    def _by_graph(self, reason: str) -> Proof | Disproof:
+        if not self._splits:
+            return Proof(
+                _("not proven by running ({reason}); the trace found nothing that checkpointing changes", reason=reason)
+            )
+        if self._said is not None:
+            return Proof(_("micro-batches as you said (loss_weight)"))
+        with self._captured.symbolic_run():
+            kind, why = self._graph.reduction(self._plan.batch_size)
+        if kind is None:
+            return Disproof(
+                "accumulate",
+                _(
+                    "the loss is not known to be a mean or a sum over the samples ({why}), and {reason}; say how with "
+                    "loss_weight",
+                    why=why,
+                    reason=reason,
+                ),
+            )
+        return Proof(_("proven by the loss graph: a {kind} over the samples", kind=kind), kind)
+
+
+def _compared(one: Observed, other: Observed, *, double: bool) -> tuple[Difference, ...]:
+    return differences(one, other, dtype=torch.float64 if double else torch.float32)
+
+
+def _in_words(found: tuple[Difference, ...], samples: int) -> str:
+    worst = found[0]
+    if not worst.name:  # it did not run
+        return _("one step of {count} samples does not run so: {problem}", count=samples, problem=worst.other)
+    said = _("run on {count} samples, {difference}", count=samples, difference=worst.words())
+    more = len(found) - 1
+    return said + (_(" ({more} more differences)", more=more) if more else "")
+
+
+def _operations_per_second() -> float:
+    """Floating-point operations that one thread of this processor does in a second, in matrix products."""
+    size = 384
+    one = torch.rand(size, size, dtype=torch.float64)
+    one @ one
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < 0.02:
+        one @ one
+        count += 1
+    return 2.0 * size**3 * count / (time.perf_counter() - began)

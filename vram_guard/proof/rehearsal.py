@@ -1,0 +1,157 @@
+"""One optimizer step of a training, run for real on the CPU in a copy of its process: the core's part of it.
+
+An adapter runs the step through its framework's own loop; :class:`RehearsedStep` makes the random draws and the
+normalisation statistics the same however the batch is cut, and takes down what the step did.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vram_guard.apply.microbatch import CannotSplitError, Splitter
+from vram_guard.guard.applied import Applied
+from vram_guard.proof.draws import RowDraws
+from vram_guard.proof.fixed_statistics import FixedStatistics
+from vram_guard.proof.observed import Observed, gradients_of, observe
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+
+if TYPE_CHECKING:
+    from vram_guard.apply.loss_weight import LossWeight
+    from vram_guard.apply.microbatch import Layout as BatchLayout
+    from vram_guard.proof.draws import Layout
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One way to run the step."""
+
+    samples: int
+    """Of the batch, all different where the data set has so many."""
+    micro_batch_size: int
+    """Of equal size, as many as ``samples``: the batch stays whole."""
+    layout: BatchLayout | None
+    """How a batch is cut; None where it cannot be."""
+    recipe: Recipe = AS_WRITTEN
+    loss_weight: LossWeight = "mean"
+    double: bool = True
+    """In double precision, where differences of rounding are far below all others."""
+    draws: Mapping[int, list[Any]] = field(default_factory=dict)
+    """Sizes of the random draws of the whole batch, from its own rehearsal."""
+
+    @property
+    def splitter(self) -> Splitter | None:
+        """Cuts the batch; None where it stays whole."""
+        if self.micro_batch_size >= self.samples:
+            return None
+        return Splitter(self.samples, self.micro_batch_size, layout=self.layout)
+
+    def with_(self, **changes: Any) -> Rehearsal:
+        """The same with other values."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What came of it."""
+
+    observed: Observed
+    draws: Mapping[int, list[Any]]
+
+
+class RehearsedStep(ExitStack):
+    """A rehearsal while it runs; nothing of it is undone for the model, which is a copy's.
+
+    Args:
+        model: that is trained, on the CPU.
+        rehearsal: how.
+        closed: types of attributes that are not compared: a framework's own objects.
+
+    Attributes:
+        applied: for what the adapter changes.
+        stepped: True once every optimizer has stepped.
+    """
+
+    def __init__(self, model: nn.Module, rehearsal: Rehearsal, closed: tuple[type, ...] = ()) -> None:
+        super().__init__()
+        self.rehearsal = rehearsal
+        self.applied = Applied()
+        self.stepped = False
+        self._model = model
+        self._closed = closed
+        self._hooks: Counter[str] = Counter()
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._waiting: set[int] = set()
+        self._reader = Splitter(rehearsal.samples, rehearsal.samples, layout=rehearsal.layout)
+        self._row = 0
+        self._draws = RowDraws(rehearsal.samples, layout=rehearsal.draws)
+        self._before: Observed | None = None
+
+    def begin(self) -> None:
+        """Everything is set up and the first batch is about to be loaded."""
+        self._before = observe(self._model, closed=self._closed)
+        self.enter_context(FixedStatistics(self._model))
+        self.enter_context(self._draws)
+
+    def forward_begins(self, batch: Any) -> None:
+        """A batch, or a micro-batch of it, is about to go through the model."""
+        try:
+            samples = self._reader.count(batch)
+        except CannotSplitError:
+            samples = self.rehearsal.samples
+        if self._row >= self.rehearsal.samples:
+            self._row = 0
+        self._draws.begin(self._row, samples)
+        self._row += samples
+
+    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take down the gradients with which these step."""
+        for optimizer in optimizers:
+            self._waiting.add(id(optimizer))
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        own = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        names = {name for name, weight in self._model.named_parameters() if id(weight) in own}
+        self._gradients.update((name, one) for name, one in gradients_of(self._model).items() if name in names)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        self._waiting.discard(id(optimizer))
+        self.stepped = not self._waiting
+
+    def count_calls(self, owner: Any, names: Iterable[str], label: str = "") -> None:
+        """Count how often these methods of an object are called."""
+        for name in names:
+            method = getattr(owner, name, None)
+            if callable(method):
+                self.applied.replace(owner, name, self._counted(label + name, method))
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._hooks[name] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+    def result(self, logged: Mapping[str, Any] | None = None, loss: Any = None) -> Rehearsed:
+        """What the step did."""
+        self.close()
+        observed = observe(
+            self._model,
+            before=self._before,
+            gradients=self._gradients,
+            loss=loss,
+            logged=logged,
+            hooks=self._hooks,
+            closed=self._closed,
+        )
+        return Rehearsed(observed, dict(self._draws.layout))
