@@ -174,8 +174,9 @@ class _Comparison:
             one, other = self._gradients[name]
             if one.shape != other.shape or not _distance(one, other) <= self._tolerance * max(_norm(one), _norm(other)):
                 return  # the gradient is named already, or noise
-            settled = (one - other).abs() <= self._tolerance * torch.maximum(one.abs(), other.abs())
-            mine = torch.where(settled, mine, its)
+            if one.shape == mine.shape == its.shape:
+                settled = (one - other).abs() <= self._tolerance * torch.maximum(one.abs(), other.abs())
+                mine = torch.where(settled, mine, its)
         yield from self._compare(Kind.WEIGHT, name, mine, its)
 
     def _attributes(self) -> Iterator[Difference]:
@@ -203,15 +204,10 @@ class _Comparison:
         return _distance(end, its) <= self._tolerance * max(_norm(end), _norm(its))
 
     def _compare(self, kind: Kind, name: str, mine: Any, its: Any, floor: float | None = None) -> Iterator[Difference]:
+        mine, its = _number(mine), _number(its)
         if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor) and mine.shape == its.shape:
-            if mine.dim() == 0:
-                mine, its = mine.item(), its.item()
-            elif torch.equal(mine, its):
-                return
-            else:
-                yield from self._compare_tensors(kind, name, mine, its, floor)
-                return
-        if isinstance(mine, torch.Tensor) or isinstance(its, torch.Tensor):
+            yield from self._compare_tensors(kind, name, mine, its, floor)
+        elif isinstance(mine, torch.Tensor) or isinstance(its, torch.Tensor):
             yield Difference(kind, name, math.inf, _told(mine), _told(its))
         elif type(mine) is not type(its) and not (_is_number(mine) and _is_number(its)):
             yield Difference(kind, name, math.inf, mine, its)
@@ -235,6 +231,8 @@ class _Comparison:
     def _compare_tensors(
         self, kind: Kind, name: str, mine: torch.Tensor, its: torch.Tensor, floor: float | None
     ) -> Iterator[Difference]:
+        if torch.equal(mine, its):
+            return
         gap, size = _distance(mine, its), max(_norm(mine), _norm(its))
         if not math.isfinite(gap):
             yield Difference(kind, name, math.inf, _not_finite(mine), _not_finite(its))
@@ -295,6 +293,11 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _not_finite(tensor: torch.Tensor) -> Message:
     return Message(marked("not finite in {count} elements"), count=int((~tensor.isfinite()).sum()))
+
+
+def _number(value: Any) -> Any:
+    """A tensor without dimensions as the number that it holds."""
+    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def _is_number(value: object) -> bool:

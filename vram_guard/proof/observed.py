@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import sys
@@ -63,11 +64,21 @@ class Observed:
     unseen: tuple[str, ...]
     """Attributes that were not looked into: too many, too deep, too long."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One run of bytes, also where multiprocessing would share a tensor's memory, which ends with its process.
+        buffer = io.BytesIO()
+        torch.save(vars(self), buffer)
+        return _received, (buffer.getvalue(),)
+
     @property
     def is_telling(self) -> bool:
         """False where no gradient is other than zero or one is no number: equal steps of that kind prove nothing."""
         norms = [float(torch.linalg.vector_norm(gradient.abs().double())) for gradient in self.gradients.values()]
         return any(norms) and all(map(math.isfinite, norms))
+
+
+def _received(sent: bytes) -> Observed:
+    return Observed(**torch.load(io.BytesIO(sent), weights_only=False))
 
 
 def observe(
