@@ -60,7 +60,9 @@ class Captured(CapturedTraining):
         """As training_step returns it, which gets the batch as Lightning would hand it over."""
         before = _hook_owner(self.trainer, self.model, "on_before_batch_transfer")
         with self.symbolic_run():
-            loss = scalar_loss(self.step.loss(self.model, before.on_before_batch_transfer(batch, 0)))
+            loss: torch.Tensor | None = scalar_loss(
+                self.step.loss(self.model, before.on_before_batch_transfer(batch, 0))
+            )
         if loss is None:
             raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
         return loss

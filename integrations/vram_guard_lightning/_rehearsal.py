@@ -142,7 +142,9 @@ class _Stop:
 
 def _callback(namespace: Any, stop: _Stop) -> Any:
     """A callback of the Trainer's own namespace, called last."""
-    return type("StopAfterStep", (namespace.Callback,), {"on_train_batch_end": lambda _self, *_args, **_kwargs: stop()})()
+    return type(
+        "StopAfterStep", (namespace.Callback,), {"on_train_batch_end": lambda _self, *_args, **_kwargs: stop()}
+    )()
 
 
 def _count(step: RehearsedStep, trainer: Trainer, module: LightningModule) -> None:

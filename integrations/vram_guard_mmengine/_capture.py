@@ -23,7 +23,7 @@ from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
-from vram_guard_mmengine import _optim, _refusals, _symbolic_run
+from vram_guard_mmengine import _optim, _refusals, _rehearsal, _symbolic_run
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
+    from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
 
@@ -57,6 +58,16 @@ class Captured(CapturedTraining):
                 yield
             finally:
                 self.recorder.begin()
+
+    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
+        """See :mod:`vram_guard_mmengine._rehearsal`."""
+        return _rehearsal.rehearse(self.runner, self.sample.loader, self.distinct_batch, rehearsal)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """As train_step hands it to the optimizer wrapper."""
+        with self.symbolic_run():
+            loss: torch.Tensor = self.step.loss(self.model, HostBatch(batch))
+            return loss
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_mmengine._refusals`."""

@@ -198,7 +198,9 @@ def _read_ready_batches(loader: Any, source: Any) -> Sample:
         batch = loader.collate_fn(batch) if isinstance(loader, DataLoader) else batch
     size = microbatch.batch_size(batch)
     reason = _("the loader delivers ready batches (batch_size=None), whose size it does not decide")
-    return Sample(lambda wanted: resized(batch, wanted), size, None, loader, lambda count: resized(batch, count), reason)
+    return Sample(
+        lambda wanted: resized(batch, wanted), size, None, loader, lambda count: resized(batch, count), reason
+    )
 
 
 def set_batch_size(loader: Any, size: int) -> None:

@@ -119,6 +119,16 @@ def discard_writes() -> None:
     sys.addaudithook(discarded.audit)
 
 
+def refuse_connections() -> None:
+    """From now on, until this process ends, connecting to another one is an error."""
+
+    def audit(event: str, values: tuple[Any, ...]) -> None:
+        if event == "socket.connect":
+            raise UnsupportedStepError(_("it connects to {address}", address=repr(values[1])))
+
+    sys.addaudithook(audit)
+
+
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     """In place of a function that changes the file system."""
 

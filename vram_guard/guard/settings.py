@@ -161,7 +161,7 @@ class GuardSettings(PlanSettings):
     @property
     def said_loss_weight(self) -> LossWeight | None:
         """How the user said that the losses of micro-batches are weighed; None: it is to be found out."""
-        return None if self.loss_weight == "auto" else self.loss_weight  # type: ignore[return-value]
+        return None if self.loss_weight == "auto" else self.loss_weight
 
     @property
     def may_recover(self) -> bool:

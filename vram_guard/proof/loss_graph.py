@@ -26,7 +26,7 @@ class LossGraph:
 
     def _batch(self, size: int) -> Any:
         self._size = size
-        return self._as_written.batch(size)  # type: ignore[operator]
+        return self._as_written.batch(size)
 
     def _loss(self, model: Any, batch: Any) -> Any:
         from vram_guard.simulate.tracing.loop import scalar_loss

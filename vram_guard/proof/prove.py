@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from vram_guard.apply.microbatch import Layout, Splitter, probe_layout
-from vram_guard.apply.normalisers import Normaliser, find_normaliser
+from vram_guard.apply.normalisers import Normaliser, find_normaliser  # STUB
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
-from vram_guard.proof.differences import Difference, Kind, differences
+from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
@@ -174,7 +174,8 @@ class _Prover:
             ran = self._run(changed)
         except Exception as error:  # noqa: BLE001 - the user's own code runs in it
             return (Difference(Kind.HOOK, "", 1.0, None, f"{type(error).__name__}: {error}"),)
-        return _compared(whole.observed, ran.observed, double=changed.double)
+        cut = changed.samples, changed.samples - changed.micro_batch_size or changed.samples
+        return _compared(whole.observed, ran.observed, double=changed.double, cut=cut)
 
     def _blamed(
         self, whole: Rehearsed, way: Rehearsal, weight: LossWeight, found: tuple[Difference, ...]
@@ -219,11 +220,12 @@ class _Prover:
                     reason=reason,
                 ),
             )
-        return Proof(_("proven by the loss graph: a {kind} over the samples", kind=kind), kind)
+        said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
+        return Proof(said, kind)
 
 
-def _compared(one: Observed, other: Observed, *, double: bool) -> tuple[Difference, ...]:
-    return differences(one, other, dtype=torch.float64 if double else torch.float32)
+def _compared(one: Observed, other: Observed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:
+    return differences(one, other, tolerance=TOLERANCES[torch.float64 if double else torch.float32], cut=cut)
 
 
 def _in_words(found: tuple[Difference, ...], samples: int) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
+from vram_guard.forks.side_effects import refuse_connections
 from vram_guard.guard.applied import Applied
 from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
@@ -26,7 +27,6 @@ from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.apply.microbatch import Layout as BatchLayout
-    from vram_guard.proof.draws import Layout
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class RehearsedStep(ExitStack):
 
     def begin(self) -> None:
         """Everything is set up and the first batch is about to be loaded."""
+        # No other process takes part, whatever this one's copy was connected to.
+        self.applied.replace(torch.distributed, "is_initialized", lambda: False)
+        refuse_connections()
         self._before = observe(self._model, closed=self._closed)
         self.enter_context(FixedStatistics(self._model))
         self.enter_context(self._draws)
@@ -112,18 +115,15 @@ class RehearsedStep(ExitStack):
         self._row += samples
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take down the gradients with which these step."""
+        """Take down the gradients with which these have stepped."""
         for optimizer in optimizers:
             self._waiting.add(id(optimizer))
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_step_post_hook(self._after_step)  # forward and backward may run inside of the step
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         own = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         names = {name for name, weight in self._model.named_parameters() if id(weight) in own}
         self._gradients.update((name, one) for name, one in gradients_of(self._model).items() if name in names)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         self._waiting.discard(id(optimizer))
         self.stepped = not self._waiting
 
@@ -145,6 +145,7 @@ class RehearsedStep(ExitStack):
     def result(self, logged: Mapping[str, Any] | None = None, loss: Any = None) -> Rehearsed:
         """What the step did."""
         self.close()
+        self.applied.close()  # what stands on the model for the plan is no difference of what the step did
         observed = observe(
             self._model,
             before=self._before,

@@ -1,0 +1,144 @@
+"""One optimizer step of a runner, run for real on the CPU in a copy of its process, through the runner's own loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from torch.utils import _pytree as pytree
+
+from vram_guard import techniques
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.proof.rehearsal import Rehearsal, Rehearsed, RehearsedStep
+from vram_guard_mmengine import _optim, _split_step
+
+# ruff: noqa: SLF001 - the runner has no public names for what is not built yet
+
+#: Hooks of MMEngine's own that watch, report or save: what they do is no part of a step.
+WATCHING = (
+    *("CheckpointHook", "LoggerHook", "IterTimerHook", "EarlyStoppingHook", "ProfilerHook", "NPUProfilerHook"),
+    *("SyncBuffersHook", "NaiveVisualizationHook", "PrepareTTAHook", "VramGuardHook"),
+)
+
+#: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
+MOST_ACCUMULATED = 2
+
+
+class _SteppedSignal(BaseException):
+    """Ends the loop after its first optimizer step."""
+
+
+def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehearsal: Rehearsal) -> Rehearsed:
+    """Run the step; what is done to the runner is not undone.
+
+    Args:
+        runner: of the copy, whose loops and optimizer are not built yet, inside the guarded ``train``.
+        loader: of its training, built.
+        make_batch: number of samples -> a batch of the user's loader.
+        rehearsal: how it is run.
+
+    Raises:
+        Exception: whatever the user's code or MMEngine raises.
+    """
+    if is_model_wrapper(runner.model):
+        runner.model = runner.model.module
+    model = runner.model.to("cpu")
+    step = RehearsedStep(model, rehearsal)
+    batch = make_batch(rehearsal.samples)
+    if rehearsal.double:
+        torch.set_default_dtype(torch.float64)
+        model.double()
+        batch = pytree.tree_map_only(torch.Tensor, _doubled, batch)
+    _quiet(runner)
+    runner._train_dataloader = _Batches(loader, batch)
+    runner.optim_wrapper = _plain_wrapper(runner.optim_wrapper)
+    runner.register_hook(_StepHook(step), priority="LOWEST")
+    try:
+        runner.train()  # the guard is active: as written
+    except _SteppedSignal:
+        hub = runner.message_hub.log_scalars
+        return step.result(logged={name: buffer.current() for name, buffer in hub.items() if "time" not in name})
+    raise UnsupportedStepError(_("the loop ended before an optimizer step"))
+
+
+class _Batches:
+    """The same batch for as long as the loop asks for one, in place of the training's loader."""
+
+    def __init__(self, loader: Any, batch: Any) -> None:
+        self._batch = batch
+        self.dataset = getattr(loader, "dataset", None)
+        self.sampler, self.batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        try:
+            self._length = len(loader)
+        except TypeError:  # a stream
+            self._length = 1000
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+    def __len__(self) -> int:
+        return max(self._length, MOST_ACCUMULATED)
+
+
+class _StepHook(Hook):  # type: ignore[misc]
+    """Sets the step up once everything is built, and ends the run after it."""
+
+    def __init__(self, step: RehearsedStep) -> None:
+        self._step = step
+
+    def before_train(self, runner: Any) -> None:
+        """The plan's appliers, and what takes the step down."""
+        step, model, rehearsal = self._step, runner.model, self._step.rehearsal
+        train_step = model.train_step
+
+        @functools.wraps(train_step)
+        def marked(data: Any, *args: Any, **kwargs: Any) -> Any:
+            step.forward_begins(data)
+            return train_step(data, *args, **kwargs)
+
+        step.applied.replace(model, "train_step", marked)
+        if rehearsal.splitter is not None:
+            step.applied.callback(_split_step.install(model, rehearsal.splitter, rehearsal.loss_weight))
+        step.applied.callback(techniques.install(model, rehearsal.recipe))
+        step.follow([runner.optim_wrapper.optimizer])
+        step.begin()
+
+    def after_train_iter(self, runner: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Go on until the optimizer has stepped."""
+        if self._step.stepped:
+            raise _SteppedSignal
+
+
+def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _quiet(runner: Any) -> None:
+    """Nothing is validated, loaded, saved or written down; the model is where it is."""
+    runner._hooks = [hook for hook in runner._hooks if type(hook).__name__ not in WATCHING]
+    runner._val_loop = None
+    runner._load_from, runner._resume = None, False
+    runner._init_model_weights = lambda: None
+    if getattr(runner, "_waiting", None) is not None:
+        runner._waiting = None
+
+
+def _plain_wrapper(wrapper: Any) -> Any:
+    """The same optimizer in the precision of the rehearsal, with at most two accumulated batches."""
+    if isinstance(wrapper, OptimWrapper):
+        if isinstance(wrapper, AmpOptimWrapper):
+            raise UnsupportedStepError(_("optim_wrapper was built before the runner; describe it as a dict instead"))
+        wrapper._accumulative_counts = min(wrapper._accumulative_counts, MOST_ACCUMULATED)
+        return wrapper
+    plain = {name: value for name, value in wrapper.items() if name not in _optim.AMP_ONLY}
+    if _optim.read(wrapper).kind is AmpOptimWrapper:
+        plain["type"] = OptimWrapper
+    plain["accumulative_counts"] = min(plain.get("accumulative_counts", 1), MOST_ACCUMULATED)
+    return plain
