@@ -1,0 +1,282 @@
+"""A plan that cuts batches or checkpoints blocks is applied only where it is known to leave what is learned as it was."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning import pytorch as lightning
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from vram_guard.forks.fork import can_fork
+from vram_guard_lightning import VramGuard
+
+pytestmark = pytest.mark.skipif(not can_fork(), reason="copies of processes need Linux")
+
+SAMPLES, WIDTH, CLASSES = 48, 8, 5
+
+
+class Net(lightning.LightningModule):
+    """Blocks and a head, under a loss that is handed in."""
+
+    def __init__(self, loss: Callable[[Net, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.loss = loss
+        self.counter = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        return self.loss(self, self.head(self.blocks(inputs)), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def mean(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels)
+
+
+def total(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels, reduction="sum")
+
+
+def by_constant(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels, reduction="sum") / 16
+
+
+def weighted(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels, weight=torch.arange(1.0, CLASSES + 1).to(scores))
+
+
+def ignoring(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels, ignore_index=0)
+
+
+def with_dropout(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.dropout(scores, 0.5), labels)
+
+
+def with_noise(_net: Net, scores: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+    at = torch.randint(1, 5, (len(scores), 1), device=scores.device)
+    return F.mse_loss(scores * at, torch.randn_like(scores))
+
+
+def root(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(scores[:, 0], labels.to(scores)).sqrt()
+
+
+def contrastive(_net: Net, scores: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+    views = F.normalize(scores, dim=1)
+    return F.cross_entropy(views @ views.T / 0.1, torch.arange(len(views), device=views.device))
+
+
+def counting(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    net.counter += 1
+    return F.cross_entropy(scores, labels)
+
+
+def two_normalisers(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels, ignore_index=0) + scores.square().mean()
+
+
+def data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
+    labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    return DataLoader(TensorDataset(inputs, labels), batch_size=8, shuffle=True)
+
+
+def trained(loss: Any, guard: VramGuard | None, tmp_path: Any) -> tuple[dict[str, torch.Tensor], str]:
+    """The weights after three steps, and the warnings."""
+    torch.manual_seed(0)
+    net, loader = Net(loss), data()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[] if guard is None else [guard],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(net, loader)
+    return dict(net.state_dict()), "\n".join(str(one.message) for one in caught)
+
+
+def pinned(**settings: Any) -> VramGuard:
+    return VramGuard(budget="1GiB", pin={"micro_batch_size": 3}, remember=False, **settings)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6) for name in one)
+
+
+@pytest.mark.parametrize("loss", [mean, total, weighted, ignoring], ids=lambda loss: loss.__name__)
+def test_a_proven_cut_is_applied_and_trains_equally(loss: Any, tmp_path: Any, capsys: Any) -> None:
+    plain, _ = trained(loss, None, tmp_path)
+    guard = pinned()
+    guarded, _ = trained(loss, guard, tmp_path)
+    out = capsys.readouterr().out
+    assert guard.plan is not None
+    assert guard.plan.splits == 3
+    assert "proven by running 5 samples" in out
+    assert close(plain, guarded)
+
+
+@pytest.mark.parametrize("loss", [with_dropout, with_noise], ids=lambda loss: loss.__name__)
+def test_random_draws_of_samples_are_no_difference(loss: Any, tmp_path: Any, capsys: Any) -> None:
+    guard = pinned()
+    trained(loss, guard, tmp_path)
+    assert guard.plan is not None
+    assert guard.plan.splits == 3
+    assert "proven by running 5 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (by_constant, "the gradient of"),
+        (root, "the gradient of"),
+        (contrastive, "the gradient of"),
+        (counting, "the attribute counter is 2 instead of 1"),
+        (two_normalisers, "the gradient of"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_differs_is_not_cut_and_is_named(loss: Any, named: str, tmp_path: Any) -> None:
+    plain, _ = trained(loss, None, tmp_path)
+    guarded, said = trained(loss, pinned(), tmp_path)
+    assert named in said
+    assert same(plain, guarded)
+
+
+def test_as_the_user_says_it_is_cut_and_the_difference_is_said(tmp_path: Any, capsys: Any) -> None:
+    plain, _ = trained(root, None, tmp_path)
+    guarded, _ = trained(root, pinned(loss_weight="mean"), tmp_path)
+    out = capsys.readouterr().out
+    assert "as you said (loss_weight)" in out
+    assert "the gradient of" in out
+    assert not close(plain, guarded)
+
+
+def test_where_running_would_take_too_long_the_graph_proves(tmp_path: Any, capsys: Any) -> None:
+    trained(mean, pinned(proof_seconds=0), tmp_path)
+    out = capsys.readouterr().out
+    assert "proven by the loss graph" in out
+    plain, _ = trained(contrastive, None, tmp_path)
+    guarded, said = trained(contrastive, pinned(proof_seconds=0), tmp_path)
+    assert "the loss is not known to be" in said
+    assert same(plain, guarded)
+
+
+def test_a_step_that_does_not_run_on_a_few_samples_falls_back_to_the_graph(tmp_path: Any, capsys: Any) -> None:
+    def wants_whole_batches(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if len(scores) in (4, 5):
+            raise ValueError("4 or 5 samples are not enough")
+        return mean(net, scores, labels)
+
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 2}, remember=False)
+    trained(wants_whole_batches, guard, tmp_path)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "proven by the loss graph" in out
+    assert "4 or 5 samples are not enough" in out
+
+
+def test_one_sample_cannot_be_cut_and_nothing_is_lost(tmp_path: Any) -> None:
+    """A batch of two samples is rehearsed as two batches of one."""
+    torch.manual_seed(0)
+    net = Net(mean)
+    loader = DataLoader(data().dataset, batch_size=2)
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 1}, remember=False)
+    lightning.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[guard],
+        default_root_dir=tmp_path,
+    ).fit(net, loader)
+    assert guard.plan is not None
+    assert guard.plan.splits == 2
+
+
+def test_the_next_plan_is_taken_where_a_cut_differs(tmp_path: Any) -> None:
+    """Contrastive learning at nine tenths of its peak: it is not cut, whatever else is found."""
+
+    class Wide(Net):
+        def __init__(self) -> None:
+            super().__init__(contrastive)
+            self.blocks = nn.Sequential(
+                *(nn.Sequential(nn.Linear(WIDTH, 4096), nn.Tanh(), nn.Linear(4096, WIDTH)) for _ in range(4))
+            )
+
+    torch.manual_seed(0)
+    probe = VramGuard(budget="8GiB", mode="report", remember=False)
+    big = DataLoader(TensorDataset(torch.randn(4096, WIDTH), torch.zeros(4096, dtype=torch.long)), batch_size=2048)
+
+    def fit(guard: VramGuard) -> None:
+        lightning.Trainer(
+            accelerator="cpu",
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            callbacks=[guard],
+            default_root_dir=tmp_path,
+            enable_progress_bar=False,
+        ).fit(Wide(), big)
+
+    fit(probe)
+    assert probe.plan is not None
+    tight = VramGuard(budget=int(probe.plan.before.peak_reserved * 0.9), margin=0, remember=False)
+    fit(tight)
+    assert tight.plan is not None
+    assert tight.plan.splits == 1
+    assert tight.plan.changed
+
+
+def test_a_checkpointed_block_that_draws_from_python_is_found(tmp_path: Any) -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.line(inputs) * random.random())
+
+    def net() -> Net:
+        made = Net(mean)
+        made.blocks = nn.Sequential(*(Drawing() for _ in range(3)))
+        return made
+
+    def weights(guard: VramGuard | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        random.seed(0)
+        made = net()
+        lightning.Trainer(
+            accelerator="cpu",
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+            enable_progress_bar=False,
+            callbacks=[] if guard is None else [guard],
+        ).fit(made, DataLoader(data().dataset, batch_size=8))
+        return torch.cat([weight.detach().flatten() for weight in made.parameters()])
+
+    guard = VramGuard(budget="1GiB", pin={"checkpoint": True}, remember=False)
+    assert torch.allclose(weights(None), weights(guard), rtol=1e-5)
