@@ -368,6 +368,41 @@ def test_a_change_is_measured_by_the_step():
     assert differences(*alone, tolerance=FLOAT) == ()
 
 
+def test_a_change_to_what_is_no_number_hides_nothing():
+    model = nn.Linear(2, 1)
+    model.register_buffer("held", torch.zeros(3))
+    model.value, model.whole = 0.0, 10**400
+    before, outcomes = observe(model), []
+    for other in (1.0, 2.0):
+        model.held.copy_(torch.tensor([math.nan, math.inf, other]))
+        model.value, model.whole = math.inf if other == 1 else 3.0, model.whole + 1
+        outcomes.append(observe(model, before=before))
+    found = differences(*outcomes, tolerance=FLOAT)
+    assert set(named(found)) == {(Kind.BUFFER, "held"), (Kind.ATTRIBUTE, "value"), (Kind.ATTRIBUTE, "whole")} | {
+        (Kind.WRITES, "held")
+    }
+
+
+def test_arrays_of_all_kinds():
+    model = nn.Linear(1, 1)
+    model.read_only = np.arange(4)
+    model.read_only.flags.writeable = False
+    model.backwards = np.arange(4.0)[::-1]
+    model.text = np.array(["a", "b"])
+    model.objects = np.array([model, None])
+    model.swapped = np.arange(3, dtype=">i4")
+    model.number = np.array(2.5)
+    model.long = np.longdouble(2.5)
+    model.day = np.datetime64("2020-01-01")
+    model.large = np.broadcast_to(np.zeros(1), MOST_ELEMENTS + 1)
+    seen = observe(model)
+    assert seen.attributes["read_only"].tolist() == [0, 1, 2, 3]
+    assert seen.attributes["backwards"].tolist() == [3, 2, 1, 0]
+    assert seen.attributes["number"] == 2.5
+    assert (seen.attributes["long"], seen.attributes["day"]) == ("2.5", "2020-01-01")
+    assert set(seen.unseen) == {"text", "objects", "swapped", "large"}
+
+
 def test_an_attribute_that_holds_the_batch_holds_a_micro_batch():
     x = torch.randn(4, 3)
     one, other = nn.Linear(1, 1), nn.Linear(1, 1)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from vram_guard.proof._norms import distance, norm
 from vram_guard.state.containers import children
 from vram_guard.tensors import version_of
 
@@ -73,7 +74,7 @@ class Observed:
     @property
     def is_telling(self) -> bool:
         """False where no gradient is other than zero or one is no number: equal steps of that kind prove nothing."""
-        norms = [float(torch.linalg.vector_norm(gradient.abs().double())) for gradient in self.gradients.values()]
+        norms = [norm(gradient) for gradient in self.gradients.values()]
         return any(norms) and all(map(math.isfinite, norms))
 
 
@@ -204,7 +205,12 @@ class _Walk:
     def _keep(self, name: str, value: Any) -> None:
         try:
             self.found[name] = _plain(value)
-        except (RuntimeError, TypeError, NotImplementedError):  # a tensor without data, or of a kind that has no copy
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ):  # a tensor without data, or of a kind that has no copy
             self.unseen.append(name)
 
     def _parts(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -266,13 +272,17 @@ def _plain(value: Any) -> Value:
     """A value that can be sent and compared.
 
     Raises:
-        RuntimeError, TypeError, NotImplementedError: there is no such value.
+        RuntimeError, TypeError, ValueError, NotImplementedError: there is no such value.
     """
     if isinstance(value, torch.Tensor):
         return _copied(value) if value.numel() <= MOST_ELEMENTS else _summed_up(value.detach())
     if _is_numpy(value):
-        tensor = torch.as_tensor(value)
-        return tensor.item() if tensor.dim() == 0 else _plain(tensor)
+        if value.size > MOST_ELEMENTS:  # perhaps a file that is as large as a data set
+            raise TypeError
+        if value.ndim:
+            return torch.from_numpy(value.copy())
+        item = value.item()
+        return _plain(item) if isinstance(item, _LEAVES) else str(item)
     if isinstance(value, (bool, type(None))):
         return value
     if isinstance(value, bytes):
@@ -298,17 +308,16 @@ def _summed_up(tensor: torch.Tensor) -> torch.Tensor:
 
 def _moved(before: Observed, after: Mapping[str, Value]) -> dict[str, float]:
     old: dict[str, Value] = {**before.attributes, **before.buffers, **before.weights}
-    return {name: moved for name, value in after.items() if (moved := _distance(old.get(name), value)) is not None}
+    moves = ((name, _move(old.get(name), value)) for name, value in after.items())
+    return {name: move for name, move in moves if move is not None and math.isfinite(move)}
 
 
-def _distance(one: Value, other: Value) -> float | None:
-    """The norm of the difference of two values; None where they are no numbers of one shape."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.shape != other.shape or one.is_complex() != other.is_complex():
-            return None
-        return float(torch.linalg.vector_norm((other.double() - one.double()).abs()))
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    return abs(float(other) - float(one)) if numbers else None  # type: ignore[arg-type]
+def _move(old: Value, new: Value) -> float | None:
+    """The norm of a change; None where the two are no numbers of one shape."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        alike = old.shape == new.shape and old.is_complex() == new.is_complex()
+        return distance(old, new) if alike else None
+    return abs(new - old) if isinstance(old, float) and isinstance(new, float) else None
 
 
 def _writes(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> dict[str, int]:
