@@ -1,5 +1,0 @@
-class Normaliser: ...
-
-
-def find_normaliser(*a):
-    return None, ""
