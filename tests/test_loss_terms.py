@@ -17,7 +17,7 @@ def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
     x = torch.randn(samples, 5, 6, device=device, requires_grad=True)
     y = torch.zeros(samples, 5, dtype=torch.long, device=device)
     truth, weights = x.detach(), torch.ones(6, device=device, requires_grad=True)
-    flat = x.flatten(0, 1), y.flatten()
+    flat, centre = (x.flatten(0, 1), y.flatten()), x.mean()
     return {
         "mean": functional.cross_entropy(*flat),
         "divided": functional.cross_entropy(*flat) / 4,
@@ -55,7 +55,7 @@ def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
         "of inputs' mean": x.square().mean() + (truth.mean(0) @ weights).square().sum(),
         "unknown": x.square().flatten(1).diag_embed().mean(),
         "picked": x.flatten(1)[torch.arange(samples, device=device), y[:, 0]].mean(),
-        "used again": x.mean() + (x - x.mean()).square().mean(),
+        "used again": centre + (x - centre).square().mean(),
     }
 
 

@@ -5,7 +5,8 @@ the samples lie; an operation that joins them (a mean over the batch, a matrix o
 sample) makes something without that dimension, with two of them, or works along it. Statistics of normalisation layers
 are left out: what they do to micro-batches is known and said elsewhere.
 
-What happens to a batch before the first parameter has no graph, and nothing is said about it here.
+Nothing is said about what has no graph: what happens to a batch before the first parameter, and factors that are
+computed of its labels. Before torch 2.5, nodes do not tell sizes: only what depends on the batch is seen.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 
 from vram_guard.language import _
 
-#: A node as plain values: its name, the sizes of what it made, number and output of the nodes behind it (-1: none), and
-#: the dimensions that it works along (of an index: what picks in each dimension).
+#: A node as plain values: its name, the sizes of what it made, number and output of the nodes behind it (-1: none),
+#: the dimensions that it works along (of an index: what picks in each dimension), and sizes of what it saved.
 Step = Sequence[Any]
 
 _INTEGERS, _MASK = "integers", "mask"
@@ -84,7 +85,9 @@ class StepRecorder:
                     self._numbers[other] = len(self._numbers)
                     waiting.append(other)
                 edges.append((-1 if other is None else self._numbers[other], output))
-            found.append((self._numbers[node], node.name(), _made(node), tuple(edges), tuple(_along(node))))
+            found.append(
+                (self._numbers[node], node.name(), _made(node), tuple(edges), tuple(_along(node)), tuple(_saved(node)))
+            )
         return tuple(found)
 
 
@@ -96,6 +99,18 @@ def _made(node: Any) -> tuple[tuple[int, ...], ...]:
     if node.name().endswith("AccumulateGrad"):
         return (tuple(map(int, node.variable.shape)),)
     return tuple(tuple(map(int, one.shape)) for one in getattr(node, "_input_metadata", ()))
+
+
+def _saved(node: Any) -> Iterator[tuple[object, ...]]:
+    """Sizes of what a node saved, where it does not tell those of what it made (torch before 2.5)."""
+    if hasattr(node, "_input_metadata"):
+        return
+    for name in dir(node):
+        saved = getattr(node, name) if name.startswith("_saved_") else None
+        if isinstance(saved, torch.Tensor):
+            yield name, *saved.shape
+        elif name.endswith("_sizes"):
+            yield name, *saved
 
 
 def _along(node: Any) -> Iterator[Any]:
@@ -175,13 +190,13 @@ class Comparison:
 
     def _look(self, number: int) -> str:
         step, twin = self._steps[number], self._twins[number]
-        _number, name, made, edges, along = step
+        _number, name, made, edges, along, saved = step
         if name != twin[1] or [tuple(edge) for edge in edges] != [tuple(edge) for edge in twin[3]]:
             return _("it has different parts at different batch sizes")
         kind = name.rpartition("Backward")[0]
         behind = [at for at, _output in edges if at >= 0]
         outputs = [_differing(one, two) for one, two in zip(made, twin[2], strict=False)]
-        from_batch = any(self._depends[at] for at in behind) or any(outputs)
+        from_batch = any(self._depends[at] for at in behind) or any(outputs) or saved != twin[5]
         # What has no graph may be the batch's, and be as large for all sizes of it.
         unknown = kind in _PRODUCTS and any(at < 0 for at, _output in edges[-2:])
         self._depends[number] = from_batch or unknown

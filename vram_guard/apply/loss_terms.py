@@ -43,7 +43,7 @@ class Term(NamedTuple):
     """True where labels are counted, of which it leaves out those that are to be ignored."""
     weighed: bool = False
     """True where classes have weights, so that one label counts more than another."""
-    behind: tuple[object, ...] = ()
+    behind: tuple[Any, ...] = ()
     """The operations that it was computed with and the sizes of what they made, where they were asked for, without
     those of the terms before it. Of batches of two sizes they tell whether it depends on the batch (the square of the
     weights does not) and whether samples stay apart in it."""
@@ -176,9 +176,7 @@ def reduction_of(
     """
     if len(one) != len(other):
         return None, _("it has different parts at different batch sizes")
-    paths = Comparison(
-        *(arg for terms, size in ((one, samples), (other, other_samples)) for arg in (_steps(terms), size))
-    )
+    paths = Comparison([term.behind for term in one], samples, [term.behind for term in other], other_samples)
     found: set[Literal["mean", "sum"] | Normaliser] = set()
     independent = 0
     for term, twin in zip(one, other, strict=True):
@@ -201,10 +199,6 @@ def reduction_of(
     if kind == "sum" and independent:
         return None, _("it is a sum over the batch plus a term that does not depend on the batch")
     return kind, ""
-
-
-def _steps(terms: Sequence[Term]) -> list[Any]:
-    return [term.behind for term in terms]
 
 
 def _over_samples(

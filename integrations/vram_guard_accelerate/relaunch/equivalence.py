@@ -191,7 +191,7 @@ def loss_weight(
     for terms, twins in zip(one, other, strict=True):
         # Of means over labels, slices are weighed by those that count.
         kind, why = reduction_of(terms, samples, twins, other_samples, labels_counted=(IGNORED,))
-        if kind != "mean" and kind != "sum":
+        if not isinstance(kind, str):
             return "mean", why
         found.add(kind)
     if len(found) > 1:
