@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of, reduction_of
+from vram_guard.apply.normalisers import Normaliser
 
 
 def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
@@ -16,7 +17,7 @@ def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
     x = torch.randn(samples, 5, 6, device=device, requires_grad=True)
     y = torch.zeros(samples, 5, dtype=torch.long, device=device)
     truth, weights = x.detach(), torch.ones(6, device=device, requires_grad=True)
-    flat = x.flatten(0, 1), y.flatten()
+    flat, centre = (x.flatten(0, 1), y.flatten()), x.mean()
     return {
         "mean": functional.cross_entropy(*flat),
         "divided": functional.cross_entropy(*flat) / 4,
@@ -38,7 +39,23 @@ def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
         "sum, penalised": x.square().sum() + 0.1 * weights.square().sum(),
         "of weights alone": weights.exp().sum().exp(),
         "balanced": x.mean() + (x.softmax(-1).mean((0, 1)) * weights).sum(),
-        "compared": functional.cross_entropy(x[:, 0] @ x[:, 1].t(), y[:, 0]),
+        "compared": functional.cross_entropy(x[:, 0] @ x[:, 1].t(), torch.arange(samples, device=device)),
+        "compared, no labels": (x[:, 0] @ x[:, 1].t()).log_softmax(-1).diagonal().mean(),
+        "class weights": functional.cross_entropy(*flat, weight=weights.detach()),
+        "softmax over samples": (x.softmax(0) * truth).mean(),
+        "centred": (x - x.mean(0)).square().mean(),
+        "pairs": (x[:, None, 0] - x[None, :, 0]).abs().mean(2).sum(1).mean(),
+        "neighbours": (x - x.roll(1, 0)).square().mean(),
+        "hardest": x.square().flatten().topk(2 * samples)[0].mean(),
+        "halves": (x[::2] * x[1::2]).mean(),
+        "of a graph": (torch.ones(samples, samples, device=device) @ x[:, 0]).square().mean(),
+        "of attention": functional.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).square().mean(),
+        "of attention within": functional.scaled_dot_product_attention(x, x, x).square().mean(),
+        "convolved": functional.conv1d(x, torch.ones(3, 5, 3, device=device)).square().mean(),
+        "of inputs' mean": x.square().mean() + (truth.mean(0) @ weights).square().sum(),
+        "unknown": x.square().flatten(1).diag_embed().mean(),
+        "picked": x.flatten(1)[torch.arange(samples, device=device), y[:, 0]].mean(),
+        "used again": centre + (x - centre).square().mean(),
     }
 
 
@@ -51,7 +68,9 @@ MEANS = (
     "batchmean",
     "of two",
     "binary",
-    "compared",
+    "of attention within",
+    "convolved",
+    "picked",
     "penalised",
     "of weights alone",
 )
@@ -62,7 +81,7 @@ SUMS = ("sum", "sum over a constant", "mean times samples", "labels, summed")
 def read(request: Any) -> dict[str, tuple[str | None, str]]:
     small, large = losses(2, request.param), losses(6, request.param)
     terms = [{name: loss_terms(loss, behind=True) for name, loss in of.items()} for of in (small, large)]
-    return {name: reduction_of(terms[0][name], 2, terms[1][name], 6) for name in small}
+    return {name: reduction_of(terms[0][name], 2, terms[1][name], 6, labels_counted=(-100,)) for name in small}
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -84,12 +103,61 @@ def test_sums_are_sums(read: Any, name: str) -> None:
         ("loop", "different parts at different batch sizes"),
         ("sum, penalised", "does not depend on the batch"),
         ("balanced", "not taken over the samples"),
+        ("compared", "joins samples"),
+        ("compared, no labels", "joins samples"),
+        ("class weights", "classes with weights"),
+        ("softmax over samples", "SoftmaxBackward0 in it joins samples"),
+        ("centred", "MeanBackward1 in it joins samples"),
+        ("pairs", "SubBackward0 in it joins samples"),
+        ("neighbours", "RollBackward0 in it joins samples"),
+        ("hardest", "TopkBackward0 in it joins samples"),
+        ("halves", "SliceBackward0 in it joins samples"),
+        ("of a graph", "MmBackward0 in it joins samples"),
+        ("of attention", "joins samples"),
+        ("of inputs' mean", "not taken over the samples"),
+        ("unknown", "of which nothing is known"),
+        ("used again", "used again"),
     ],
 )
 def test_what_cannot_be_told_is_not_guessed(read: Any, name: str, why: str) -> None:
     found, reason = read[name]
     assert found is None
     assert why in reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_mean_over_labels_is_one_only_of_labels_that_are_found_in_the_batch(device: str) -> None:
+    """Micro-batches hold different numbers of labels that count: that is no mean over samples."""
+
+    def terms(samples: int, ignored: int, *, known: bool = True) -> tuple[Term, ...]:
+        x = torch.randn(samples, 6, 5, device=device, requires_grad=True)
+        batch = {"at": [torch.ones(samples, device=device), torch.zeros(samples, 5, dtype=torch.long, device=device)]}
+        labels = batch["at"][1].flatten() if known else batch["at"][1].flatten() + 0
+        loss = functional.cross_entropy(x.transpose(1, 2).flatten(0, 1), labels, ignore_index=ignored) / 2
+        return loss_terms(loss, behind=True, batch=batch)
+
+    assert reduction_of(terms(2, 255), 2, terms(6, 255), 6) == (Normaliser(("at", 1), ignored=255), "")
+    found, why = reduction_of(terms(2, 255, known=False), 2, terms(6, 255, known=False), 6)
+    assert found is None
+    assert "those that are 255 do not count" in why
+    # Whoever weighs slices by the labels other than -100 himself does so for no other label.
+    unknown = terms(2, 255, known=False), 2, terms(6, 255, known=False), 6
+    assert reduction_of(*unknown, labels_counted=(-100,))[0] is None
+    assert reduction_of(*unknown, labels_counted=(255,)) == ("mean", "")
+
+
+def test_a_number_that_a_real_loss_is_divided_by_is_no_constant_if_it_was_computed() -> None:
+    """Of masks that leave nothing out it looks like the number of samples."""
+
+    def terms(samples: int) -> tuple[Term, ...]:
+        x, mask = torch.randn(samples, 3, requires_grad=True), torch.ones(samples)
+        return loss_terms(x.square().sum() / mask.sum(), behind=True)
+
+    assert terms(2)[0].computed
+    assert not loss_terms(torch.ones(2, requires_grad=True).sum() / 2)[0].computed
+    found, why = reduction_of(terms(2), 2, terms(6), 6)
+    assert found is None
+    assert "was computed" in why
 
 
 def test_a_number_that_the_model_computed_is_no_constant() -> None:
@@ -146,7 +214,7 @@ def test_losses_of_transformers_are_told_apart() -> None:
     """A language model's mean; CTC, which Wav2Vec2 sums; a mixture of experts, whose balance is neither."""
     transformers = pytest.importorskip("transformers")
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    speech = {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    speech = {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0}
     experts = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
     models = {
         "mean": transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **size)),
@@ -159,4 +227,4 @@ def test_losses_of_transformers_are_told_apart() -> None:
             labels = torch.ones(samples, 8, dtype=torch.long)
             given = {"input_values": torch.randn(samples, 4000)} if expected == "sum" else {"input_ids": labels}
             terms.append(loss_terms(model.train()(**given, labels=labels).loss, behind=True))
-        assert reduction_of(terms[0], 2, terms[1], 6)[0] == expected
+        assert reduction_of(terms[0], 2, terms[1], 6, labels_counted=(-100,))[0] == expected

@@ -14,7 +14,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vram_guard.apply._normaliser import Normaliser
+from vram_guard.apply._sample_paths import Comparison, StepRecorder, kind_of
+from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.language import _
+from vram_guard.state.containers import children
 
 #: Nodes of a graph that leave a number as it is.
 _SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Identity", "Expand")
@@ -39,9 +43,16 @@ class Term(NamedTuple):
     """True where labels are counted, of which it leaves out those that are to be ignored."""
     weighed: bool = False
     """True where classes have weights, so that one label counts more than another."""
-    behind: tuple[object, ...] = ()
-    """The sizes of what it was computed from, where they were asked for: equal for batches of two sizes, where it does
-    not depend on the batch (the square of the weights)."""
+    behind: tuple[Any, ...] = ()
+    """The operations that it was computed with and the sizes of what they made, where they were asked for, without
+    those of the terms before it. Of batches of two sizes they tell whether it depends on the batch (the square of the
+    weights does not) and whether samples stay apart in it."""
+    ignored: int = IGNORED
+    """The label that is left out, where labels are counted."""
+    counts: Normaliser | None = None
+    """What its mean is taken over, where labels are counted that are a part of the batch."""
+    computed: bool = False
+    """True where it is multiplied with, or divided by, a number that was computed."""
 
     @property
     def known(self) -> bool:
@@ -59,29 +70,55 @@ class Term(NamedTuple):
         return self.factor / max(1, self.elements) if self.reduction == "mean" else self.factor
 
 
-def loss_terms(loss: torch.Tensor, *, behind: bool = False) -> tuple[Term, ...]:
+class Reduction(NamedTuple):
+    """A node of a loss's graph where scaling and adding end."""
+
+    node: Any
+    """None for a number without a graph."""
+    factor: float
+    computed: tuple[int, ...] = ()
+    """Where in memory its factors are that were tensors, not numbers of Python."""
+
+
+def reductions(loss: torch.Tensor) -> list[Reduction] | None:
+    """The reductions that a loss is made of; None where there are too many."""
+    waiting = [Reduction(loss.grad_fn, 1.0)]
+    found: list[Reduction] = []
+    seen = 0
+    while waiting:
+        one = waiting.pop()
+        seen += 1
+        if seen > MOST_NODES:
+            return None
+        further = [] if one.node is None else list(_further(one.node, one.factor))
+        waiting += [Reduction(node, factor, one.computed + computed) for node, factor, computed in reversed(further)]
+        if not further:
+            found.append(one)
+    return found
+
+
+def loss_terms(loss: torch.Tensor, *, behind: bool = False, batch: Any = None) -> tuple[Term, ...]:
     """The terms of a loss.
 
     Args:
         loss: one number with a graph that is not freed.
         behind: whether to look for what the terms were computed from, as :func:`reduction_of` needs it.
+        batch: that it was computed from; labels that are a part of it are known again by their memory.
     """
-    waiting: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
+    too_long = (Term(_("a graph that is too long to read"), 1.0, ()),)
+    found = reductions(loss)
+    if found is None:
+        return too_long
+    recorder = StepRecorder(MOST_NODES)
     terms: list[Term] = []
-    seen = 0
-    while waiting:
-        node, factor = waiting.pop()
-        seen += 1
-        if node is None:
-            terms.append(Term(_("a number without a graph"), factor, ()))
-        elif seen > MOST_NODES:
-            return (Term(_("a graph that is too long to read"), 1.0, ()),)
-        else:
-            further = list(_further(node, factor))
-            waiting += reversed(further)
-            if not further:
-                term = _leaf(node, factor)
-                terms.append(term._replace(behind=_sizes_behind(node)) if behind else term)
+    for one in found:
+        term = term_of(one, batch)
+        if behind and one.node is not None:
+            steps = recorder.behind(one.node)
+            if steps is None:
+                return too_long
+            term = term._replace(behind=steps)
+        terms.append(term)
     return tuple(terms)
 
 
@@ -106,7 +143,7 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
             return False
         if node._sequence_nr() in numbers:  # noqa: SLF001 - see simulate/private_api.py
             continue
-        further = [other for other, _factor in _further(node, 1.0)]
+        further = [other for other, _factor, _computed in _further(node, 1.0)]
         if not further:
             return False
         waiting += further
@@ -114,27 +151,50 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
 
 
 def reduction_of(
-    one: Sequence[Term], samples: int, other: Sequence[Term], other_samples: int
-) -> tuple[Literal["mean", "sum"] | None, str]:
+    one: Sequence[Term],
+    samples: int,
+    other: Sequence[Term],
+    other_samples: int,
+    *,
+    labels_counted: Collection[int] = (),
+) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:
     """Reduction of a loss over the samples of its batch, from its terms at two sizes of batches.
 
+    A mean over labels leaves some of them out, which micro-batches have in different numbers: it is no mean over
+    samples. It is weighed by its labels where the terms tell in which part of the batch they are (:attr:`Term.counts`).
+
+    Args:
+        one: terms of the loss of a batch of ``samples``, read with what is ``behind`` them.
+        samples: see ``one``.
+        other: the same for a batch of another size.
+        other_samples: see ``other``.
+        labels_counted: labels to ignore for which the caller weighs means by the other labels itself, as
+            :func:`vram_guard.apply.loss_weight.mean_shares` does: they are "mean" then.
+
     Returns:
-        "mean", "sum", or None where it is neither; and why it is neither.
+        "mean", "sum", what to count, or None where it is none of these; and why it is none.
     """
     if len(one) != len(other):
         return None, _("it has different parts at different batch sizes")
-    found: set[Literal["mean", "sum"]] = set()
+    paths = Comparison([term.behind for term in one], samples, [term.behind for term in other], other_samples)
+    found: set[Literal["mean", "sum"] | Normaliser] = set()
     independent = 0
     for term, twin in zip(one, other, strict=True):
-        if term.behind and term == twin:
+        if term.behind and term == twin and not paths.depends(term.behind):
             independent += 1
             continue
         kind, why = _over_samples(term, samples, twin, other_samples)
+        if kind == "mean" and term.labels and not (term.ignored in labels_counted and not term.weighed):
+            kind, why = _over_labels(term, twin)
         if kind is None:
             return None, why
         found.add(kind)
-    if len(found) > 1:
+    if paths.why:
+        return None, paths.why
+    if found == {"mean", "sum"}:
         return None, _("it adds a mean over the batch to a sum over the batch")
+    if len(found) > 1:
+        return None, _("it adds means over different counts of the batch")
     kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
     if kind == "sum" and independent:
         return None, _("it is a sum over the batch plus a term that does not depend on the batch")
@@ -143,10 +203,12 @@ def reduction_of(
 
 def _over_samples(
     term: Term, samples: int, twin: Term, other_samples: int
-) -> tuple[Literal["mean", "sum"] | None, str]:
+) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:
     for one in (term, twin):
         if not one.known:
             return None, _("it comes out of {operation}", operation=one.reduction)
+        if one.computed:
+            return None, _("it is multiplied with or divided by a number that was computed")
     if term.elements * other_samples != twin.elements * samples:
         return None, _("a {reduction} in it is not taken over the samples", reduction=term.reduction)
     if math.isclose(term.of_each_element, twin.of_each_element, rel_tol=1e-6):
@@ -156,104 +218,135 @@ def _over_samples(
     return None, _("a sample counts in it neither as in a mean nor as in a sum")
 
 
+def _over_labels(term: Term, twin: Term) -> tuple[Normaliser | None, str]:
+    if term.counts is not None and term.counts == twin.counts:
+        return term.counts, ""
+    if term.weighed:
+        return None, _("it is a mean over labels of classes with weights, of which micro-batches have different shares")
+    return None, _("it is a mean over labels, of which those that are {ignored} do not count", ignored=term.ignored)
+
+
 # --- nodes ----------------------------------------------------------------------------------------------------
 
 
-def _further(node: Any, factor: float) -> Iterator[tuple[Any, float]]:
-    """The nodes behind one that only scales or adds, with their factors; nothing for any other node."""
-    kind = _kind(node)
+def _further(node: Any, factor: float) -> Iterator[tuple[Any, float, tuple[int, ...]]]:
+    """The nodes behind one that only scales or adds, with their factors, and where those are that were tensors.
+
+    Nothing for any other node.
+    """
+    kind = kind_of(node)
     behind = [other for other, _input in node.next_functions]
     if kind == "Neg":
-        yield behind[0], -factor
+        yield behind[0], -factor, ()
     elif kind in _SAME and len(behind) == 1:
-        yield behind[0], factor
+        yield behind[0], factor, ()
     elif kind in ("Add", "Sub", "Rsub") and behind:
         yield from _added(kind, behind, factor, float(getattr(node, "_saved_alpha", 1.0)))
     elif kind in ("Mul", "Div"):
         scale = _constant(node, behind)
         if scale is not None:
-            yield scale[0], factor * scale[1] if kind == "Mul" else factor / scale[1]
+            yield scale[0], factor * scale[1] if kind == "Mul" else factor / scale[1], scale[2]
 
 
-def _added(kind: str, behind: list[Any], factor: float, alpha: float) -> Iterator[tuple[Any, float]]:
+def _added(kind: str, behind: list[Any], factor: float, alpha: float) -> Iterator[tuple[Any, float, tuple[int, ...]]]:
     signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[kind]
     for node, sign in zip(behind, signs, strict=False):
         if node is not None:  # a constant, added
-            yield node, factor * sign
+            yield node, factor * sign, ()
 
 
-def _constant(node: Any, behind: list[Any]) -> tuple[Any, float] | None:
-    """The operand that carries the graph, and the number that it is multiplied with or divided by; None: no number."""
+def _constant(node: Any, behind: list[Any]) -> tuple[Any, float, tuple[int, ...]] | None:
+    """The operand that carries the graph, and the number that it is multiplied with or divided by; None: no number.
+
+    Of a number that is a tensor to the script as well, also where it is.
+    """
     carrying = [at for at, other in enumerate(behind) if other is not None]
-    if len(carrying) != 1 or (carrying[0] == 1 and _kind(node) == "Div"):
+    if len(carrying) != 1 or (carrying[0] == 1 and kind_of(node) == "Div"):
         return None
     saved = getattr(node, "_saved_other" if carrying[0] == 0 else "_saved_self", None)
+    computed: tuple[int, ...] = ()
     if isinstance(saved, torch.Tensor):
         # A number of Python lies on the CPU as a tensor; what a model computed is nothing that is known beforehand.
-        saved = _number(saved)
+        saved, computed = number_in(saved)
     if not isinstance(saved, int | float) or not saved or not math.isfinite(saved):
         return None
-    return behind[carrying[0]], float(saved)
+    return behind[carrying[0]], float(saved), computed
 
 
-def _number(tensor: torch.Tensor) -> Any:
-    """Number in a real tensor on the CPU; None for others."""
+def number_in(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
+    """Number in a real tensor on the CPU, None for others; and its place, if it was a tensor before it met another."""
     from vram_guard.simulate.device.symbolic import is_symbolic
 
     with _disable_current_modes():  # in a trace, nothing is to be written down for this
-        real = tensor.dim() == 0 and not is_symbolic(tensor) and tensor.device.type == "cpu"
-        return tensor.item() if real else None
+        if tensor.dim() or is_symbolic(tensor) or tensor.device.type != "cpu":
+            return None, ()
+        # Numbers of Python are of the widest type, and make no other tensor as wide.
+        narrow = torch.zeros((), dtype=torch.float32 if tensor.is_floating_point() else torch.int32)
+        of_python = tensor.dtype != narrow.dtype and torch.result_type(tensor, narrow) == narrow.dtype
+        return tensor.item(), () if of_python else (tensor.data_ptr(),)
 
 
-def _leaf(node: Any, factor: float) -> Term:
-    kind = _kind(node)
+def term_of(one: Reduction, batch: Any = None) -> Term:
+    """The term that ends at a node; see :func:`loss_terms` for ``batch``."""
+    node, factor, computed = one
+    if node is None:
+        return Term(_("a number without a graph"), factor, ())
+    kind = kind_of(node)
     if kind in ("Mean", "Sum"):
-        return Term(kind.lower(), factor, tuple(map(int, node._saved_self_sym_sizes)))  # noqa: SLF001 - autograd's own
+        sizes = tuple(map(int, node._saved_self_sym_sizes))  # noqa: SLF001 - autograd's own
+        return Term(kind.lower(), factor, sizes, computed=bool(computed))
     reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", 0))
     counted = _counted(node)
     if reduction is None or counted is None:
         return Term(node.name(), factor, ())
-    labels = hasattr(node, "_saved_ignore_index")
-    weighed = labels and node._saved_weight is not None  # noqa: SLF001 - the same
-    return Term(reduction, factor, tuple(counted.shape), labels, weighed)
+    term = Term(reduction, factor, tuple(counted.shape), computed=bool(computed))
+    if not hasattr(node, "_saved_ignore_index"):
+        return term
+    ignored, weighed = ignored_by(node), node._saved_weight is not None  # noqa: SLF001 - the same
+    counts = None if weighed or batch is None else _labels_in(batch, counted, ignored)
+    return term._replace(labels=True, weighed=weighed, ignored=ignored, counts=counts)
 
 
-#: So many nodes behind a term tell whether it depends on the batch: the nearest ones hold what was computed last.
-_NODES_BEHIND = 400
+def ignored_by(node: Any) -> int:
+    """The label that a cross-entropy leaves out."""
+    shown: int = node._saved_ignore_index  # noqa: SLF001 - autograd's own
+    return shown - 2**64 if shown >= 2**63 else shown  # a negative number is shown without its sign
 
 
-def _sizes_behind(node: Any) -> tuple[object, ...]:
-    """Every operation behind a node, with the sizes of what it made."""
-    waiting, seen, found = [node], {node}, list[object]()
-    while waiting and len(seen) < _NODES_BEHIND:
-        current = waiting.pop(0)
-        found.append((current.name(), *_sizes(current)))
-        for other, _input in current.next_functions:
-            if other is not None and other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return tuple(found)
+def parts_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every part of a batch that is no container, with its path."""
+    parts = children(batch)
+    if parts is None:
+        yield path, batch
+    else:
+        for key, part in parts.items():
+            yield from parts_of(part, (*path, key))
 
 
-def _sizes(node: Any) -> Iterator[tuple[object, ...]]:
-    """Of what a node made, and of what a reduction reduced.
+def is_view_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Check whether a tensor is another's memory with the same values in the same order, in whatever shape."""
+    return (
+        one.dtype == other.dtype
+        and one.numel() == other.numel()
+        and one.storage_offset() == other.storage_offset()
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata  # noqa: SLF001 - see simulate/private_api.py
+        and (
+            (one.is_contiguous() and other.is_contiguous())
+            or (one.shape, one.stride()) == (other.shape, other.stride())
+        )
+    )
 
-    What it saved is not looked at where that can be avoided: activation checkpointing would compute it again for it,
-    once for each look, and keep it.
-    """
-    if node.name().endswith("AccumulateGrad"):
-        yield tuple(node.variable.shape)
-    for name in dir(node):
-        if name.startswith("_saved_") and name.endswith("_sizes"):
-            yield name, *getattr(node, name)
-    made = getattr(node, "_input_metadata", None)
-    if made is not None:
-        yield from (tuple(one.shape) for one in made)
-        return
-    for name in dir(node):  # torch before 2.5
-        saved = getattr(node, name) if name.startswith("_saved_") else None
-        if isinstance(saved, torch.Tensor):
-            yield name, *saved.shape
+
+def _labels_in(batch: Any, labels: torch.Tensor, ignored: int) -> Normaliser | None:
+    """The part of a batch that these labels are, with or without the first of each sample; None: none."""
+    tensors = [(path, part) for path, part in parts_of(batch) if isinstance(part, torch.Tensor) and part.dim()]
+    found = [Normaliser(path, ignored=ignored) for path, part in tensors if is_view_of(labels, part)]
+    found += [
+        Normaliser(path, ignored=ignored, shifted=True)
+        for path, part in tensors
+        if part.dim() > 1 and is_view_of(labels, part[..., 1:])
+    ]
+    return found[0] if found else None  # of two that share memory, one is as good as the other
 
 
 def _counted(node: Any) -> torch.Tensor | None:
@@ -263,9 +356,3 @@ def _counted(node: Any) -> torch.Tensor | None:
         if isinstance(found, torch.Tensor):
             return found
     return None
-
-
-def _kind(node: Any) -> str:
-    """The operation that a node belongs to: Div for DivBackward0."""
-    name: str = node.name()
-    return name.rpartition("Backward")[0]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
+from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter
 from vram_guard.language import _
 
 #: The reduction of the user's loss over the samples of a batch: their mean, their sum, or a mean over something else,
-#: given as a function that counts it in a batch (labels that are not ignored, say).
+#: given as a function that counts it in a batch (labels that are not ignored, say), such as a
+#: :class:`vram_guard.apply.normalisers.Normaliser`.
 LossWeight = Literal["mean", "sum"] | Callable[[Any], Any]
 
 #: The label that torch's cross-entropy leaves out of its mean (``ignore_index``).
@@ -21,14 +22,21 @@ IGNORED = -100
 
 
 def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> list[Any]:
-    """Factors of the micro-batches' losses, so that they add up to the loss of the batch."""
+    """Factors of the micro-batches' losses, so that they add up to the loss of the batch.
+
+    Where nothing in the batch counts, its loss is as undefined as it was, and what is added to it is a mean.
+    """
     if loss_weight == "sum":
         return [1.0] * len(micro_batches)
+    by_samples = [micro_batch.weight for micro_batch in micro_batches]
     if loss_weight == "mean":
-        return [micro_batch.weight for micro_batch in micro_batches]
+        return by_samples
     counts = [loss_weight(micro_batch.data) for micro_batch in micro_batches]
     total = sum(counts)
-    return [count / total for count in counts]
+    if not isinstance(total, torch.Tensor):
+        return [count / total for count in counts] if total else by_samples
+    # Not asked for its value, which would wait for the GPU.
+    return [torch.where(total == 0, share, count / total) for share, count in zip(by_samples, counts, strict=True)]
 
 
 def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any]) -> list[Any]:
@@ -39,22 +47,16 @@ def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any])
         slices: of the batch.
         called: what the model was called with, by name.
     """
-    by_samples = [part.weight for part in slices]
     labels = called.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        return by_samples
-    shifted = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
-    counted = labels[..., 1:] if shifted else labels  # a causal language model predicts every token but the first
+        return loss_weights(slices, "mean")
+    name = type(model).__name__
     ignored = IGNORED
     if labels.dim() > 2:  # Transformers' models for semantic segmentation have a label of their own
         ignored = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", IGNORED)
-    running = (counted != ignored).flatten(1).sum(1).cumsum(0)
-    ends = list(itertools.accumulate(part.samples for part in slices))
-    until = running[torch.tensor(ends, device=labels.device) - 1]
-    counts = until.diff(prepend=torch.zeros_like(until[:1]))
-    shares = counts / until[-1].clamp(min=1)
-    # Where every label is ignored, the batch's loss is as undefined as it was, and what is added to it is a mean.
-    return list(torch.where(until[-1] == 0, torch.tensor(by_samples, device=labels.device), shares).unbind())
+    # A causal language model predicts every token but the first.
+    shifted = "CausalLM" in name or "LMHead" in name
+    return loss_weights(slices, Normaliser(("labels",), ignored=ignored, shifted=shifted))
 
 
 def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:

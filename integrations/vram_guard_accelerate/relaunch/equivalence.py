@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vram_guard.apply.loss_terms import reduction_of
+from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.language import _, marked
 from vram_guard_accelerate.dry_run.loop_profile import UNKNOWN_RATES
 
@@ -188,8 +189,9 @@ def loss_weight(
         return "mean", _("it returns different numbers at different batch sizes")
     found: set[Literal["mean", "sum"]] = set()
     for terms, twins in zip(one, other, strict=True):
-        kind, why = reduction_of(terms, samples, twins, other_samples)
-        if kind is None:
+        # Of means over labels, slices are weighed by those that count.
+        kind, why = reduction_of(terms, samples, twins, other_samples, labels_counted=(IGNORED,))
+        if not isinstance(kind, str):
             return "mean", why
         found.add(kind)
     if len(found) > 1:

@@ -1,0 +1,78 @@
+"""Number that a loss is divided by, counted in its batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from vram_guard.language import _
+from vram_guard.state.containers import children
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Count that a loss divides by: a loss weight whose micro-batches add up to their batch exactly.
+
+    A lower bound on the count (``clamp(min=1)``) is no part of it: it acts on a batch or slice that counts nothing,
+    and such a slice has no weight.
+
+    Attributes:
+        path: to the part of the batch, by keys, indexes and fields.
+        counts: "others": its values other than ``ignored``; "sum": their sum; "positive": those above zero.
+        ignored: the value that does not count; NaN where those are left out.
+        shifted: whether the first value along the last dimension is left out, as by a causal language model.
+        weights: of the classes, where "others" weighs each label by its class.
+
+    Example:
+        >>> Normaliser(("labels",), ignored=0)({"labels": torch.tensor([[3, 0], [1, 2]])})
+        tensor(3)
+    """
+
+    path: tuple[Any, ...]
+    counts: Literal["others", "sum", "positive"] = "others"
+    ignored: float = -100
+    shifted: bool = False
+    weights: tuple[float, ...] | None = None
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """The count in a batch or a part of it, as a tensor where the batch is."""
+        values = self.values(batch)
+        if self.weights is not None:
+            return _weights_of(values, self.weights, values != self.ignored).sum()
+        return self.counted(values).sum()
+
+    def values(self, batch: Any) -> torch.Tensor:
+        """The part of the batch that is counted in."""
+        for key in self.path:
+            batch = (children(batch) or {})[key]
+        values = torch.as_tensor(batch).detach()
+        return values[..., 1:] if self.shifted else values
+
+    def counted(self, values: torch.Tensor) -> torch.Tensor:
+        """How much each value counts."""
+        if self.counts == "sum":
+            return values
+        if self.counts == "positive":
+            return values > 0
+        return ~values.isnan() if math.isnan(self.ignored) else values != self.ignored
+
+    def words(self) -> str:
+        """The count in the reader's language."""
+        where = "batch" + "".join(f"[{key!r}]" for key in self.path) + ("[..., 1:]" if self.shifted else "")
+        if self.counts == "sum":
+            return _("the sum of {where}", where=where)
+        if self.counts == "positive":
+            return _("the number of values above zero in {where}", where=where)
+        if self.weights is not None:
+            return _(
+                "the class weights of the labels other than {ignored} in {where}", ignored=self.ignored, where=where
+            )
+        return _("the number of values other than {ignored} in {where}", ignored=self.ignored, where=where)
+
+
+def _weights_of(labels: torch.Tensor, weights: tuple[float, ...], counted: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor(weights, dtype=torch.float64, device=labels.device)
+    return torch.where(counted, table[torch.where(counted, labels, 0).long()], 0.0)
