@@ -180,6 +180,23 @@ def test_a_negligible_gradient_is_noise_and_a_small_one_is_not():
     assert named(found) == [(Kind.GRADIENT, "bias")]
 
 
+def test_weights_are_compared_where_their_gradients_agree():
+    model = nn.Linear(3, 1)
+
+    def outcome(gradient, weight):
+        model.weight.data.copy_(torch.tensor([weight]))
+        return observe(model, gradients={"weight": torch.tensor([gradient]), "other": torch.ones(1)})
+
+    one = outcome([1.0, 1.0, 1e-9], [0.1, 0.1, 0.1])
+    flipped = outcome([1.0, 1.0, -1e-9], [0.1, 0.1, -0.1])
+    assert differences(one, flipped, tolerance=FLOAT) == ()
+    settled = outcome([1.0, 1.0, -1e-9], [0.1, -0.1, -0.1])
+    assert named(differences(one, settled, tolerance=FLOAT)) == [(Kind.WEIGHT, "weight")]
+    # Noise as a whole: an optimizer may mix its elements, and one that agrees by chance says nothing.
+    noise, other_noise = outcome([1e-9, 1e-9, 1e-9], [0.1, 0.1, 0.1]), outcome([1e-9, -1e-9, 1e-9], [0.2, 0.1, 0.1])
+    assert differences(noise, other_noise, tolerance=FLOAT) == ()
+
+
 def test_no_gradient_is_a_gradient_of_zeros():
     model = nn.Linear(2, 1)
     none = observe(model, gradients={"weight": None})
