@@ -88,7 +88,7 @@ def rehearse(
         step.begin()
         loop.run()
     except _SteppedSignal:
-        return step.result(logged={name: value for name, value in trainer.callback_metrics.items()})
+        return step.result(logged=dict(trainer.callback_metrics))
     raise UnsupportedStepError(_("the loop ended before an optimizer step"))
 
 

@@ -69,6 +69,10 @@ class Captured(CapturedTraining):
             loss: torch.Tensor = self.step.loss(self.model, HostBatch(batch))
             return loss
 
+    def loaded(self, batch: Any) -> Any:
+        """Out of its wrapper."""
+        return batch.data
+
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_mmengine._refusals`."""
         return _refusals.refusals(self.runner, self.optim, settings, growable=self.sample.growable)

@@ -18,7 +18,7 @@ from vram_guard.language import _
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed, RehearsedStep
 from vram_guard_mmengine import _optim, _split_step
 
-# ruff: noqa: SLF001 - the runner has no public names for what is not built yet
+# ruff: noqa: ARG002, SLF001 - MMEngine decides what hooks get; the runner has no public names for what is not built
 
 #: Hooks of MMEngine's own that watch, report or save: what they do is no part of a step.
 WATCHING = (

@@ -108,9 +108,9 @@ def _saved(node: Any) -> Iterator[tuple[object, ...]]:
     for name in dir(node):
         saved = getattr(node, name) if name.startswith("_saved_") else None
         if isinstance(saved, torch.Tensor):
-            yield name, *saved.shape
-        elif name.endswith("_sizes"):
-            yield name, *saved
+            yield (name, *saved.shape)
+        elif isinstance(saved, (list, tuple)) and name.endswith("_sizes"):
+            yield (name, *saved)
 
 
 def _along(node: Any) -> Iterator[Any]:

@@ -103,7 +103,7 @@ def decide_alone(
         UnsupportedStepError: the step cannot be predicted, or a pin asks for what cannot be done here.
     """
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
-    graph = LossGraph(step)
+    graph = LossGraph(step, captured.loaded)
     captured = replace(captured, step=graph.step)
     about = None if gpu is None else subject(captured.model, step.precision, gpu)
     known = Corrections().factor(about) if settings.remember and about is not None else 1.0

@@ -63,6 +63,10 @@ class CapturedTraining(ABC):
             Exception: whatever the user's code raises.
         """
 
+    def loaded(self, batch: Any) -> Any:
+        """A batch as :attr:`step` gets it, as the loader delivered it."""
+        return batch
+
     def distinct_batch(self, samples: int) -> Any:
         """A batch of so many different samples, as the loader delivers it; called in a copy of the process."""
         return self.sample.distinct(samples)

@@ -8,6 +8,9 @@ from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
 from vram_guard.language import _
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vram_guard.apply.normalisers import Normaliser
     from vram_guard.step import TrainingStep
 
 
@@ -18,8 +21,10 @@ class LossGraph:
         step: the one to trace in place of the original, whose losses are looked at on their way.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
+    def __init__(self, step: TrainingStep, loaded: Callable[[Any], Any] = lambda batch: batch) -> None:
+        """``loaded``: a batch as the step gets it -> as the loader delivered it."""
         self._as_written = step
+        self._loaded = loaded
         self._terms: dict[int, tuple[Term, ...]] = {}
         self._size = 0
         self.step = step.with_(loss=self._loss, **({"batch": self._batch} if callable(step.batch) else {}))
@@ -33,11 +38,11 @@ class LossGraph:
 
         returned = self._as_written.loss(model, batch)
         if self._size and self._size not in self._terms and returned is not None:
-            self._terms[self._size] = loss_terms(scalar_loss(returned), behind=True)
+            self._terms[self._size] = loss_terms(scalar_loss(returned), behind=True, batch=self._loaded(batch))
         return returned
 
-    def reduction(self, batch_size: int) -> tuple[Literal["mean", "sum"] | None, str]:
-        """The reduction; None, and why, where it is neither a mean nor a sum. Call it inside ``symbolic_run``.
+    def reduction(self, batch_size: int) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:
+        """The reduction, or what to count; None, and why, where it is none of these. Call it inside ``symbolic_run``.
 
         Args:
             batch_size: as written; at it and at half of it the step is traced where no plan has done so.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vram_guard.apply.microbatch import Layout, Splitter, probe_layout
-from vram_guard.apply.normalisers import Normaliser, find_normaliser  # STUB
+from vram_guard.apply.normalisers import Normaliser, find_normaliser
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.loss_graph import LossGraph
 
-#: Samples of a rehearsed batch: two and two against four. One more where micro-batches have different sizes.
+#: Samples of a rehearsed batch: two and two against four.
 SAMPLES = 4
 
 #: A rehearsal's arithmetic, against that of the trace: half precision's step is rehearsed in double precision, and a
@@ -96,9 +96,6 @@ class _Prover:
 
     def _by_running(self) -> Proof | Disproof:
         samples = min(self._plan.batch_size, SAMPLES)
-        even = self._plan.batch_size % self._plan.micro_batch_size == 0
-        if self._splits and not even and self._plan.batch_size > SAMPLES:
-            samples += 1
         needed = self._needed(samples)
         if needed > self._seconds:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
@@ -114,7 +111,7 @@ class _Prover:
                 break
         if not found:
             return Proof(self._words(samples, weight), None if self._said is not None else weight)
-        return self._blamed(whole, way, weight, found)
+        return self._blamed(whole, way, found)
 
     def _needed(self, samples: int) -> float:
         """Seconds that two rehearsals take, by the trace's own count of operations."""
@@ -177,9 +174,7 @@ class _Prover:
         cut = changed.samples, changed.samples - changed.micro_batch_size or changed.samples
         return _compared(whole.observed, ran.observed, double=changed.double, cut=cut)
 
-    def _blamed(
-        self, whole: Rehearsed, way: Rehearsal, weight: LossWeight, found: tuple[Difference, ...]
-    ) -> Proof | Disproof:
+    def _blamed(self, whole: Rehearsed, way: Rehearsal, found: tuple[Difference, ...]) -> Proof | Disproof:
         """The technique that makes the difference; where the user said how the loss is weighed, a note of it."""
         technique = "accumulate" if self._splits else "checkpoint"
         if self._splits and self._recipe:
@@ -220,7 +215,10 @@ class _Prover:
                     reason=reason,
                 ),
             )
-        said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
+        if isinstance(kind, Normaliser):
+            said = _("proven by the loss graph: a mean over {count}; {reason}", count=kind.words(), reason=reason)
+        else:
+            said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
         return Proof(said, kind)
 
 

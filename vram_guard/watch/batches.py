@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.apply.outputs import detached, last_of, merged
 from vram_guard.language import _
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
@@ -56,14 +57,22 @@ class BatchPass:
         """Call ``one`` for each micro-batch and merge what it returns; see :func:`vram_guard.apply.outputs.merged`."""
         if self.whole:
             return one(Share(self.parts[0].data, self.parts[0].samples, 1.0, first=True, last=True))
-        weights = loss_weights(self.parts, self.loss_weight)
+        parts, weights = self._counting()
         outputs: list[Any] = []
-        for at, (part, weight) in enumerate(zip(self.parts, weights, strict=True)):
-            share = Share(part.data, part.samples, weight, first=at == 0, last=at == len(self.parts) - 1)
+        for at, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            share = Share(part.data, part.samples, weight, first=at == 0, last=at == len(parts) - 1)
             if self.attempt is not None:
                 self.attempt.last = share.last
             outputs.append(detached(one(share)))
-        return merged(outputs, self.parts, weights, rows=rows, otherwise=otherwise)
+        return merged(outputs, parts, weights, rows=rows, otherwise=otherwise)
+
+    def _counting(self) -> tuple[list[MicroBatch], list[Any]]:
+        """The micro-batches with their weights; those without a label that counts are left out: their loss is 0 / 0."""
+        weights = loss_weights(self.parts, self.loss_weight)
+        if not isinstance(self.loss_weight, Normaliser):
+            return self.parts, weights
+        pairs = [pair for pair in zip(self.parts, weights, strict=True) if float(pair[1]) != 0]
+        return [part for part, _weight in pairs], [weight for _part, weight in pairs]
 
 
 class MicroBatches:
