@@ -116,8 +116,9 @@ def _empty_copy(metric: Metric) -> Metric:
 
     shared: dict[int, Any] = {}
     for part in metric.modules():
-        shared |= {id(tensor): tensor for tensor in tensors_of(dict(vars(part)))}
-        shared[id(getattr(part, "process_group", None))] = getattr(part, "process_group", None)
+        held = dict(vars(part))
+        uncopied = (*tensors_of(held), held.get("forward"), held.get("process_group"))
+        shared |= {id(value): value for value in uncopied}
     beside = copy.deepcopy(metric, shared)
     for part in beside.modules():
         vars(part).pop("forward", None)  # the one that is followed
