@@ -333,7 +333,7 @@ def test_a_steps_value_of_a_metric_is_that_of_the_batch(tmp_path: Any, recover: 
         run(tmp_path, module, *guards, callbacks=[logged])
         assert not guards or guards[0].plan is not None
         found.append((module, logged.values))
-    (plain, values), (split, split_values) = found
+    (_, values), (split, split_values) = found
     assert max(split.seen) == 2
     assert {"f1_step", "roc_step", "first", "logged_f1_step", "called_f1", "spread"} <= values[0].keys()
     for one, other in zip(values, split_values, strict=True):
