@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+import oom_cases
 
 from vram_guard_lightning import VramGuard, _namespaces
 
@@ -357,6 +358,33 @@ def test_the_last_micro_batchs_value_would_be_another(tmp_path: Any, monkeypatch
     for name in ("f1_step", "roc_step", "returned", "first", "twice_step", "logged_f1_step", "called_f1", "spread"):
         steps = [[value[name] for value in run] for run in values]
         assert steps[1] != pytest.approx(steps[0], rel=1e-3), name
+
+
+def test_hooks_and_metrics_after_an_out_of_memory_error(tmp_path: Any) -> None:
+    """The failed attempt's calls count for nothing, and the batch's hooks run once."""
+    found = []
+    for guards in ([], [guard(micro=0, recover=True, allow=("accumulate",))]):
+        module, logged, counts = metric_module(), Logged(), Counter[str]()
+        own = type(module).training_step
+
+        def breaking(self: Any, batch: Any, batch_idx: int, *, breaks: bool = bool(guards), own: Any = own) -> Any:
+            loss = own(self, batch, batch_idx)
+            if breaks and self.trainer.global_step >= 3 and len(batch[0]) > 4:
+                raise oom_cases.no_memory()
+            return loss
+
+        module.__class__ = counting(type("Breaking", (Editing, type(module)), {"training_step": breaking}), counts)
+        module.metrics_seen = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "vram_guard: out of memory")
+            run(tmp_path, module, *guards, callbacks=[logged])
+        found.append((module, logged.values, counts))
+    (plain, values, counts), (split, split_values, split_counts) = found
+    assert split_counts == counts
+    assert max(split.seen[-4:]) <= 4
+    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=1e-3, atol=1e-5)
+    for one, other in zip(values, split_values, strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
 # --- outputs ------------------------------------------------------------------------------------------------------
