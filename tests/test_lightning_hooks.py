@@ -66,7 +66,9 @@ def run(root: Any, module: Any, *guards: Any, callbacks: Any = (), samples: int 
 
 def guard(*, recover: bool = False, micro: int = 2, **settings: Any) -> VramGuard:
     pin = {"pin": {"micro_batch_size": micro}} if micro else {}
-    return VramGuard(**{"budget": "64GiB", "remember": False, "recover": recover, **pin, **settings})
+    return VramGuard(
+        **{"budget": "64GiB", "remember": False, "recover": recover, "loss_weight": "mean", **pin, **settings}
+    )
 
 
 HOW: dict[str, dict[str, Any]] = {

@@ -101,7 +101,7 @@ def train(root: Path, name: str, guard: dict[str, Any] | None, **changes: Any) -
     cfg = cases.load(root, "seg.py", root.parent / name)
     if guard is not None:
         cfg.runner_type = RUNNER
-        cfg.vram_guard = {"budget": "1GiB", "margin": 0, "pin": {"micro_batch_size": 2}, **guard}
+        cfg.vram_guard = {"budget": "1GiB", "margin": 0, "loss_weight": "mean", "pin": {"micro_batch_size": 2}, **guard}
     data = {"train_dataloader.dataset.size": 16, "train_cfg.max_iters": 4, "train_cfg.val_interval": 9}
     cfg.merge_from_dict({**data, "custom_hooks": [{"type": "Watching"}], **changes})
     Counting.counts.clear()
