@@ -264,7 +264,7 @@ def test_the_last_micro_batch_alone_would_log_something_else(tmp_path: Any, monk
     """The test above can fail: without gathering, a step's value is its last micro-batch's."""
     import contextlib
 
-    monkeypatch.setattr(_closure.StepLog, "gathering", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(_closure.StepLog, "gathering", lambda self, cut: contextlib.nullcontext())
     plain, split = watched(tmp_path, logging_module(), 0), watched(tmp_path, logging_module(), 3)
     assert split.step_values[0]["count_step"] != plain.step_values[0]["count_step"]
 

@@ -163,12 +163,7 @@ def _epoch_samples(trainer: Trainer, found: Sample) -> int | None:
 def _hook_owner(trainer: Trainer, module: LightningModule, hook: str) -> Any:
     """The owner of the hook that moves batches, as in Lightning: the datamodule if it overrides it, else the module."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule if datamodule is not None and _overridden(datamodule, hook) else module
-
-
-def _overridden(owner: object, hook: str) -> bool:
-    method = getattr(type(owner), hook)
-    return not method.__module__.startswith(("lightning.pytorch", "pytorch_lightning"))
+    return datamodule if datamodule is not None and not _namespaces.is_lightnings(datamodule, hook) else module
 
 
 def _batch_of(trainer: Trainer, module: LightningModule, found: Sample) -> Callable[[int], Any]:
@@ -330,7 +325,9 @@ def _stepping_batches(trainer: Trainer, batches: float) -> float:
 def _notes(module: LightningModule) -> list[str]:
     """Notes on the parts of the user's module that a trace does not follow."""
     overridden = [
-        name for name in ("backward", "configure_gradient_clipping", "optimizer_step") if _overridden(module, name)
+        name
+        for name in ("backward", "configure_gradient_clipping", "optimizer_step")
+        if not _namespaces.is_lightnings(module, name)
     ]
     notes = [_("{name} is overridden; its own memory is not counted", name=name) for name in overridden]
     if not module.automatic_optimization:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
-from vram_guard_lightning import _growth, _namespaces, private_api
+from vram_guard_lightning import _growth, _hooks, _namespaces, private_api
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -30,6 +30,8 @@ def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Ite
         )
     elif missing := private_api.missing(_namespaces.of(trainer), private_api.MICRO_BATCHES):
         yield Refusal("accumulate", _("this release of Lightning is not supported: {what}", what=missing[0]))
+    else:
+        yield Refusal("accumulate", _hooks.why_whole(trainer, module))
     plain = _namespaces.part(_namespaces.of(trainer), "plugins.precision.Precision")
     if trainer.precision == "32-true" and type(trainer.precision_plugin) is not plain:
         kind = type(trainer.precision_plugin).__name__

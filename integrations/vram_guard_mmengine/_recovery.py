@@ -16,6 +16,7 @@ import torch
 from mmengine.device import get_device
 from mmengine.model import BaseModel, is_model_wrapper
 
+from vram_guard.apply.backward_hooks import why_whole
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.language import _
@@ -63,7 +64,13 @@ def arm(
         prediction_text=prediction_text,
         on_failure=on_failure,
     )
-    batches = MicroBatches(splitter, loss_weight, recovery=recovery, schedule=schedule)
+    batches = MicroBatches(
+        splitter,
+        loss_weight,
+        recovery=recovery,
+        schedule=schedule,
+        why_whole=functools.partial(why_whole, module),
+    )
     undo = [
         recovery.ranks.close,
         replace_attributes(model, {"train_step": RecoveringTrainStep(runner, batches)}),

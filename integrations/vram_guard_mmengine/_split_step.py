@@ -7,9 +7,11 @@ max_iters, logs, resume) keeps its meaning, and so does the user's own ``accumul
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.apply.backward_hooks import why_whole
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.patching import replace_attributes
@@ -25,9 +27,8 @@ if TYPE_CHECKING:
 
 def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
     """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
-    return replace_attributes(
-        model, {"train_step": SplitTrainStep(model.train_step, MicroBatches(splitter, loss_weight))}
-    )
+    batches = MicroBatches(splitter, loss_weight, why_whole=functools.partial(why_whole, model))
+    return replace_attributes(model, {"train_step": SplitTrainStep(model.train_step, batches)})
 
 
 class SplitTrainStep:

@@ -268,7 +268,7 @@ def _can_read(batch: Any, size: int) -> bool:
 
 def _read_part(part: Any, size: int, path: str) -> Layout:
     """Layout of one part, if the batch has ``size`` samples."""
-    if _is_tensor(part) or _is_array(part):
+    if _is_tensor(part) or is_array(part):
         return _read_rows(part, size, path)
     if _is_plain(part):
         return _SHARED
@@ -330,7 +330,7 @@ def _size_of(layout: Layout, batch: Any) -> int:
 
 def _row_counts(layout: Layout, part: Any, path: str) -> Iterator[tuple[str, int]]:
     if layout.rows:
-        if (_is_tensor(part) or _is_array(part)) and part.ndim > 0:
+        if (_is_tensor(part) or is_array(part)) and part.ndim > 0:
             yield path, int(part.shape[0])
         elif isinstance(part, (list, tuple)):
             yield path, len(part)
@@ -354,7 +354,7 @@ def _take(layout: Layout, part: Any, start: int, length: int) -> Any:
 
 
 def _leading_sizes(part: Any, path: str) -> Iterator[tuple[str, int]]:
-    if _is_tensor(part) or _is_array(part):
+    if _is_tensor(part) or is_array(part):
         if part.ndim > 0:
             yield path, int(part.shape[0])
     elif not _is_plain(part):
@@ -377,6 +377,6 @@ def _is_tensor(part: Any) -> bool:
     return isinstance(part, torch.Tensor)
 
 
-def _is_array(part: Any) -> bool:
+def is_array(part: Any) -> bool:
     """A numpy array, without importing numpy for it."""
     return type(part).__module__ == "numpy" and hasattr(part, "ndim") and hasattr(part, "dtype")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
 from vram_guard.apply.normalisers import Normaliser
-from vram_guard.apply.outputs import detached, last_of, merged
+from vram_guard.apply.outputs import detached, merged
 from vram_guard.language import _
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 
@@ -52,7 +52,7 @@ class BatchPass:
         one: Callable[[Share], Any],
         *,
         rows: bool = True,
-        otherwise: Callable[[Sequence[Any]], Any] = last_of,
+        otherwise: Callable[[Sequence[Any]], Any] | None = None,
     ) -> Any:
         """Call ``one`` for each micro-batch and merge what it returns; see :func:`vram_guard.apply.outputs.merged`."""
         if self.whole:
@@ -83,6 +83,7 @@ class MicroBatches:
         loss_weight: what the loss is over the samples of a batch.
         recovery: recovers a batch from running out of memory; None: errors are left alone.
         schedule: the sizes of micro-batches to take; None: the splitter's.
+        why_whole: asked before a batch is cut: the reason for which it must not be, "" for none.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class MicroBatches:
         *,
         recovery: Recovery | None = None,
         schedule: MicroBatchSchedule | None = None,
+        why_whole: Callable[[], str] = str,
     ) -> None:
         self.recovery = recovery
         self.schedule = schedule or MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size)
@@ -99,6 +101,7 @@ class MicroBatches:
         """The reason for which batches must stay whole; "" for none."""
         self._splitter = splitter
         self._loss_weight = loss_weight
+        self._why_whole = why_whole
 
     def for_validation(self) -> MicroBatches:
         """Batches that each rank validates by itself: whole until memory runs out."""
@@ -127,12 +130,12 @@ class MicroBatches:
         if size is None or self._splitter is None:
             return [MicroBatch(batch, 1, 1)]
         self._splitter.micro_batch_size = size
-        return split_or_warn(self._splitter, batch)
+        return split_or_warn(self._splitter, batch, self._why_whole())
 
     def _count(self, batch: Any) -> int:
         """The samples of a batch that is about to be cut, perhaps for the first time."""
-        if self.never_cut:
-            raise CannotSplitError("batch", self.never_cut)
+        if why := self.never_cut or self._why_whole():
+            raise CannotSplitError("batch", why)
         if self._splitter is None:
             size = batch_size(batch)
             self._splitter = Splitter(self.schedule.full or size, size, None if self.schedule.full else batch)
