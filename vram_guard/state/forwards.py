@@ -1,5 +1,7 @@
 """A forward that runs twice leaves what it leaves once: buffers, modules' attributes, Python's and NumPy's draws."""
 
+# ruff: noqa: SLF001 - buffers as the module keeps them
+
 from __future__ import annotations
 
 from typing import Any
