@@ -139,14 +139,14 @@ class _Look:
                 self._tensors.setdefault(_storage_of(value), ("tensor", name))
                 continue
             if isinstance(value, torch.Generator):
-                self._generators[value._cdata] = name
+                self._generators[number_of(value)] = name
             self._contents[name] = id(value), _tokens(content)
         for tensor in tensors_in(inputs):
             self._tensors.setdefault(_storage_of(tensor), ("input", ""))
 
     def changed(self, noted: Noted) -> Iterator[tuple[ChangeKind, str]]:
         """Kinds and names of what a forward has changed since, and checkpointing does not put back."""
-        put_back = {at for at, *buffer in self._buffers if counts_as_written(*buffer)}
+        put_back = {buffer[0] for buffer in self._buffers if counts_as_written(*buffer[1:])}
         for at, made_before in noted.written.items():
             # A number that was a tensor's of ours is another's where that one has died since.
             is_old = made_before or (made_before is None and at in self._tensors)
@@ -277,6 +277,12 @@ def _state_of(generator: Any) -> bytes:
     return pickle.dumps(generator.get_state() if bits is None else bits.state)
 
 
+def number_of(generator: torch.Generator) -> int:
+    """A number of torch's generator behind this object, of which there may be several for one generator."""
+    number: int = generator._cdata  # type: ignore[attr-defined]
+    return number
+
+
 def _is_users(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in ("builtins", "torch", "abc", "typing")
 
@@ -293,4 +299,5 @@ def _storage_of(tensor: torch.Tensor) -> int:
     """A number of the storage; of a tensor that has none (sparse, a wrapper), -1."""
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
         return -1
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.techniques.purity import Noted
+from vram_guard.techniques.purity import Noted, number_of
 from vram_guard.tensors import tensors_in
 
 
@@ -46,7 +46,7 @@ class OperatorNotes:
         """An operator is about to run."""
         generator = kwargs.get("generator")
         # Checkpointing puts torch's own back. An operator is handed another Python object for the same generator.
-        if generator is not None and (key := generator._cdata) != torch.default_generator._cdata:
+        if generator is not None and (key := number_of(generator)) != number_of(torch.default_generator):
             self._generators.setdefault(key, generator)
             for _, known, notes in self.open:
                 notes.generators.setdefault(key, key in known)
