@@ -171,7 +171,7 @@ class _Look:
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Tensors, and objects with their content, that a module's attributes, classes and hooks lead to, with names."""
-    pending: list[tuple[str, Any, int]] = []
+    pending: deque[tuple[str, Any, int]] = deque()
     classes: dict[type, None] = {}
     for prefix, owner in _inside(module):
         pending += [
@@ -185,7 +185,7 @@ def _reached(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     pending += [(kind.__qualname__, kind, 0) for kind in classes]
     seen: set[int] = set()
     while pending and len(seen) < MOST:
-        name, value, depth = pending.pop()
+        name, value, depth = pending.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
