@@ -121,6 +121,21 @@ class Work(NamedTuple):
     """The micro-batch of the optimizer step, from 0; the optimizer's own work belongs to the last one."""
 
 
+#: What a forward changes: "tensor": an attribute that is neither parameter nor buffer; "object": a container, a helper
+#: object or a class; "elsewhere": a tensor that was made before and is nothing of the module's.
+ChangeKind = Literal["parameter", "buffer", "tensor", "object", "generator", "input", "elsewhere"]
+
+
+class Change(NamedTuple):
+    """Something that each forward of a watched module changes, and a second forward would change again."""
+
+    module: str
+    """As in ``model.named_modules()``."""
+    kind: ChangeKind
+    name: str
+    """As seen from the module ("codebook.embedding"); "" where it has none."""
+
+
 class Note(NamedTuple):
     """Something the reader of an answer has to know: what was bounded, assumed or left out, and where."""
 
@@ -243,6 +258,8 @@ class Timeline:
     """Blocks that the step puts into host memory."""
     host_events: tuple[int, ...] = ()
     """As ``events``, for ``host_blocks``."""
+    changes: tuple[Change, ...] = ()
+    """What the forwards of watched modules change; empty where none were watched."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -463,6 +480,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         work=_merged_work(low.work, high.work, small, large),
         host_blocks=host_blocks,
         host_events=low.host_events,
+        changes=low.changes,
     )
 
 

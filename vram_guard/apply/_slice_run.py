@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.state.containers import leaves, mapped
+from vram_guard.state.forwards import FirstForward, SecondForward
 from vram_guard.state.modules import statistics_kept
 from vram_guard.state.random_generators import RandomState
 
@@ -84,6 +86,8 @@ class SlicedRun:
         self._cut = [at for at, tensor in enumerate(self.given) if id(tensor) not in whole]
         """Those of which slices get some rows; the others are samples of a list, or shared by all slices."""
         self._random: list[RandomState] = []
+        self._first: list[FirstForward] = []
+        """Of each slice, where its forward will run again."""
         self._autocast = autocast_now()
         self._merging = Merging(sum(part.samples for part in slices), sliced.rows_of_two)
         self._gathered = SummedGradients(self.given)
@@ -99,14 +103,21 @@ class SlicedRun:
         first = 0
         for number, part in enumerate(self._slices):
             self._random.append(RandomState.with_current_device())
-            if number == 0 or self._scalar is not None:
-                self._forward_and_backward(part, first)
-            else:
-                with torch.no_grad():
-                    out = self._call(self._inputs_of(part)[0])
-                    self._merging.add(out, first, part.samples, self._weights[number])
+            with self._first_forward():
+                if number == 0 or self._scalar is not None:
+                    self._forward_and_backward(part, first)
+                else:
+                    with torch.no_grad():
+                        out = self._call(self._inputs_of(part)[0])
+                        self._merging.add(out, first, part.samples, self._weights[number])
             first += part.samples
         return self._merging.outputs()
+
+    def _first_forward(self) -> contextlib.AbstractContextManager[None]:
+        if self._sliced.returns_loss:
+            return contextlib.nullcontext()
+        self._first.append(FirstForward(self._sliced.model))
+        return self._first[-1]
 
     def _forward_and_backward(self, part: MicroBatch, first: int) -> None:
         """A slice with its graph: if there is one scalar to differentiate, that is done at once."""
@@ -205,12 +216,8 @@ class SlicedRun:
         first = 0
         for number, part in enumerate(self._slices):
             called, own = self._inputs_of(part)
-            with (
-                torch.enable_grad(),
-                self._random[number].again(),
-                self._autocast(),
-                statistics_kept(self._sliced.model),
-            ):
+            kept = SecondForward(self._first[number]) if self._first else statistics_kept(self._sliced.model)
+            with torch.enable_grad(), self._random[number].again(), self._autocast(), kept:
                 made = tensors_of(self._call(called))
             wanted = [
                 (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))

@@ -57,6 +57,10 @@ class Why(Enum):
     REFUSED = marked("{technique} is not possible here: {why}")
     REFUSED_SEVERAL = marked("{techniques} are not possible here: {why}")
 
+    NOT_CHECKPOINTED = marked(
+        "{blocks} cannot be checkpointed: the forward {does}, and would do so again in the backward pass."
+    )
+
     # nothing fits
     NEAREST = marked("Nothing that is allowed makes it fit. Closest: {option}, {missing} over budget ({count} bytes).")
     NO_ACCUMULATION = marked("Gradient accumulation was not allowed, or there are no gradients to accumulate.")

@@ -22,8 +22,8 @@ class Pins:
     Attributes:
         precision: one of :data:`vram_guard.step.PRECISIONS`.
         micro_batch_size: samples of a micro-batch; divides the batch.
-        checkpoint: module names, how many blocks, "all" or "none".
-        offload_activations: the same.
+        checkpoint: module names, how many blocks, "all" (whose forward may run twice) or "none".
+        offload_activations: the same, but "all" is every block.
         frozen_on_host: names of frozen modules, "all" or "none".
         optimizer: one of :data:`vram_guard.techniques.OPTIMIZER_FORMS`.
         optimizer_on_host: whether the optimizer lives in host memory.

@@ -34,6 +34,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("torch._C:_storage_Use_Count", "who else holds a gradient's memory", _IN_PLACE),
     PrivateName("torch:UntypedStorage._cdata", "one key for all views of a storage", _LAW),
+    PrivateName(
+        "torch._C:Generator._cdata",
+        "which generator an operator draws from",
+        "test_an_impure_block_is_left_out_or_put_back",
+    ),
     PrivateName("torch._C:_current_autograd_node", "whose backward is running", _NAMED),
     PrivateName(
         "torch._C._functions:AccumulateGrad._sequence_nr",

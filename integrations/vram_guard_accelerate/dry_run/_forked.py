@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
-from vram_guard.techniques import install
+from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.dry_run._accumulated_batches import AccumulatedBatches
@@ -58,6 +58,8 @@ class ForkedPhase(LoopPhase):
         if request.precision != precision_of(accelerator):
             techniques.set_precision(accelerator, ACCELERATES[request.precision])
         self.run.observer.reads_losses = request.slices_of_model == 1 and not request.recipe
+        if self.run.observer.reads_losses:
+            self._watch()
         if request.slices > 1 and request.sliced_by == "loader":
             AccumulatedBatches(lambda: self.loop.batches).install(accelerator, self.loop.models)
         install(self.loop.root, request.recipe)
@@ -72,6 +74,12 @@ class ForkedPhase(LoopPhase):
                 at_most=SLICES,
                 on_slice=self.loop.tracer.forward_begins,
             )
+
+    def _watch(self) -> None:
+        """Find out whose forward must not run twice: blocks that may be checkpointed, and models that run in slices."""
+        self.loop.tracer.watch(self.loop.root, [block.name for block in find_blocks(self.loop.root)])
+        for model in self.loop.models:
+            self.loop.tracer.watch(model, [""])
 
     # --- the places of the script ----------------------------------------------------------------------------
 

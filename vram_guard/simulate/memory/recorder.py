@@ -135,6 +135,16 @@ class Recorder:
         if not self._closed:
             self._categories[self._allocate(size, operator)] = category
 
+    @property
+    def blocks_so_far(self) -> int:
+        """Number of blocks; the next one gets this index."""
+        return len(self._sizes)
+
+    def block_of(self, storage: int) -> int | None:
+        """The index of the block that a storage stands for (``_cdata``); None where it is not counted."""
+        ref = self._live.get(storage)
+        return None if ref is None else ref.block
+
     def _allocate(self, size: int, operator: str) -> int:
         block = len(self._sizes)
         self._sizes.append(size)

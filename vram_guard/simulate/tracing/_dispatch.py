@@ -23,7 +23,9 @@ from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
 from vram_guard.simulate.tracing._interrupts import Interrupts
+from vram_guard.simulate.tracing._noting import OperatorNotes
 from vram_guard.simulate.tracing._undo_log import UndoLog
+from vram_guard.techniques.purity import PurityWatch
 from vram_guard.tensors import is_dense, tensors_in
 from vram_guard.timeline import Timeline
 
@@ -51,6 +53,8 @@ class SymbolicMode(TorchDispatchMode):
         self.meter = CostMeter(recorder)
         self.waiting: dict[int, str] = {}
         """Storages of weights that are kept on the host -> the module they belong to."""
+        self._notes = OperatorNotes(recorder)
+        self.purity = PurityWatch(self._notes)
         self._plans: dict[Any, Runner] = {}
         self._rules: dict[Any, shape_rules.Rule | None] = {}
         self.operations = 0
@@ -80,6 +84,8 @@ class SymbolicMode(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             if self.waiting:
                 self._check_waiting(func, args)
+            if self._notes.open:
+                self._notes.runs(func, args, kwargs or {})
             out = plan(func, args, kwargs or {})
             if self.waiting and func._schema.name == "aten::_to_copy":
                 self._weights_arrive(args[0], out)
@@ -286,6 +292,7 @@ class SymbolicMode(TorchDispatchMode):
             work=self.meter.work(),
             host_blocks=recorder.host.blocks(),
             host_events=tuple(recorder.host.events),
+            changes=self.purity.changes(),
         )
 
     # --- helpers ---------------------------------------------------------------------------------------------
