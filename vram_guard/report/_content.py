@@ -67,6 +67,8 @@ class Content:
         if self.peak > budget.usable:
             words = _("{peak} of {usable} usable, {over} too much", peak=peak, usable=usable, over=between)
             return "over", _("Does not fit"), words
+        if self.plan is not None and self.plan.only_pins_fail:
+            return "over", _("Not as pinned"), _("as written {peak} of {usable} usable", peak=peak, usable=usable)
         return "unknown", _("Not known to fit"), _("at least {peak} of {usable} usable", peak=peak, usable=usable)
 
     def bars(self) -> list[tuple[str, int]]:
