@@ -529,3 +529,25 @@ def test_a_batch_whose_time_comes_first_is_not_cut_along_time(tmp_path: Any) -> 
     assert_equal_training(plain, guarded)
     with pytest.raises(UnsupportedStepError, match="starts with 4, not with the 5 samples of the batch"):
         run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, mode="strict"), [])
+
+
+def test_a_pin_that_does_not_divide_the_batch_of_a_second_fit(tmp_path: Any) -> None:
+    """The message names a size that does; the guard is as good as new for a third."""
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 4})
+    assert max(fit(tmp_path, guard, data=cases.loader(40, 8))[0].seen) == 4
+    with pytest.raises(InvalidInputError, match=r"4 does not divide the batch of 6.* pin 3, or leave"):
+        fit(tmp_path, guard, data=cases.loader(42, 6))
+    assert max(fit(tmp_path, guard, data=cases.loader(48, 12))[0].seen) == 4
+
+
+def test_a_guard_that_is_handed_to_fabric_says_that_it_does_nothing() -> None:
+    fabric = importlib.import_module("lightning.fabric").Fabric(
+        accelerator="cpu", devices=1, callbacks=[VramGuard(budget="1GiB")]
+    )
+    fabric.launch()
+    net = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.randn(2, 4)).sum())
+    with pytest.warns(UserWarning, match="does nothing under Fabric"):
+        optimizer.step()
+    optimizer.step()  # a second warning would be an error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.guard.guard import Guard
+from vram_guard.language import _
 from vram_guard.plan.checks import Mode
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
@@ -121,6 +123,7 @@ class VramGuard(CallbackBase):
         """While it is armed."""
         self._utilization: Utilization | None = None
         self._logged = False
+        self._told_of_fabric = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Arrange to be called when the model is complete and its strategy is not yet set up."""
@@ -195,6 +198,20 @@ class VramGuard(CallbackBase):
         state = checkpoint.get(CHECKPOINT_KEY)
         if self._guard is not None and state and checkpoint.get("optimizer_states"):
             self._guard.rates_contain = float(state["learning_rate_factor"])
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Say once that Fabric, which alone calls this hook, is not guarded."""
+        if not self._told_of_fabric:
+            self._told_of_fabric = True
+            warnings.warn(
+                "vram_guard: "
+                + _(
+                    "VramGuard does nothing under Fabric, whose loop is the user's own: it guards a Trainer. Ask "
+                    "vram_guard.plan about the step, or launch the script with vram-guard launch where it uses "
+                    "Accelerate"
+                ),
+                stacklevel=2,
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the Trainer to its original state."""
