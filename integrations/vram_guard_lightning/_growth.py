@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from vram_guard.apply import learning_rate
+from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
 from vram_guard.language import _
 from vram_guard_lightning import _namespaces
@@ -93,3 +94,14 @@ def scale_learning_rates(trainer: Trainer, factor: float) -> tuple[str, ...]:
         own = [made for made in schedulers if getattr(made, "optimizer", optimizer) is optimizer]
         left_out += learning_rate.scale_learning_rates(optimizer, own, factor)
     return tuple(left_out)
+
+
+def save_as_written(trainer: Trainer, checkpoint: dict[str, Any], factor: float) -> bool:
+    """Divide the learning rates that a checkpoint is about to hold; False where a scheduler's cannot be found in it."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    states = divided_schedulers(schedulers, checkpoint["lr_schedulers"], factor)
+    if states is None:
+        return False
+    checkpoint["lr_schedulers"] = states
+    checkpoint["optimizer_states"] = [divided_optimizer(one, factor) for one in checkpoint["optimizer_states"]]
+    return True

@@ -13,6 +13,7 @@ from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
 from vram_guard.apply import learning_rate
+from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
 from vram_guard.language import _
 from vram_guard.techniques.optimizers import with_form
@@ -121,8 +122,7 @@ class RunnerTraining:
         """Of the optimizer, and of the schedulers that drive them."""
         found = self.runner.param_schedulers or []
         schedulers = [one for many in found.values() for one in many] if isinstance(found, dict) else found
-        # Momentum has schedulers of its own, which are of the same classes.
-        driving = [scheduler for scheduler in schedulers if getattr(scheduler, "param_name", "lr") == "lr"]
+        driving = [scheduler for scheduler in schedulers if _drives_rates(scheduler)]
         return learning_rate.scale_learning_rates(self.runner.optim_wrapper, driving, factor)
 
     def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:
@@ -137,6 +137,30 @@ class RunnerTraining:
     def warn(self, message: str) -> None:
         """In the runner's log."""
         self.runner.logger.warning("vram_guard: %s", message)
+
+
+def _drives_rates(scheduler: Any) -> bool:
+    """Momentum has schedulers of its own, which are of the same classes."""
+    return getattr(scheduler, "param_name", "lr") == "lr"
+
+
+def save_as_written(runner: Any, checkpoint: dict[str, Any], factor: float) -> bool:
+    """Divide the learning rates that a checkpoint is about to hold; False where a scheduler's cannot be found in it."""
+    if "optimizer" not in checkpoint:
+        return False
+    schedulers, states = runner.param_schedulers or [], checkpoint.get("param_schedulers")
+    if states is not None:
+        if not isinstance(schedulers, list) or not isinstance(states, list):
+            return False
+        driving = [number for number, one in enumerate(schedulers) if _drives_rates(one)]
+        made = divided_schedulers([schedulers[n] for n in driving], [states[n] for n in driving], factor)
+        if made is None:
+            return False
+        checkpoint["param_schedulers"] = [*states]
+        for number, state in zip(driving, made, strict=True):
+            checkpoint["param_schedulers"][number] = state
+    checkpoint["optimizer"] = divided_optimizer(checkpoint["optimizer"], factor)
+    return True
 
 
 def auto_scaled(runner: Any) -> bool:

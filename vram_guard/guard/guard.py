@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard._decide import decide
 from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
@@ -32,7 +33,7 @@ class Guard:
         first_steps: the measurement; None where nothing can be measured.
         no_recovery: why the training is not taken through out-of-memory errors; "" where it is.
         rates_contain: the factor for a larger batch that the learning rates already contain: a checkpoint's, or the
-            framework's own.
+            framework's own; see :meth:`restored`.
     """
 
     def __init__(self, training: Training, settings: GuardSettings) -> None:
@@ -59,6 +60,12 @@ class Guard:
     def changes(self) -> bool:
         """True if the training runs under a plan that is not as written."""
         return self.may_change and self.plan is not None and self.plan.fits and self.plan.changed
+
+    @property
+    def grown(self) -> bool:
+        """True if the training runs with a larger batch."""
+        plan = self.plan
+        return self.changes and plan is not None and plan.batch_size != plan.batch_size_before
 
     def begin(self) -> None:
         """Decide, apply, report and judge; on every rank, once the model is complete and before it is placed.
@@ -132,6 +139,17 @@ class Guard:
     def learning_rate_factor(self) -> float:
         """The factor that the learning rates of this run are multiplied by."""
         return self.training.learning_rate_factor(self.plan) if self.changes and self.plan is not None else 1.0
+
+    @property
+    def multiplied_by(self) -> float:
+        """The factor that this guard has multiplied the rates by, which a checkpoint is to be rid of."""
+        return self.rates_contain if self.settings.mode == "fit" else 1.0
+
+    def restored(self, contained: float) -> None:
+        """A checkpoint is being restored whose learning rates contain a factor for a larger batch."""
+        self.rates_contain = contained
+        if self.settings.mode != "fit" and contained != 1.0:
+            self.training.warn(still_multiplied(contained))
 
     def scale_learning_rates(self) -> None:
         """From what the rates contain to what this run's are to be; a second call does nothing."""
