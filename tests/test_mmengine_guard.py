@@ -184,9 +184,9 @@ def test_a_checkpoint_of_a_grown_run_resumed_without_growth(
         content["param_schedulers"] = states
         content["meta"]["vram_guard"]["learning_rates_contain"] = contained
     torch.save(content, saved)
-    groups = content["optimizer"]["param_groups"]
-    written = [group["initial_lr"] / contained for group in groups]
-    assert written == pytest.approx([group["initial_lr"] / 2 for group in stopped.optim_wrapper.param_groups])
+    groups = [*content["optimizer"]["param_groups"], content["optimizer"]["base_param_settings"]]
+    now = [group["lr"] / contained for group in groups]
+    assert now == pytest.approx([group["lr"] / 2 for group in stopped.optim_wrapper.param_groups])
 
     def resumed(name: str, **guard: Any) -> Any:
         # Rates that the schedules no longer touch, but for the factor.
@@ -197,7 +197,6 @@ def test_a_checkpoint_of_a_grown_run_resumed_without_growth(
     def found(runner: Any) -> list[float]:
         return list(cases.diary(runner).rates[0])
 
-    now = [group["lr"] / contained for group in groups]
     grown = resumed("again", **settings)
     assert found(grown) == pytest.approx([2 * rate for rate in now])
     assert found(resumed("fit", budget="1GiB")) == pytest.approx(now)

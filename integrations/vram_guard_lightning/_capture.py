@@ -16,6 +16,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining, Progress
 from vram_guard.language import _
+from vram_guard.printable import printable
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
 from vram_guard_lightning import _namespaces, _refusals, _trainer_proxy
@@ -47,12 +48,13 @@ class Captured(CapturedTraining):
     def symbolic_run(self) -> Iterator[Progress]:
         """With a spinner on a terminal, nothing elsewhere: large models take some seconds."""
         from rich.console import Console
+        from rich.text import Text
 
         quiet = not self.trainer.is_global_zero
         status = Console(stderr=True, quiet=quiet).status(_("vram_guard: reading the training"))
         view = _view(self.trainer, self.sample)
         with status, random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view):
-            yield lambda line: status.update(f"vram_guard: {line}")
+            yield lambda line: status.update(Text(f"vram_guard: {printable(line)}"))
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_lightning._refusals`."""

@@ -16,6 +16,7 @@ from vram_guard.apply import learning_rate
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
 from vram_guard.language import _
+from vram_guard.printable import printable
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard_mmengine import _optim, _recovery
@@ -130,13 +131,13 @@ class RunnerTraining:
         from vram_guard.report.text import render
 
         text = render(plan, unicode=False).rstrip()
-        self.runner.logger.info("%s", "\n".join(["vram_guard", text, *lines]))
+        self.runner.logger.info("%s", printable("\n".join(["vram_guard", text, *lines])))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)
         self.runner.dump_config()
 
     def warn(self, message: str) -> None:
         """In the runner's log."""
-        self.runner.logger.warning("vram_guard: %s", message)
+        self.runner.logger.warning("vram_guard: %s", printable(message))
 
 
 def _drives_rates(scheduler: Any) -> bool:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vram_guard.language import Message, _, marked
+from vram_guard.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -201,7 +202,7 @@ def ranges(modules: tuple[str, ...]) -> str:
             runs.append((stem, number, number))
         else:
             runs.append((name, -1, -1))
-    return ", ".join(_run(*run) for run in runs)
+    return printable(", ".join(_run(*run) for run in runs), lines=False)
 
 
 def _run(stem: str, first: int, last: int) -> str:
