@@ -246,6 +246,77 @@ def test_settings_that_count_batches_keep_their_samples(tmp_path: Any) -> None:
     assert (trainer.val_check_interval, trainer.limit_train_batches) == (8, 8)
 
 
+@pytest.mark.parametrize(("written", "taken", "share"), [(57, 6, "105%"), (54, 5, "93%"), (50, 5, "")])
+def test_a_limit_in_batches_keeps_the_nearest_number_of_samples(
+    tmp_path: Any, written: int, taken: int, share: str, capsys: Any
+) -> None:
+    """57 batches of which ten make a larger one became 5: 12% of an epoch were left out, and nothing said so."""
+    data = cases.loader(1000, 2, shuffle=False)
+    guard = growing()
+
+    def ten_times(*_: Any, **__: Any) -> Any:
+        return iter(range(2, 11))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("vram_guard.plan._growth"), "growth_multiples", ten_times)
+        module = fit(tmp_path, guard, data, max_epochs=1, limit_train_batches=written)
+    assert module.loaded == [20] * taken
+    said = capsys.readouterr().out
+    assert f"limit_train_batches counts larger batches: {written} -> {taken}" in said
+    assert (f"the nearest: {share} of as many samples" in said) is bool(share)
+
+
+def test_what_counts_steps_is_named_or_rescaled(tmp_path: Any, capsys: Any) -> None:
+    callbacks = importlib.import_module(INSTALLED[0]).callbacks
+
+    class Stepwise(type(cases.make_module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.SGD(self.parameters(), lr=0.01)
+            lr = torch.optim.lr_scheduler
+            warm = lr.LinearLR(made, 0.1, total_iters=5)
+            schedule = lr.SequentialLR(made, [warm, lr.MultiStepLR(made, [100, 200])], milestones=[5])
+            return [made], [{"scheduler": schedule, "interval": "step"}]
+
+    keep = callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=100)
+    trainer = cases.make_trainer(INSTALLED[0], tmp_path, [growing(), keep], enable_checkpointing=True,
+                                 log_every_n_steps=16, min_steps=2)  # fmt: skip
+    logged_every = []
+    module = Stepwise()
+    module.on_train_start = lambda: logged_every.append(trainer.log_every_n_steps)
+    trainer.fit(module, cases.loader(SAMPLES))
+    said = " ".join(capsys.readouterr().out.split())
+    assert logged_every == [2]
+    assert trainer.log_every_n_steps == 16, "the Trainer is given back as it was"
+    assert "log_every_n_steps counts larger batches: 16 -> 2" in said
+    assert "steps of 8 times as many samples: min_steps = 2, ModelCheckpoint.every_n_train_steps = 100" in said
+    assert "MultiStepLR (milestones 100, 200)" in said
+    assert "LinearLR (total_iters 5)" in said
+
+
+def test_a_plateau_by_steps_is_named(tmp_path: Any, capsys: Any) -> None:
+    class Plateau(type(cases.make_module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.SGD(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=7)
+            return {
+                "optimizer": made,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "train_loss"},
+            }
+
+    fit(tmp_path, growing(), module=Plateau())
+    assert "ReduceLROnPlateau (patience 7)" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_smaller_batches_keeps_its_horizon_and_that_is_said(tmp_path: Any, capsys: Any) -> None:
+    _straight, saved = saving(tmp_path, None, "one_cycle")
+    capsys.readouterr()
+    how: dict[str, Any] = {"scheduler": "one_cycle", "ckpt_path": str(saved), "max_epochs": 4}
+    fit(tmp_path, growing(), **how)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "run with batches of 8 samples, this one has 64" in said
+    assert "OneCycleLR (total_steps 32)" in said
+
+
 def test_loaders_that_cannot_grow_are_refused_with_the_reason(tmp_path: Any, capsys: Any) -> None:
     ready = [(torch.randn(8, 6), torch.randn(8, 2)) for _ in range(5)]
     data = torch.utils.data.DataLoader(ready, batch_size=None)

@@ -113,10 +113,10 @@ def test_json_stays_ascii(made: Any) -> None:
         (["plan", "--step", "\x1b[2J:step", "--gpu", "RTX 4090"], None),
         (["estimate", "--config", "{file}", "--gpu", "RTX 4090"], 'batch: "\\x1b[2J"\n'),
         (
-            ["optimize", "{file}", "--gpu", "RTX 4090"],
+            ["optimize", "--config", "{file}", "--gpu", "RTX 4090"],
             'model: gpt2\n"\\x1b[2Jbatch": "\\x1b[2J"\nbatch_size: "\\x1b[2J"\n',
         ),
-        (["plan", "--config", "{file}", "--gpu", "RTX 4090"], '"\\x1b[2J": 1\nmodel: "\\x1b[2J"\n'),
+        (["plan", "{file}", "--gpu", "RTX 4090"], '"\\x1b[2J": 1\nmodel: "\\x1b[2J"\n'),
     ],
 )
 def test_commands(arguments: list[str], content: str | None, tmp_path: Path, capsys: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.apply.saved_rates import still_multiplied
@@ -156,6 +156,8 @@ class VramGuard(CallbackBase):
         if self._guard is None:
             return
         self._guard.scale_learning_rates()
+        for line in self._schedule_notes(trainer, self._guard):
+            write(f"vram_guard: {line}\n")
         # The prediction is logged once, however often a tuner trains.
         if self.plan is not None and not self._logged and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._logged = True
@@ -165,6 +167,16 @@ class VramGuard(CallbackBase):
         first = trainer.is_global_zero and self._utilization is None
         if self.settings.monitor is not None and first and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._utilization = Utilization(trainer, self.settings.monitor)
+
+    def _schedule_notes(self, trainer: Trainer, guard: Guard) -> Iterator[str]:
+        plan = self.plan
+        if plan is None or not trainer.is_global_zero:
+            return
+        restored = None
+        if self._restored is not None:
+            restored = int(self._restored.get("batch_size", plan.batch_size_before))
+        size = plan.batch_size if guard.changes else plan.batch_size_before
+        yield from _growth.schedule_notes(trainer, restored, size, plan.batch_size_before)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the GPU did, where it was watched."""

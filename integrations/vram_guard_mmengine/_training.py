@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from mmengine.dist import broadcast_object_list, get_rank, get_world_size
 from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
-from vram_guard.apply import learning_rate
+from vram_guard.apply import learning_rate, step_counts
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
 from vram_guard.language import _
@@ -110,6 +110,14 @@ class RunnerTraining:
             applied.notes.append(
                 _("max_iters, intervals and schedules count iterations of {size} samples", size=plan.batch_size)
             )
+        elif counted := [*_schedules_by_iteration(self.runner), *_hooks_by_iteration(self.runner)]:
+            applied.notes.append(
+                _(
+                    "counted in iterations of {factor} times as many samples: {counts}",
+                    factor=plan.batch_size // plan.batch_size_before,
+                    counts=", ".join(counted),
+                )
+            )
         if auto_scaled(self.runner):
             applied.notes.append(
                 _("learning rates: auto_scale_lr follows the larger batch by itself; nothing is scaled twice")
@@ -138,6 +146,24 @@ class RunnerTraining:
     def warn(self, message: str) -> None:
         """In the runner's log."""
         self.runner.logger.warning("vram_guard: %s", printable(message))
+
+
+def _schedules_by_iteration(runner: Any) -> Iterator[str]:
+    """Configured schedulers that count iterations; those that are converted from epochs follow the larger batch."""
+    found = runner.param_schedulers or []
+    single = isinstance(found, dict) and "type" in found
+    for one in [found] if single else found if isinstance(found, list) else ():
+        if isinstance(one, dict) and not one.get("by_epoch", True):
+            ends = f"{one.get('begin', 0)} - {one['end']}" if "end" in one else str(one.get("begin", 0))
+            yield f"{one.get('type')} ({ends})"
+
+
+def _hooks_by_iteration(runner: Any) -> Iterator[str]:
+    for hook in runner.hooks:
+        every = getattr(hook, "interval", None)
+        if type(every) is int and every > 1 and not getattr(hook, "by_epoch", False):
+            yield f"{type(hook).__name__}.interval = {every}"
+    yield from step_counts.of_callbacks(runner.hooks)
 
 
 def _drives_rates(scheduler: Any) -> bool:
