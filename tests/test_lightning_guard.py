@@ -551,3 +551,26 @@ def test_a_guard_that_is_handed_to_fabric_says_that_it_does_nothing() -> None:
     with pytest.warns(UserWarning, match="does nothing under Fabric"):
         optimizer.step()
     optimizer.step()  # a second warning would be an error
+
+
+def test_float16_whose_scaler_does_not_work_with_the_optimizer_is_never_planned(tmp_path: Any) -> None:
+    """A GPU without bfloat16, on which only float16 would fit; its gradient scaler refuses LBFGS."""
+
+    def of(optimizer: str, **settings: Any) -> VramGuard:
+        guard = VramGuard(**{"margin": 0, "allow": ["precision"], **settings})
+        module = cases.make_module(width=64, hidden=4096, optimizer=optimizer)
+        data = cases.loader(dataset=cases.Vectors(4096, 64), batch_size=4096)
+        with contextlib.suppress(UserWarning):
+            fit(tmp_path, guard, module=module, data=data, max_steps=1)
+        return guard
+
+    from vram_guard import Budget
+
+    for optimizer, planned in (("sgd", "16-mixed"), ("lbfgs", "32-true")):
+        whole = of(optimizer, budget="4GiB", mode="report").plan
+        assert whole is not None
+        tight = Budget.resolve(whole.before.peak_reserved - 1, "T4", 0)
+        made = of(optimizer, budget=tight, mode="report").plan
+        assert made is not None
+        assert (made.precision, made.fits) == (planned, planned != "32-true")
+        assert ("LBFGS does not work with the gradient scaling" in made.explain()) is (optimizer == "lbfgs")

@@ -162,8 +162,7 @@ class VramGuard(CallbackBase):
         if self.plan is not None and not self._logged and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._logged = True
             log_metrics(trainer, _predicted(self.plan))
-        if self._guard.first_steps is not None:
-            self._guard.first_steps.start()
+        self._guard.training_starts()
         first = trainer.is_global_zero and self._utilization is None
         if self.settings.monitor is not None and first and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._utilization = Utilization(trainer, self.settings.monitor)

@@ -162,8 +162,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
 def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
     """Micro-batches as planned, and, where it is asked for, recovery from running out of memory."""
     decision, settings = guard.decision, guard.settings
-    if guard.first_steps is not None:
-        guard.first_steps.start()
+    guard.training_starts()
     splitter = decision.splitter if decision is not None and guard.changes else None
     if decision is None or decision.spare is None or guard.no_recovery:
         if splitter is not None:

@@ -11,6 +11,7 @@ from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.language import _
+from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured
 from vram_guard.watch.memory import reader_for
@@ -122,6 +123,18 @@ class Guard:
     def prediction(self) -> str:
         """The last part of the message of an out-of-memory error."""
         return "" if self.plan is None else _("What was predicted:") + f"\n{self.plan.explain()}"
+
+    def training_starts(self) -> None:
+        """Everything is built, and the first step comes next: say if memory is gone that the plan reckoned with."""
+        missing = 0 if self.first_steps is None else self.first_steps.start()
+        if missing and self.plan is not None and self.plan.fits:
+            self.training.warn(
+                _(
+                    "{missing} that this plan reckoned with are no longer free on the device: other processes have "
+                    "taken memory since it was made, and this training may run out of it",
+                    missing=format_bytes(missing),
+                )
+            )
 
     def out_of_memory(self, _failure: object = None) -> None:
         """Memory ran out on this rank."""
