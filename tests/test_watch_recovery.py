@@ -234,20 +234,36 @@ class Loop:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_plain_loop_recovers(where: str, number: int) -> None:
+    runs_out_in(where, number, batches=6)
+
+
+def test_memory_that_runs_out_in_the_thousandth_step() -> None:
+    """A step of two batches; nothing lost, nothing repeated."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # such small operators only wait for each other
+    try:
+        runs_out_in("backward", 1999, batches=2004)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def runs_out_in(where: str, number: int, batches: int) -> None:
+    """A loop whose memory runs out, against one that is cut by hand from that batch on."""
     broken, reference = Loop(), Loop()
     broken.where, broken.capacity = where, {number: 2}
-    broken.train()
+    broken.train(batches)
 
     plain = reference.recovery.run
 
     def run(attempt: Any, schedule: MicroBatchSchedule, samples: Any, **more: Any) -> Any:
-        schedule.size = 2 if batches.pop(0) >= number else None
+        schedule.size = 2 if numbers.pop(0) >= number else None
         return plain(attempt, schedule, samples, **more)
 
-    batches = list(range(6))
+    numbers = list(range(batches))
     reference.recovery.run = run  # type: ignore[method-assign]
-    reference.train()
+    reference.train(batches)
     assert len(broken.said) == 2
+    assert broken.optimizer.steps == reference.optimizer.steps == batches // 2
     assert broken.schedule.size == 2
     for mine, theirs in zip(broken.model.state_dict().values(), reference.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)

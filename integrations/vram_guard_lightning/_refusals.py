@@ -49,6 +49,8 @@ def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Ite
         )
     elif trainer.world_size > 1:
         yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
+    elif trainer.strategy.root_device.type == "cpu":
+        yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
     yield Refusal("grow", _growth.why_not(trainer, growable))
 
 

@@ -156,7 +156,7 @@ def plan(
             incompatible=_incompatible(source),
         ),
         why_precision=reasons.get("precision", why_precision),
-        why_not_split=reasons.get("accumulate", Reason(Why.NO_ACCUMULATION)),
+        why_not_split=reasons.get("accumulate", _why_not_split(pins, allowed=allowed, trains=trains)),
         why_not_checkpointed=why_not_checkpointed(changes) if may_checkpoint else (),
         accumulate=source.accumulate,
         ranks=source.ranks,
@@ -204,6 +204,13 @@ def _precisions(
         mixed, why = mixed_precision(precision, capability)
     half = half_precision(precision, capability) if "half" in techniques else None
     return tuple(name for name in (precision, mixed, half) if name is not None), why
+
+
+def _why_not_split(pins: Pins, *, allowed: frozenset[str], trains: bool) -> Reason:
+    """The reason why there are no smaller micro-batches, where there are none and nothing was refused."""
+    if pins.micro_batch_size is not None:
+        return Reason(Why.SIZE_PINNED)
+    return Reason(Why.NO_GRADIENTS if "accumulate" in allowed and not trains else Why.NO_ACCUMULATION)
 
 
 def _compute_capability(budget: Budget) -> tuple[int, int] | None:

@@ -107,7 +107,8 @@ def changed(
 
 def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, ...]) -> Plan:
     """The step as written, which is not known to fit, and neither is anything else."""
-    why = [shortage(request, before.estimate)]
+    fits = request.fits(before.estimate)
+    why = [Reason(Why.PINS_DO_NOT_FIT) if fits else shortage(request, before.estimate)]
     closest = nearest(rejected)
     if closest is not None and len(rejected) > 1:
         missing = closest.missing

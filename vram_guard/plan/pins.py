@@ -92,9 +92,11 @@ class Pins:
         if size is not None and batch_size % size:
             raise InvalidInputError(
                 _(
-                    "pin: micro_batch_size {size} does not divide the batch of {batch}: micro-batches are equal",
+                    "pin: micro_batch_size {size} does not divide the batch of {batch}, and micro-batches are equal: "
+                    "pin {nearest}, or leave the pin out where one guard trains with different batches",
                     size=size,
                     batch=batch_size,
+                    nearest=next(n for n in range(min(size, batch_size), 0, -1) if batch_size % n == 0),
                 )
             )
         if size is not None and size != batch_size and grow:
