@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
 
-# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here is listed in private_api.py
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 #: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
 STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
@@ -56,7 +56,7 @@ class Captured(CapturedTraining):
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_lightning._refusals`."""
-        return _refusals.refusals(self.trainer, self.model, growable=self.sample.growable)
+        return _refusals.refusals(self.trainer, self.model, settings, growable=self.sample.growable)
 
     def objection(self, plan: Plan) -> Refusal | None:
         """See :func:`vram_guard_lightning._refusals.without_scaler`."""

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 
+from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
+from vram_guard_mmengine import _recovery
 
 if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
@@ -26,6 +28,8 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
         settings: of the guard.
         growable: why the loader's batch size cannot be changed ("" where it can).
     """
+    if _static_graph(runner):
+        yield static_graph(recovered=settings.recover and not _recovery.why_not(runner))
     yield Refusal("precision", _why_not_mixed(facts, pinned=settings.pins.precision is not None))
     yield Refusal("half", _("MMEngine has no optimizer wrapper for true half precision"))
     if runner.cfg.get("activation_checkpointing"):
@@ -39,6 +43,12 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
     )
     yield Refusal("offload_parameters", _("MMEngine loads weights after the optimizer is built"))
     yield Refusal("grow", growable)
+
+
+def _static_graph(runner: Any) -> bool:
+    """DDP's argument: of a model that is wrapped already, or in the config."""
+    wrapper = runner.cfg.get("model_wrapper_cfg") or (runner.cfg.get("strategy") or {}).get("model_wrapper") or {}
+    return bool(getattr(runner.model, "static_graph", False) or wrapper.get("static_graph"))
 
 
 def _why_not_mixed(facts: OptimFacts, *, pinned: bool) -> str:

@@ -57,10 +57,10 @@ def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any])
     return list(torch.where(until[-1] == 0, torch.tensor(by_samples, device=labels.device), shares).unbind())
 
 
-def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:
+def split_or_warn(splitter: Splitter, batch: Any, parts: int | None = None) -> list[MicroBatch]:
     """The micro-batches; a batch unlike the others is trained on whole, which is right, if not small."""
     try:
-        return splitter.split(batch)
+        return splitter.split(batch, parts)
     except CannotSplitError as error:
         said = _("{why}; this batch is trained without splitting it and may not fit", why=error)
         warnings.warn(f"vram_guard: {said}", stacklevel=2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.apply.microbatch import probe_layout, splitter_of
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
+from vram_guard.guard.collectives import collectives_of, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
@@ -82,9 +83,10 @@ def decide_alone(
     refusals = (Refusal("accumulate", why_not_split(make)), *captured.refusals(settings))
     refused = {technique: reason for technique, reason in refusals if reason}
     plan = _plan(captured, settings, budget, refused, known)
-    objection = captured.objection(plan)
-    if objection is not None:
-        refused[objection.technique] = objection.reason
+    collectives = collectives_of(plan.timeline_before)
+    objections = [one for one in (captured.objection(plan), repeated_in_parts(collectives)) if one is not None]
+    if objections:
+        refused.update(objections)
         plan = _plan(captured, settings, budget, refused, known)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     notes = [*captured.notes, *(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
@@ -94,7 +96,7 @@ def decide_alone(
     if plan.splits > 1:
         splitter = spare
         notes += splitting_notes(captured.model, settings.loss_weight, make, size)
-    return Decision(plan, tuple(notes), splitter, spare, step.precision, refused)
+    return Decision(plan, tuple(notes), splitter, spare, step.precision, refused, collectives)
 
 
 def _plan(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from vram_guard.apply.microbatch import Splitter
     from vram_guard.plan import Plan
+    from vram_guard.timeline import Collective
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,5 @@ class Decision:
     """As written."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Technique -> why this training does not admit it."""
+    collectives: tuple[Collective, ...] = ()
+    """Calls of the step for which the processes wait for each other."""

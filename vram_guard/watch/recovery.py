@@ -11,7 +11,7 @@ Nothing here knows a framework: an adapter hands in a function that runs one att
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -95,7 +95,7 @@ class Attempt:
         self.committed = True
         self.aside.merge()
         if self.synchronise:
-            self.recovery.ranks.average_gradients()
+            self.recovery.say_unused(self.recovery.ranks.average_gradients())
 
     def meet(self) -> None:
         """Let the other ranks know that this one is fine so far; to be called before anything they wait for.
@@ -140,6 +140,7 @@ class Recovery:
     snapshot: StateSnapshot = field(init=False)
     _tally: _Tally = field(default_factory=_Tally)
     _left: bool = field(default=False, init=False)
+    _said_unused: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.snapshot = StateSnapshot(self.model)
@@ -250,6 +251,21 @@ class Recovery:
             )
         )
         schedule.size = smaller
+
+    def say_unused(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Say once that parameters got no gradient on some rank, where DistributedDataParallel would have stopped."""
+        if not parameters or self._said_unused:
+            return
+        self._said_unused = True
+        names = [name for name, own in self.model.named_parameters() if any(own is one for one in parameters)]
+        self.log(
+            _(
+                "these weights got no gradient: {names}. DistributedDataParallel stops with an error there unless it "
+                "is given find_unused_parameters=True; while recovery is armed, gradients are averaged without it, and "
+                "the training goes on.",
+                names=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+            )
+        )
 
     # --- errors ---------------------------------------------------------------------------------------------
 
