@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
+import re
 from collections import deque
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from vram_guard.apply.microbatch import batch_size, split
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch import _rollback, rank_coordinator
+from vram_guard.watch import _reachable, _rollback, rank_coordinator
 from vram_guard.watch._gradients import SetAside
 from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
 from vram_guard.watch.optimizer_step import guard_step
@@ -392,3 +394,156 @@ def test_buckets_hold_one_kind_and_not_more_than_they_may(monkeypatch: pytest.Mo
     found = _buckets([*floats[:2], whole, *floats[2:]])
     assert sorted([tensor.numel() for tensor in bucket] for bucket in found) == [[1], [1], [2], [2, 2], [9]]
     assert [id(tensor) for bucket in found for tensor in bucket if tensor.is_floating_point()] == [*map(id, floats)]
+
+
+# --- what is reached from the model ---------------------------------------------------------------------------
+
+
+class Meter:
+    """A helper of the user's own, with one in slots inside."""
+
+    def __init__(self) -> None:
+        self.total, self.history = 0.0, [[1, {"loss": [1.0]}]]
+        self.inner = Slotted()
+
+
+class Slotted:
+    __slots__ = ("__hidden", "count", "later")
+
+    def __init__(self) -> None:
+        self.count, self.__hidden = 0, 1
+
+    def advance(self) -> None:
+        self.count += 1
+        self.__hidden += 1
+        self.later = True
+
+    def told(self) -> tuple[int, int, bool]:
+        return self.count, self.__hidden, hasattr(self, "later")
+
+
+class Nested(nn.Module):
+    """State that lies deeper than in the module's own attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.meter = Meter()
+        self.queue: deque[list[int]] = deque([[1], [2]])
+        self.bank = {"a": {"b": [torch.zeros(2)]}, **{str(number): [number] for number in range(100)}}
+        self.long = list(range(500))
+        self.teacher = [nn.BatchNorm1d(2)]
+        self.dice, self.noise, self.legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+        self.counts = np.zeros(3)
+        self.loop = [self]
+
+
+def told(model: Nested) -> Any:
+    """Everything of it, as text."""
+    return repr((
+        vars(model.meter).keys(), model.meter.total, model.meter.history, model.meter.inner.told(),
+        model.queue, model.bank, model.long, dict(model.teacher[0].named_buffers()), model.counts,
+        model.dice.getstate()[1][-1], model.noise.bit_generator.state, model.legacy.get_state()[2],
+    ))  # fmt: skip
+
+
+def test_what_lies_deeper_is_taken_back() -> None:
+    model = Nested()
+    keeper = StateSnapshot(model)
+    for _ in range(2):
+        keeper.take()
+        before = told(model)
+        model.meter.total += 1
+        model.meter.history[0][1]["loss"].append(2.0)  # type: ignore[index]
+        model.meter.new = "attribute"  # type: ignore[attr-defined]
+        model.meter.inner.advance()
+        model.queue[0].append(7)
+        model.bank["a"]["b"][0] += 1  # type: ignore[call-overload, index]
+        model.bank["50"].append(51)  # type: ignore[attr-defined]
+        model.long[3] = -1
+        model.teacher[0](torch.randn(4, 2))
+        model.counts += 1
+        model.dice.random()
+        model.noise.random()
+        model.legacy.rand()
+        assert told(model) != before
+        keeper.check()
+        keeper.restore()
+        assert told(model) == before
+    assert keeper.beyond() == []
+
+
+def test_changed_weights_of_a_hidden_module_are_noticed() -> None:
+    model = Nested()
+    keeper = StateSnapshot(model)
+    keeper.take()
+    with torch.no_grad():
+        model.teacher[0].weight.add_(1)
+    with pytest.raises(CannotRollBackError, match="weights"):
+        keeper.check()
+
+
+def test_what_changes_deeper_in_a_block_stays() -> None:
+    model = Nested()
+    keeper = StateSnapshot(model)
+    keeper.take()
+    model.meter.total = 5.0
+    with keeper.keeping():
+        model.meter.history.append([2])
+        model.queue[0].append(9)
+        model.meter.inner.advance()
+    keeper.restore()
+    assert (model.meter.total, model.meter.history[1:], model.queue[0]) == (0.0, [[2]], [1, 9])
+    assert model.meter.inner.told() == (1, 2, True)
+
+
+def test_what_cannot_be_taken_back_is_said_before_training(tmp_path: Any) -> None:
+    model = Nested()
+    said: list[str] = []
+    recovery = Recovery(model, log=said.append)
+    recovery.say_what_is_not_rolled_back()
+    assert said == []
+    model.reader = (number for number in range(3))
+    model.meter.batches = [iter([1, 2])]  # type: ignore[attr-defined]
+    model.many = list(range(_reachable.ITEMS + 1))
+    model.values = np.zeros(_reachable.ARRAY_BYTES)
+    with (tmp_path / "log").open("w") as file:
+        model.file = file
+        recovery.say_what_is_not_rolled_back()
+    for name in (
+        "model.reader (a generator)",
+        "model.meter.batches[0] (a list_iterator)",
+        "model.many (a list of 10001 items)",
+        "model.values (a NumPy array of 1048576 values)",
+        "model.file (a TextIOWrapper)",
+    ):
+        assert name in said[0]
+    model.sixth = model.reader
+    model.deep: list[Any] = []
+    inside = model.deep
+    for _ in range(20):
+        inside.append([])
+        inside = inside[0]
+    model.wide = [[] for _ in range(_reachable.PARTS)]
+    assert recovery.snapshot.beyond()
+    recovery.say_what_is_not_rolled_back()
+    assert said[1].endswith(", ...")
+    found = " ".join(recovery.snapshot.beyond())
+    assert "(a list, and what follows it)" in found
+    model.wide = []
+    assert "model.deep[0][0][0][0][0][0][0][0] (what lies deeper)" in recovery.snapshot.beyond()
+
+
+def test_objects_of_a_framework_are_left_alone() -> None:
+    model = Nested()
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.scheduler = {"one": torch.optim.lr_scheduler.StepLR(model.optimizer, 1)}
+    model.pattern = re.compile("a")
+    keeper = StateSnapshot(model, frameworks=("concurrent",))
+    model.pool = concurrent.futures.Future()
+    assert keeper.beyond() == []
+    assert StateSnapshot(model).beyond() == ["model.pool (a Future)"]
+    keeper.take()
+    model.scheduler["one"].last_epoch = 7
+    keeper.restore()
+    assert model.scheduler["one"].last_epoch == 7

@@ -33,6 +33,10 @@ T = TypeVar("T")
 MAX_RECOVERIES = 8
 
 
+#: Of what cannot be rolled back, so many are named.
+NAMED = 5
+
+
 class ElsewhereError(Exception):
     """Another rank ran out of memory; this rank's attempt is rolled back with it."""
 
@@ -128,6 +132,7 @@ class Recovery:
         log: called with a sentence at each recovery.
         prediction_text: called for the text that a final error ends with: what was predicted, and what to do.
         on_failure: called with the failure as soon as memory ran out on this rank.
+        frameworks: top-level packages whose objects are no part of the training's state.
     """
 
     model: nn.Module
@@ -137,17 +142,30 @@ class Recovery:
     log: Callable[[str], None] = print
     prediction_text: Callable[[], str] = str
     on_failure: Callable[[Failure], None] = lambda _failure: None
+    frameworks: tuple[str, ...] = ()
     snapshot: StateSnapshot = field(init=False)
     _tally: _Tally = field(default_factory=_Tally)
     _left: bool = field(default=False, init=False)
     _said_unused: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.snapshot = StateSnapshot(self.model)
+        self.snapshot = StateSnapshot(self.model, self.frameworks)
 
     def of_this_rank(self) -> Recovery:
         """The same for what a rank does by itself (validation); out-of-memory errors are counted together."""
         return replace(self, ranks=SingleProcess())
+
+    def say_what_is_not_rolled_back(self) -> None:
+        """Name, before training, what a batch may change and an attempt could not put back."""
+        found = self.snapshot.beyond()
+        if found:
+            self.log(
+                _(
+                    "after an out-of-memory error, a batch that runs again would find these as the failed attempt left "
+                    "them: {names}",
+                    names=", ".join(found[:NAMED]) + (", ..." if len(found) > NAMED else ""),
+                )
+            )
 
     def counted(self) -> tuple[int, bool]:
         """Count one more out-of-memory error: the number of them, and whether that is too many."""
