@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard.apply.microbatch import batch_size, split
+from vram_guard.apply.microbatch import Splitter, batch_size, split
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.watch import _reachable, _rollback, rank_coordinator
 from vram_guard.watch._gradients import SetAside
 from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
+from vram_guard.watch.batches import MicroBatches
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import SingleProcess, Verdict, _as_one, _buckets
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
@@ -547,3 +548,62 @@ def test_objects_of_a_framework_are_left_alone() -> None:
     model.scheduler["one"].last_epoch = 7
     keeper.restore()
     assert model.scheduler["one"].last_epoch == 7
+
+
+class Another(rank_coordinator.RankCoordinator):
+    """A second rank that needs ``needed`` micro-batches for its batch of ``samples``."""
+
+    def __init__(self, needed: int, samples: int) -> None:
+        self.needed, self.samples = needed, samples
+
+    def parts(self, needed: int, samples: int) -> tuple[int, int]:
+        return max(needed, self.needed), min(samples, self.samples)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "samples", "needed_there", "samples_there", "in_step", "expected"),
+    [
+        (4, 8, 1, 2, False, [4, 4]),  # the other one needs fewer
+        (4, 8, 3, 12, False, [3, 3, 2]),
+        (4, 4, 4, 16, False, [2, 2]),  # pairs at least
+        (1, 3, 4, 4, False, [1, 1, 1]),  # as the plan has single samples
+        (2, 8, 1, 3, True, [3, 3, 2]),  # every forward waits: the shortest batch decides
+        (2, 2, 4, 8, True, [1, 1]),
+    ],
+)
+def test_ranks_agree_on_the_number_of_micro_batches(
+    micro_batch_size: int, samples: int, needed_there: int, samples_there: int, in_step: bool, expected: list[int]
+) -> None:
+    ranks = Another(needed_there, samples_there)
+    batches = MicroBatches(Splitter(16, micro_batch_size, torch.ones(16, 2)), ranks=ranks, in_step=in_step)
+    found = batches.run(torch.ones(samples, 2), lambda batch: [part.samples for part in batch.parts])
+    assert found == expected
+
+
+def test_a_batch_that_cannot_be_cut_is_one_part_for_the_other_ranks_too() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Listening(Another):
+        def parts(self, needed: int, samples: int) -> tuple[int, int]:
+            told.append((needed, samples))
+            return super().parts(needed, samples)
+
+    batches = MicroBatches(Splitter(16, 4, (torch.ones(16), torch.ones(16))), ranks=Listening(2, 8))
+    with pytest.warns(UserWarning, match="without splitting it"):
+        batches.run((torch.ones(8), torch.ones(7)), lambda batch: batch.parts)
+    assert told == [(1, 1)]
+
+
+def test_what_got_no_gradient_is_said_once() -> None:
+    model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "abcd"})
+
+    class Averaging(SingleProcess):
+        def average_gradients(self) -> list[nn.Parameter]:
+            return list(model.parameters())[:7]
+
+    said: list[str] = []
+    recovery = Recovery(model, ranks=Averaging(), log=said.append)
+    for _ in range(2):
+        recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8, synchronise=True, what="this batch")
+    assert len(said) == 1
+    assert "no gradient: a.weight, a.bias, b.weight, b.bias, c.weight, ...." in said[0]

@@ -206,7 +206,7 @@ class Reached:
 
     def _object(self, part: Any, at: Where) -> Iterable[tuple[Any, Any]]:
         kind = type(part)
-        followed = isinstance(part, _PLAIN) or _root(kind) in self._own or not _installed(kind)
+        followed = isinstance(part, _PLAIN) or _root(kind) in self._own or not _installed(kind.__module__)
         if followed and not isinstance(part, io.IOBase):
             kept = ModuleState(part, []) if hasattr(part, "__dict__") else Slots(part)
             self.holders.append(kept)
@@ -221,16 +221,15 @@ def _root(kind: type) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _installed(kind: type) -> bool:
-    """True for classes of the standard library and of installed packages."""
-    root = _root(kind)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if root != "__main__" and (root in sys.stdlib_module_names or root == "builtins"):
+def _installed(module: str) -> bool:
+    """True for modules of the standard library and of installed packages."""
+    root = module.partition(".")[0]
+    if root != "__main__" and root in sys.stdlib_module_names:
         return True
+    file = getattr(sys.modules.get(module), "__file__", None)
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-@functools.lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...]:
     """The slots of a class and of its bases, under the names that instances have them by."""
     found: list[str] = []
