@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -80,21 +78,3 @@ def test_what_a_step_calls_decides_on_micro_batches_and_recovery() -> None:
     assert collectives_of(None) == ()
     assert static_graph(recovered=True).reason == ""
     assert "static_graph" in static_graph(recovered=False).reason
-
-
-@pytest.mark.parametrize(
-    ("config", "static"),
-    [
-        ({}, False),
-        ({"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "static_graph": True}}, True),
-        ({"strategy": {"type": "DDPStrategy", "model_wrapper": {"static_graph": True}}}, True),
-    ],
-)
-def test_mmengines_configs_name_a_static_graph(config: dict[str, Any], static: bool) -> None:
-    pytest.importorskip("mmengine")
-    from vram_guard_mmengine._refusals import _static_graph
-
-    model = torch.nn.Linear(1, 1)
-    assert _static_graph(SimpleNamespace(cfg=config, model=model)) is static
-    model.static_graph = True
-    assert _static_graph(SimpleNamespace(cfg={}, model=model))
