@@ -94,6 +94,22 @@ class Phase(NamedTuple):
     start: int
 
 
+#: The name of what synchronised batch normalisation does with the other processes.
+SYNCHRONISED_NORM = "SyncBatchNorm"
+
+
+class Collective(NamedTuple):
+    """A call for which this process waits for others."""
+
+    name: str
+    """As ``torch.distributed`` names it, or :data:`SYNCHRONISED_NORM`."""
+    source: str
+    """The line of the user's code, as "folder/file.py:123"; "" where there is none."""
+    phase: PhaseName
+    step: int
+    """Optimizer step, from 1; 0 for set-up."""
+
+
 #: What an operator computes with. "vector": ordinary cores, a few operations an element, so that memory decides;
 #: "fp32", "fp64": matrix products on ordinary cores; "3xtf32": float32 in three passes of TF32; "host": the CPU.
 Unit = Literal["vector", "fp32", "tf32", "3xtf32", "fp16", "bf16", "fp64", "host"]
@@ -260,6 +276,8 @@ class Timeline:
     """As ``events``, for ``host_blocks``."""
     changes: tuple[Change, ...] = ()
     """What the forwards of watched modules change; empty where none were watched."""
+    collectives: tuple[Collective, ...] = ()
+    """The calls of both steps for which several processes wait for each other, in order."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -481,6 +499,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         host_blocks=host_blocks,
         host_events=low.host_events,
         changes=low.changes,
+        collectives=low.collectives,
     )
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
-# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here is listed in private_api.py
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 #: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
 STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
@@ -69,7 +69,7 @@ class Captured(CapturedTraining):
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_lightning._refusals`."""
-        return _refusals.refusals(self.trainer, self.model, growable=self.sample.growable)
+        return _refusals.refusals(self.trainer, self.model, settings, growable=self.sample.growable)
 
     def objection(self, plan: Plan) -> Refusal | None:
         """See :func:`vram_guard_lightning._refusals.without_scaler`."""

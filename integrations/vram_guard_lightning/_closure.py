@@ -22,6 +22,7 @@ from vram_guard.apply.outputs import detached
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
+from vram_guard.watch.rank_coordinator import hosts
 from vram_guard_lightning._hooks import AfterBackward, why_whole
 from vram_guard_lightning._step_log import StepLog
 
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
 
 def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
     """Split the batches of this Trainer; returns the function that undoes it."""
-    batches = MicroBatches(splitter, loss_weight, why_whole=lambda: why_whole(trainer, trainer.lightning_module))
+    ranks = hosts()
+    batches = MicroBatches(
+        splitter,
+        loss_weight,
+        ranks=ranks,
+        in_step=_synchronised(trainer),
+        why_whole=lambda: why_whole(trainer, trainer.lightning_module),
+    )
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     lightnings_own = loop._make_closure
 
@@ -42,7 +50,20 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
             return lightnings_own(kwargs, optimizer, batch_idx)
         return MicroBatchClosure(trainer, batches, kwargs, optimizer, batch_idx)
 
-    return replace_attributes(loop, {"_make_closure": make_closure})
+    undo = replace_attributes(loop, {"_make_closure": make_closure})
+
+    def undone() -> None:
+        undo()
+        ranks.close()
+
+    return undone
+
+
+def _synchronised(trainer: Trainer) -> bool:
+    """True where batch normalisation waits for the other ranks in every forward."""
+    parts = trainer.lightning_module.modules()
+    wanted = getattr(trainer.strategy, "_layer_sync", None) is not None
+    return wanted or any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts)
 
 
 class MicroBatchClosure:

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
+#: Packages whose objects a module holds without their being its state: its Trainer, loggers, hyperparameters.
+FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+
+
 def why_not(trainer: Trainer, module: LightningModule) -> str:
     """The reason why this training cannot recover from an out-of-memory error; "" where it can."""
     strategy: Any = trainer.strategy
@@ -87,7 +91,9 @@ def arm(
         log=log,
         prediction_text=prediction_text,
         on_failure=on_failure,
+        frameworks=FRAMEWORKS,
     )
+    recovery.say_what_is_not_rolled_back()
     batches = MicroBatches(
         splitter,
         loss_weight,

@@ -67,6 +67,7 @@ RECOVERY: tuple[PrivateName, ...] = (
     PrivateName("strategies.parallel:ParallelStrategy._layer_sync", "synchronised batch normalisation"),
     PrivateName("strategies:DDPStrategy._ddp_comm_hook", "gradients averaged in the user's own way"),
     PrivateName("strategies:DDPStrategy._ddp_comm_state", "the same"),
+    PrivateName("strategies:DDPStrategy._ddp_kwargs", "whether DDP was given a static graph"),
 )
 
 TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY)))

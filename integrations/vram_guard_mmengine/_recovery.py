@@ -64,7 +64,9 @@ def arm(
         log=lambda line: runner.logger.warning("vram_guard: %s", printable(line)),
         prediction_text=prediction_text,
         on_failure=on_failure,
+        frameworks=("mmengine",),
     )
+    recovery.say_what_is_not_rolled_back()
     batches = MicroBatches(
         splitter,
         loss_weight,

@@ -10,6 +10,7 @@ from vram_guard.guard._decide import decide
 from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
+from vram_guard.guard.collectives import why_not_recovered
 from vram_guard.language import _
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
@@ -130,6 +131,8 @@ class Guard:
         plan = self.plan
         if plan is not None and plan.fits and (plan.recipe.parameters_on_host or plan.recipe.optimizer_on_host):
             return _("weights or optimizer state on the host are changed while backward and the step still run")
+        if self.decision is not None and (why := why_not_recovered(self.decision.collectives)):
+            return why
         return self.training.why_not_recovered({} if self.decision is None else self.decision.refused)
 
     def prediction(self) -> str:

@@ -96,6 +96,14 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
     ),
 )
 
+_COLLECTIVES = "test_a_trace_talks_to_no_peer"
+
+#: Only for steps that call collectives.
+COLLECTIVE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch._C._distributed_c10d:FakeWork.boxed", "the handle of a collective that is over", _COLLECTIVES),
+    PrivateName("torch._C._distributed_c10d:ProcessGroup.unbox", "the size of a collective's group", _COLLECTIVES),
+)
+
 
 @functools.cache
 def check_torch() -> None:

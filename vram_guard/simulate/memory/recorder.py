@@ -13,7 +13,7 @@ import torch
 
 from vram_guard.language import Message
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
-from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
+from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note, Phase, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
@@ -34,6 +34,7 @@ class Recorder:
         self.phases: list[Phase] = []
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
+        self.collectives: list[Collective] = []
         self.modules: list[str] = [""]
         """Stack of the module paths whose forward is running; the last one is current."""
         self.in_backward = False
@@ -82,6 +83,11 @@ class Recorder:
         for event in self.events[start:]:
             if event >= 0 and self._categories[event] is None:
                 self._categories[event] = "activations" if event in alive else "temporaries"
+
+    def collective(self, name: str) -> None:
+        """A call that waits for other processes."""
+        if self.phases:
+            self.collectives.append(Collective(name, self.source(), self.phases[-1].name, self.phases[-1].step))
 
     # --- allocations --------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from vram_guard.simulate.operators import shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
+from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._noting import OperatorNotes
 from vram_guard.simulate.tracing._undo_log import UndoLog
@@ -99,6 +100,8 @@ class SymbolicMode(TorchDispatchMode):
 
     def _plan_for(self, func: Any) -> Runner:
         name = func._schema.name
+        if _collectives.is_collective(func):
+            return self._collective
         if name in HANDLERS:
             return self._handled(HANDLERS[name])
         if name.startswith(_foreach):
@@ -127,6 +130,9 @@ class SymbolicMode(TorchDispatchMode):
             return out
 
         return run
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _collectives.answer(self.recorder, func, args, lambda: self._generic(func, args, kwargs))
 
     # --- the ways of running ---------------------------------------------------------------------------------
 
@@ -293,6 +299,7 @@ class SymbolicMode(TorchDispatchMode):
             host_blocks=recorder.host.blocks(),
             host_events=tuple(recorder.host.events),
             changes=self.purity.changes(),
+            collectives=tuple(recorder.collectives),
         )
 
     # --- helpers ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.private_api import check_torch
+from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.tracing._sharded import STREAMS, fsdp_traced
@@ -163,6 +164,7 @@ class _Run:
                 symbolic_model(model, TRUE_DTYPES.get(step.precision)) as moved,
                 module_paths(model, self.recorder),
                 _eager(model, self.recorder),
+                synchronised_norms(self.recorder),
                 self.mode,
                 _fake_tensors_refused(),
             ):
