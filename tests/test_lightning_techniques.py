@@ -41,7 +41,10 @@ def make_module(namespace: str, *, teacher: bool = False) -> Any:
             self.teacher = nn.Sequential(nn.Linear(6, 100_000), nn.Linear(100_000, 2)) if teacher else None
             if self.teacher is not None:
                 self.teacher.requires_grad_(False)
-            self.checkpointed: list[bool] = []
+
+        @property
+        def checkpointed(self) -> list[bool]:
+            return cases.noted(self)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             x, y = batch
