@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
+LIGHTNING = ("losses", "state", "blocks", "hooks", "batches", "loaders", "trainers")
 
-def SUITES() -> Iterator[tuple[Any, list[Any]]]:  # noqa: N802 - as a constant that imports frameworks late
+
+def suites() -> Iterator[tuple[Any, list[Any]]]:
     """Every framework's suite with its cases."""
-    from . import lightning, lightning_losses
+    from . import lightning
 
-    for module in (lightning_losses,):
-        yield lightning.SUITE, lightning.of(module)
+    for name in LIGHTNING:
+        yield lightning.SUITE, lightning.of(importlib.import_module(f"{__name__}.lightning_{name}"))

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest does
 
 
 def main(arguments: list[str]) -> int:
-    from fidelity import SUITES
+    from fidelity import suites
     from fidelity.harness import Verdict, fault
 
     everything = "--all" in arguments
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     counts: dict[tuple[str, str], collections.Counter[Any]] = collections.defaultdict(collections.Counter)
     faults = trainings = 0
     begun = time.process_time()
-    for suite, cases in SUITES():
+    for suite, cases in suites():
         for case in cases:
             for _, mode in case.pairs:
                 if not all(word in f"{suite.framework} {case.name} {mode}".lower() for word in words):
@@ -31,7 +31,9 @@ def main(arguments: list[str]) -> int:
                 wrong = fault(case, mode, judged)
                 faults += bool(wrong)
                 if wrong or everything:
-                    print(f"{suite.framework:10} {mode:10} {case.name:45} {wrong or judged.verdict.value}", flush=True)
+                    how = "applied" if judged.applied else ""
+                    line = f"{suite.framework:10} {mode:10} {case.name:50} {how:8} {wrong or judged.verdict.value}"
+                    print(line, flush=True)
                     if everything:
                         for word in judged.words:
                             print(f"             | {word}")

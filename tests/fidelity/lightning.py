@@ -18,14 +18,27 @@ from torch.utils.data import DataLoader, Dataset
 
 from vram_guard_lightning import VramGuard
 
-from .harness import CHECKPOINT, FIT, MICRO, REPORT, TIGHT, Case, Outcome, Suite, generator_states, listening, seed
+from .harness import (
+    CHECKPOINT,
+    FIT,
+    MICRO,
+    REPORT,
+    TIGHT,
+    Case,
+    Outcome,
+    Suite,
+    generator_states,
+    listening,
+    seed,
+    unchanged,
+)
 
 SAMPLES, BATCH = 29, 8  # three whole batches and a short one
 CASES: list[Case] = []
 #: Floats of a sample's intermediate results where a budget has to be worth something: 12 MiB for a batch of 8.
 WIDE = 3 * 2**17
 
-for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -180,7 +193,7 @@ def case(name: str, *modes: str, **about: Any) -> Callable[[Callable[[], Any]], 
     """Register a case: a module's class, or a function that makes a :class:`Training` (or a module)."""
 
     def register(make: Callable[[], Any]) -> Any:
-        CASES.append(Case(name, make, modes or (REPORT, FIT, MICRO), **about))
+        CASES.append(Case(name, make, modes or (unchanged(name), MICRO), **about))
         return make
 
     return register
@@ -273,7 +286,11 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
         except Exception as error:
             if watch is None:
                 raise
-            outcome.words.append(f"{type(error).__name__}: {error}")
+            said = f"{type(error).__name__}: {error}"
+            if recorder.counts["on_train_batch_start"]:  # too late: only words before training help
+                outcome.crash = said.partition("\n")[0]
+            else:
+                outcome.words.append(said)
             return _told(outcome, watch)
     outcome.record = {
         "weights": {name: value.clone() for name, value in run.module.state_dict().items()},
@@ -328,5 +345,28 @@ def _told(outcome: Outcome, watch: VramGuard | None) -> Outcome:
     return outcome
 
 
-CONTROL = Case("control", lambda: Base())
-SUITE = Suite("Lightning", train, CONTROL)
+class PureBlock(nn.Module):
+    """A residual block without state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(self.change(x))
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _control(net: Callable[[], nn.Module]) -> Case:
+    def make() -> Base:
+        module = Base()
+        module.net = net()
+        return module
+
+    return Case("control", make)
+
+
+BLOCKS = _control(lambda: BlockNet(PureBlock))
+SUITE = Suite("Lightning", train, {CHECKPOINT: BLOCKS}, _control(Net))

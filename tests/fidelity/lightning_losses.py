@@ -10,17 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .harness import FIT, MICRO, REPORT, TIGHT
+from .harness import MICRO, TIGHT, unchanged
 from .lightning import Base, Rows, Training, case, loader
 
 #: What has to be named: the loss, or the first gradient that comes out otherwise.
 CAUSE = r"\bloss|gradient of|reduc|normali|mean over"
-ALL = (REPORT, FIT, MICRO, TIGHT)
 
 
-def loss(*fields: str, exact: bool = False, tight: bool = False, fit: bool = False, **more: Any) -> Any:
+def loss(*fields: str, exact: bool = False, tight: bool = False, **more: Any) -> Any:
     """Register a loss ``function(module, out, batch)``; ``out`` are the scores of the first field."""
-    modes = tuple(mode for mode in ALL if (mode != TIGHT or tight) and (mode != FIT or fit))
 
     def register(function: Callable[..., torch.Tensor]) -> Any:
         def make() -> Training:
@@ -34,7 +32,8 @@ def loss(*fields: str, exact: bool = False, tight: bool = False, fit: bool = Fal
             return Training(module, loader(Rows(*fields)))
 
         says = "" if exact else CAUSE
-        case(f"loss {function.__name__}", *modes, says=says, exact=exact)(make)
+        name = function.__name__
+        case(f"loss {name}", unchanged(name), MICRO, *([TIGHT] if tight else []), says=says, exact=exact)(make)
         return function
 
     return register
@@ -49,12 +48,12 @@ WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5])
 # --- means over samples, or over positions of equal numbers -------------------------------------------------
 
 
-@loss("x", "y", exact=True, tight=True, fit=True)
+@loss("x", "y", exact=True, tight=True)
 def squared(m, out, b):
     return F.mse_loss(out, b["y"])
 
 
-@loss("x", "label", exact=True, tight=True, fit=True)
+@loss("x", "label", exact=True, tight=True)
 def cross_entropy(m, out, b):
     return F.cross_entropy(out, b["label"])
 
@@ -316,7 +315,7 @@ def mean_times_length(m, out, b):
 # --- no mean and no sum -----------------------------------------------------------------------------------------
 
 
-@loss("x", "y", tight=True, fit=True)
+@loss("x", "y", tight=True)
 def root_mean_square(m, out, b):
     return F.mse_loss(out, b["y"]).sqrt()
 
@@ -348,7 +347,7 @@ def similar(m, out, b):
     return F.normalize(out, dim=-1) @ F.normalize(m.net(b["x2"]), dim=-1).T / 0.5
 
 
-@loss("x", "x2", tight=True, fit=True)
+@loss("x", "x2", tight=True)
 def contrastive(m, out, b):
     return F.cross_entropy(similar(m, out, b), torch.arange(len(out)))
 
