@@ -15,3 +15,7 @@ def suites() -> Iterator[tuple[Any, list[Any]]]:
 
     for name in LIGHTNING:
         yield lightning.SUITE, lightning.of(importlib.import_module(f"{__name__}.lightning_{name}"))
+    from . import mmengine
+
+    importlib.import_module(f"{__name__}.mmengine_cases")
+    yield mmengine.SUITE, mmengine.CASES

@@ -35,6 +35,8 @@ from .harness import (
 
 SAMPLES, BATCH = 29, 8  # three whole batches and a short one
 CASES: list[Case] = []
+#: More of a Trainer's settings, for all trainings of this process.
+MORE: dict[str, Any] = {}
 #: Floats of a sample's intermediate results where a budget has to be worth something: 12 MiB for a batch of 8.
 WIDE = 3 * 2**17
 
@@ -311,6 +313,7 @@ def _fit(run: Training, watch: VramGuard | None, recorder: Recorder, log: Log) -
     quiet: dict[str, Any] = {
         "accelerator": "cpu", "devices": 1, "max_epochs": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0,
         "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "logger": log,
+        **MORE,
     }  # fmt: skip
     guards = [watch] if watch else []
     data = run.data if run.data is not None else loader()

@@ -191,7 +191,7 @@ def with_numpy(m, batch):
     return squared(m, x, y)
 
 
-@batches("prototypes beside", collate=lambda s: (*stacked(s), drawn(21, 5, 6)), exact=True)
+@batches("prototypes beside", collate=lambda s: (*stacked(s), drawn(21, 5, 6)))
 def with_prototypes(m, batch):
     x, y, prototypes = batch
     return squared(m, x, y) + 0.1 * m.net(prototypes).square().mean()
@@ -375,7 +375,7 @@ def doubles(m, batch):
     return squared(m, batch[0].float(), batch[1].float())
 
 
-@batches("a batch of one", size=1, micro=1)
+@batches("a batch of one", REPORT, FIT, size=1)
 def one(m, batch):
     return squared(m, *batch)
 
