@@ -109,8 +109,7 @@ class Recorder(Hook):
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         self.counts["iter"] += 1
         shown = {name: value.detach().clone() for name, value in (outputs or {}).items() if torch.is_tensor(value)}
-        rates = [group["lr"] for group in runner.optim_wrapper.param_groups]
-        self.values.append((batch_idx, shown, rates))
+        self.values.append((batch_idx, shown, runner.optim_wrapper.get_lr()))
 
     def after_train_epoch(self, runner: Any) -> None:
         self.counts["epoch"] += 1
