@@ -1,7 +1,7 @@
 """Trainings with Accelerate, each in a copy of one process that has imported everything.
 
-``python fidelity_accelerate_script.py FOLDER`` trains every case as written and under ``guard`` in every mode, and keeps
-what they came to.
+``python fidelity_accelerate_script.py FOLDER`` trains every case as written and under ``guard`` in every mode, and
+keeps what they came to.
 """
 
 from __future__ import annotations
@@ -208,14 +208,14 @@ class Normalised(Network):
         return {"loss": F.cross_entropy(self.norm(super().forward(x)), y)}
 
 
+def opposed(m: nn.Module, x: torch.Tensor, _y: torch.Tensor) -> torch.Tensor:
+    one, two = F.normalize(m(x), dim=-1), F.normalize(m(x.flip(1)), dim=-1)
+    return F.cross_entropy(one @ two.T, torch.arange(len(x), device=x.device))
+
+
 case("cross-entropy of the script", loss_of=lambda m, x, y: F.cross_entropy(m(x), y))(Network)
 case("class weights of the script", loss_of=lambda m, x, y: F.cross_entropy(m(x), y, weight=WEIGHTS))(Network)
-case(
-    "contrastive of the script",
-    loss_of=lambda m, x, y: F.cross_entropy(
-        F.normalize(m(x), dim=-1) @ F.normalize(m(x.flip(1)), dim=-1).T, torch.arange(len(x), device=x.device)
-    ),  # fmt: skip
-)(Network)
+case("contrastive of the script", loss_of=opposed)(Network)
 
 
 def train(about: Case, mode: str | None) -> Outcome:
