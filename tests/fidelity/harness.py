@@ -37,7 +37,7 @@ TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, TIGHT: 1e-5}
 FLOOR = 1e-2
 #: Promises, facts about every plan, and what is said about sizes: never the words that a difference needs.
 IRRELEVANT = re.compile(
-    r"proven|as you said|this plan is applied|micro-batches; the effective batch size stays|"
+    r"(?<!not )(?<!un)proven by|as you said|this plan is applied|micro-batches; the effective batch size stays|"
     r"losses of micro-batches are weighted by sample count|out-of-memory error would not be recovered|"
     r"^(the step fits|fits as written)|no symbolic kernel|sizes are bounds|^the size of|sequence of allocations",
     re.IGNORECASE,
@@ -183,7 +183,9 @@ def judge(case: Case, mode: str, plain: Outcome, guarded: Outcome, control: Iter
     if not different and (guarded.applied or mode in (REPORT, FIT)):
         return Judged(Verdict.EQUAL, words, applied=guarded.applied)
     # Asked for a change and not applied: it is owed a reason, as a training that differs is owed its cause.
-    wanted = case.says or (r"possible|cannot|not cut|nothing|not fit|differ" if not different else r"(?!)")
+    wanted = case.says or "(?!)"
+    if not different:
+        wanted += "|possible|cannot|not cut|nothing|known to fit|differ|supported|not proven"
     said = any(re.search(wanted, without_files(line), re.IGNORECASE) for line in words)
     verdict = Verdict.SAID if said else Verdict.SILENT
     return Judged(verdict, words, different or "a change was asked for and dropped without a reason", guarded.applied)
