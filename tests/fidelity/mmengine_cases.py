@@ -326,7 +326,10 @@ configured(
 )
 configured(
     "rates of parts",
-    optim_wrapper={"optimizer": SGD, "paramwise_cfg": {"custom_keys": {"first": {"lr_mult": 0.1, "decay_mult": 0.0}}}},
+    optim_wrapper={
+        "optimizer": {**SGD, "weight_decay": 0.1},
+        "paramwise_cfg": {"custom_keys": {"first": {"lr_mult": 0.1, "decay_mult": 0.0}}},
+    },
 )
 configured("EMAHook", REPORT, FIT, MICRO, hooks=lambda: [EMAHook(momentum=0.3)])
 
