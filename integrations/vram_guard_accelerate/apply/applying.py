@@ -38,8 +38,8 @@ class PlanInstaller:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
         from accelerate import Accelerator
 
-        wrap(Accelerator, "prepare", self._prepare)
-        wrap(Accelerator, "prepare_model", self._prepare)
+        wrap(Accelerator, "prepare", self.prepare)
+        wrap(Accelerator, "prepare_model", self.prepare)
         if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
             from torch.utils.data import DataLoader
 
@@ -54,7 +54,8 @@ class PlanInstaller:
 
     # --- prepare ----------------------------------------------------------------------------------------------
 
-    def _prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        """``Accelerator.prepare``, and what the plan puts on top of it."""
         import torch
 
         new = [

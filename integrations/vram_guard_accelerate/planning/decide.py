@@ -19,7 +19,9 @@ from vram_guard_accelerate._settings import NOT_HERE, Settings
 from vram_guard_accelerate.apply.fsdp import wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
+from vram_guard_accelerate.dry_run.proofs import Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
+from vram_guard_accelerate.planning._proven import Judge
 from vram_guard_accelerate.planning._sharding_notes import sharding_notes, why_not_sharded
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
@@ -69,11 +71,17 @@ def decide(
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings, unclear) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
-    made = planner.in_slices()
-    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made)]
-    launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
-    if launch_plan.slices:
-        launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
+    judge = Judge(Proofs(first, look, settings.proof_seconds), settings, lambda: "")
+    while True:
+        made = planner.in_slices()
+        launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
+        if launch_plan.slices:
+            launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
+        verdict = judge.of(launch_plan)
+        if not verdict.refused:
+            break
+        planner = replace(planner, refused={**planner.refused, **verdict.refused})
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
     relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
         if not made.fits or (made.changed and not _grows(made)):

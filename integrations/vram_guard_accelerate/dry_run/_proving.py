@@ -1,0 +1,147 @@
+"""In a copy that began at ``prepare``: the script trains for real on a few samples, on the CPU, and is observed.
+
+One copy runs as the script is written, another one under the plan, through the installer of the real launch. Both begin
+from the same weights and random numbers, and get the same samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vram_guard.state.containers import mapped
+from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.apply.applying import PlanInstaller
+from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
+from vram_guard_accelerate.dry_run._observed import observe
+from vram_guard_accelerate.dry_run._real_samples import few_samples
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
+from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
+
+if TYPE_CHECKING:
+    from vram_guard_accelerate._launch_plan import LaunchPlan
+    from vram_guard_accelerate.dry_run.forks import ParentPipe
+
+#: Tensors with more elements stay in single precision; a step that needs them is not run in double precision then.
+LARGEST_IN_DOUBLE = 2**26
+
+#: The generators of torch stand here after each call of a model: slices draw more often than whole batches.
+_SEED = 20_000
+
+
+@dataclass(frozen=True)
+class ProofTask:
+    """Train on a few samples, up to a backward pass."""
+
+    plan: LaunchPlan | None
+    """What is installed; None: nothing, as the script is written."""
+    samples: int
+    request: int
+    """The number, among all batches that are asked for from ``prepare`` on, of the training's first."""
+    backwards: int
+    """Backward passes for one batch."""
+    precise: bool
+    """In double precision, in which sums in another order do not differ visibly."""
+
+
+class ProvingPhase(Phase):
+    """The script from ``prepare`` on, for real.
+
+    Args:
+        run: the copy's.
+        task: what it is to do.
+        parent: the way back to who asked.
+    """
+
+    def __init__(self, run: DryRun, task: ProofTask, parent: ParentPipe) -> None:
+        super().__init__(run)
+        self._task = task
+        self._parent = parent
+        self._installer = None if task.plan is None else PlanInstaller(task.plan)
+        self._models: list[nn.Module] = []
+        self._calls = 0
+        self._asked = 0
+        self._training: Any = None
+        """The loader whose batches are trained on."""
+        self._batch: Any = None
+        self._losses: list[torch.Tensor] = []
+        self._depth = 0
+        side_effects.discard_file_writes()
+        _subprocess_policy.refuse_processes(stopped)
+        wrap(torch.autograd, "backward", self._backward)
+
+    @property
+    def forwards(self) -> int:
+        """Number of calls of prepared models."""
+        return self._calls
+
+    def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """The real one, and what the plan puts on top."""
+        new = [thing for thing in args if isinstance(thing, nn.Module) and not any(thing is m for m in self._models)]
+        self._models += new
+        if self._task.precise:
+            in_double_precision()
+        install = self._installer
+        prepared = (
+            original(accelerator, *args, **kwargs)
+            if install is None
+            else install.prepare(original, accelerator, *args, **kwargs)
+        )
+        for model in new:
+            model.register_forward_hook(self._called)
+        return prepared
+
+    def _called(self, *_call: Any) -> None:
+        self._calls += 1
+        torch.manual_seed(_SEED + self._calls)
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """The few samples for the training, again and again; what comes before it is as in the dry run."""
+        self._asked += 1
+        if self._asked == self._task.request:
+            self._training = batches.loader
+            self._batch = few_samples(batches.loader, self._task.samples)
+            if self._task.precise:
+                self._batch = mapped(self._batch, _doubled)
+        return batches.next_beside_training() if batches.loader is not self._training else self._batch
+
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The script's own, not those inside it (checkpointed blocks); the last one is the end."""
+        self._depth += 1
+        try:
+            original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth or self._training is None:
+            return
+        given = args[0] if args else kwargs["tensors"]
+        self._losses += [given] if isinstance(given, torch.Tensor) else list(given)
+        if len(self._losses) >= self._task.backwards:
+            self._parent.send(observe(self._models, self._losses))
+
+    def failed(self, error: BaseException, script: str) -> None:
+        """Send the reason."""
+        self._parent.send(DryRunFailure.of(error, script))
+
+    def ended(self) -> None:
+        """The same: there was no training."""
+        self._parent.send(DryRunFailure.unsupported(""))
+
+
+def in_double_precision() -> None:
+    """Every tensor of single precision that is alive is made one of double precision, and those to come."""
+    torch.set_default_dtype(torch.float64)
+    for thing in gc.get_objects():
+        if isinstance(type(thing), type) and issubclass(type(thing), torch.Tensor):
+            with contextlib.suppress(RuntimeError):
+                thing.data = _doubled(thing.data)
+
+
+def _doubled(leaf: Any) -> Any:
+    single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 and leaf.numel() <= LARGEST_IN_DOUBLE
+    return leaf.double() if single and leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf
