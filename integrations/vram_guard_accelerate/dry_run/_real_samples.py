@@ -22,22 +22,28 @@ LOOKED_AT = 32
 _NUMBERS = 4096
 
 
-def few_samples(loader: Any, count: int) -> Any:
+def few_samples(loader: Any, count: int, part: slice = slice(None)) -> Any:
     """A batch of ``count`` samples that the loader would deliver next. Its sampler and its data set move on.
+
+    Args:
+        loader: that the script trains on.
+        count: of samples.
+        part: those of them that are to be in the batch.
 
     Raises:
         UnsupportedStepError: there are fewer.
     """
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         batch = next(iter(loader.dataset if isinstance(loader, DataLoader) else loader))
-        return split(batch, batch_size(batch), count)[0].data
+        chosen = split(batch, batch_size(batch), count)[0].data
+        return chosen if part == slice(None) else split(chosen, count, count // 2)[0 if part.start == 0 else 1].data
     if isinstance(loader.dataset, IterableDataset):
         found = list(islice(loader.dataset, LOOKED_AT))
     else:
         found = [loader.dataset[index] for index in islice(next(iter(loader.batch_sampler)), LOOKED_AT)]
     if len(found) < count:
         raise UnsupportedStepError(_("its batch has {count} samples", count=len(found)))
-    return loader.collate_fn(most_different(found, count))
+    return loader.collate_fn(most_different(found, count)[part])
 
 
 def most_different(samples: Sequence[Any], count: int) -> list[Any]:

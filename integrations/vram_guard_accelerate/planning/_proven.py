@@ -56,6 +56,11 @@ class Judge:
         found = {name: one.difference for name, part in ways if (one := self._proofs.of(part)).difference}
         return Verdict({name: _another_step(why) for name, why in (found or {ways[-1][0]: proof.difference}).items()})
 
+    def why_not_halved(self) -> str:
+        """The reason why smaller batches would be another training; "" where nothing was run, or found."""
+        difference = self._proofs.of_halves().difference
+        return _another_step(difference) if difference else ""
+
     def _by_graph(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
         if not slices:
             return Verdict(notes=(*notes, _("checkpointed blocks were not run for a proof: {why}", why=proof.why_not)))

@@ -19,7 +19,7 @@ from vram_guard_accelerate._settings import NOT_HERE, Settings
 from vram_guard_accelerate.apply.fsdp import wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
-from vram_guard_accelerate.dry_run.proofs import Proofs
+from vram_guard_accelerate.dry_run.proofs import NAMED, Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.planning._proven import Judge
 from vram_guard_accelerate.planning._sharding_notes import sharding_notes, why_not_sharded
@@ -67,11 +67,12 @@ def decide(
     if current is not None:
         current.check(first.precision, look.profile, first.shape.ranks)
     weight, unclear = _loss_weight(first, traces, look.facts, settings)
-    candidates = RelaunchCandidates(first, look, settings) if may_relaunch else None
+    proofs = Proofs(first, look, settings.proof_seconds)
+    judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
+    candidates = RelaunchCandidates(first, look, settings, judge.why_not_halved) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings, unclear) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
-    judge = Judge(Proofs(first, look, settings.proof_seconds), settings, lambda: "")
     while True:
         made = planner.in_slices()
         launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
@@ -234,6 +235,13 @@ def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, u
             reason=unclear,
         )
     return traces.read_layouts()
+
+
+def _why_not_by_graph(facts: LoopFacts) -> str:
+    """The reason why slices are not proven where nothing is run; the loss itself was read before."""
+    if not facts.advances:
+        return ""
+    return _("every step moves on what the model keeps: {names}", names=", ".join(facts.advances[:NAMED]))
 
 
 def _why_not_mixed(first: FirstBatch) -> str:

@@ -29,12 +29,16 @@ class RelaunchCandidates:
         first: the script, at its first training batch.
         look: what its loop was seen to do.
         settings: what may be changed.
+        why_not_halved: the difference that smaller batches were seen to make; "" where none was.
     """
 
-    def __init__(self, first: FirstBatch, look: FirstLook, settings: Settings) -> None:
+    def __init__(
+        self, first: FirstBatch, look: FirstLook, settings: Settings, why_not_halved: Callable[[], str]
+    ) -> None:
         self._first = first
         self._look = look
         self._settings = settings
+        self._why_not_halved = why_not_halved
         self.notes: list[str] = []
         """The reasons why the script's own options are not set, where they could have been."""
 
@@ -97,7 +101,7 @@ class RelaunchCandidates:
         if facts.compares_samples or uneven:
             why = _("samples of a batch are compared with each other")
         else:
-            why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
+            why = why_not_accumulated(self._look.profile, self._first.shape.ranks) or self._why_not_halved()
         if why:
             note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=why)
             self.notes.append(note)
