@@ -1,0 +1,1 @@
+"""One optimizer step run for real in two ways, and their comparison."""
