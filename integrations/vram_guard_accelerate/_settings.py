@@ -114,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--proof-seconds",
         type=float,
         metavar="SECONDS",
-        help=_("time for proving the plan by running a few samples on the CPU; 0: by the loss graph only (default: 20)"),
+        help=_("time for proving a plan by running a few samples on the CPU; 0: never (default: 20)"),
     )
     group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))
     options.add_options(group, "json")

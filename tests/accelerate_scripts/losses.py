@@ -1,10 +1,11 @@
-"""Models that return a loss which slices of a batch would change, and some that they do not; run with the name of one."""
+"""Models whose loss slices of a batch would change, and some whose loss they do not; run with the name of one."""
 
 import argparse
+import random
 
 import torch
 from accelerate import Accelerator
-from common import Network, WithLoss, write
+from common import Block, Network, WithLoss, write
 from torch import nn
 from training import loop
 
@@ -21,10 +22,16 @@ class Plain(WithLoss):
 
 
 class Dropping(Plain):
-    """Random numbers of its own for every sample."""
+    """Random numbers for every sample, in every block, and normalisation over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+        for block in self.network.blocks:
+            block.narrow = nn.Sequential(block.narrow, nn.Dropout(0.2))
 
     def loss(self, logits, labels):
-        return super().loss(nn.functional.dropout(logits, 0.5, self.training), labels)
+        return super().loss(self.norm(logits), labels)
 
 
 class Contrastive(Plain):
@@ -76,15 +83,19 @@ class Queued(Plain):
         return super().loss(logits, labels) + 0.1 * apart
 
 
+class ByChance(Block):
+    """Draws from a generator of Python's, which checkpointing does not put back."""
+
+    def forward(self, x):
+        return super().forward(x * (1 + random.random()))
+
+
 class Drawing(Network):
-    """Blocks that draw from a generator of Python's, which checkpointing does not put back."""
+    """Blocks that draw."""
 
     def __init__(self):
         super().__init__()
-        import random
-
-        for block in self.blocks:
-            block.register_forward_pre_hook(lambda _block, x: (x[0] * (1 + random.random()),))
+        self.blocks = nn.ModuleList(ByChance(32) for _ in range(4))
 
 
 def main():

@@ -147,9 +147,7 @@ class SlicedRun:
         if found[0] is None:
             self._weights = self._shares
 
-    def _call(
-        self, part: MicroBatch, first: int, called: dict[str, Any], items: torch.Tensor | None = None
-    ) -> Any:
+    def _call(self, part: MicroBatch, first: int, called: dict[str, Any], items: torch.Tensor | None = None) -> Any:
         kwargs = dict(called) if items is None else {**called, ITEMS_IN_BATCH: items}
         args = [kwargs.pop(name) for name in self._positional]
         self._sliced.on_slice(first, part.samples, part.batch_samples)

@@ -12,8 +12,8 @@ from vram_guard.language import _
 from vram_guard.techniques import install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
-from vram_guard_accelerate.dry_run._advancing_state import changed, state_of
 from vram_guard_accelerate.dry_run._accumulated_batches import AccumulatedBatches
+from vram_guard_accelerate.dry_run._advancing_state import changed, state_of
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call

@@ -28,7 +28,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Observed:
-    """The state after a backward pass, by kind and name. It travels without torch, whose files a dry run throws away."""
+    """The state after a backward pass, by kind and name. It holds no tensors: a dry run saves none."""
 
     arrays: dict[tuple[str, str], np.ndarray[Any, Any]]
     values: dict[tuple[str, str], Any]
@@ -48,9 +48,9 @@ def observe(models: Sequence[nn.Module], losses: Sequence[torch.Tensor]) -> Obse
         if not isinstance(module, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - their common class is private
             for name, buffer in module.named_buffers(recurse=False):
                 tensors["buffer", prefix + name] = buffer.detach()
-        for name, value in vars(module).items():
-            if not name.startswith("_") or name not in vars(nn.Module()):
-                values |= {("attribute", prefix + name): value for value in _plain(value)}
+        for name, attribute in vars(module).items():
+            if name not in vars(nn.Module()):
+                values |= ((("attribute", prefix + name), value) for value in _plain(attribute))
     return Observed({key: _array(tensor) for key, tensor in tensors.items()}, values)
 
 
@@ -94,3 +94,15 @@ def _distance(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
         return math.inf
     apart = float(np.abs(one - other).max()) / float(max(np.abs(one).max(), np.abs(other).max()))
     return math.inf if math.isnan(apart) else apart
+
+
+def added(parts: Sequence[Observed], weight: float) -> Observed:
+    """Gradients and losses of several steps, added up with this weight; the rest is the first one's."""
+    first = parts[0]
+    arrays = {
+        key: sum(part.arrays[key] * weight for part in parts)
+        if key[0] in ("gradient", "loss") and all(key in part.arrays for part in parts)
+        else array
+        for key, array in first.arrays.items()
+    }
+    return Observed(arrays, first.values)

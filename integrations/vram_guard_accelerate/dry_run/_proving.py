@@ -1,24 +1,31 @@
 """In a copy that began at ``prepare``: the script trains for real on a few samples, on the CPU, and is observed.
 
 One copy runs as the script is written, another one under the plan, through the installer of the real launch. Both begin
-from the same weights and random numbers, and get the same samples.
+from the same weights and random numbers, and get the same samples. Two known differences are taken out of both: random
+numbers are drawn sample by sample, and batch normalisation uses its running statistics.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from vram_guard.apply.microbatch import CannotSplitError, batch_size
+from vram_guard.apply.sliced_forward import by_name
+from vram_guard.language import _
+from vram_guard.proof.draws import RowDraws
+from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.state.containers import mapped
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
-from vram_guard_accelerate.dry_run._observed import observe
+from vram_guard_accelerate.dry_run._observed import Observed, observe
 from vram_guard_accelerate.dry_run._real_samples import few_samples
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
@@ -30,16 +37,11 @@ if TYPE_CHECKING:
 #: Tensors with more elements stay in single precision; a step that needs them is not run in double precision then.
 LARGEST_IN_DOUBLE = 2**26
 
-#: The generators of torch stand here after each call of a model: slices draw more often than whole batches.
-_SEED = 20_000
-
 
 @dataclass(frozen=True)
 class ProofTask:
     """Train on a few samples, up to a backward pass."""
 
-    plan: LaunchPlan | None
-    """What is installed; None: nothing, as the script is written."""
     samples: int
     request: int
     """The number, among all batches that are asked for from ``prepare`` on, of the training's first."""
@@ -47,6 +49,20 @@ class ProofTask:
     """Backward passes for one batch."""
     precise: bool
     """In double precision, in which sums in another order do not differ visibly."""
+    plan: LaunchPlan | None = None
+    """What is installed; None: nothing, as the script is written."""
+    part: tuple[int, int] | None = None
+    """The first of the samples that the batch holds, and the first that it does not; None: it holds all of them."""
+    draws: Mapping[int, Any] = field(default_factory=dict)
+    """The random draws of the step as written, see :attr:`RowDraws.layout`."""
+
+
+@dataclass(frozen=True)
+class ProofStep:
+    """A step that was run."""
+
+    observed: Observed
+    draws: Mapping[int, Any]
 
 
 class ProvingPhase(Phase):
@@ -62,13 +78,15 @@ class ProvingPhase(Phase):
         super().__init__(run)
         self._task = task
         self._parent = parent
-        self._installer = None if task.plan is None else PlanInstaller(task.plan)
+        self._installer = PlanInstaller(task.plan, self._slice_begins) if task.plan else None
         self._models: list[nn.Module] = []
         self._calls = 0
         self._asked = 0
         self._training: Any = None
         """The loader whose batches are trained on."""
         self._batch: Any = None
+        self._first, self._end = task.part or (0, task.samples)
+        self._draws = RowDraws(task.samples, layout=task.draws)
         self._losses: list[torch.Tensor] = []
         self._depth = 0
         side_effects.discard_file_writes()
@@ -86,29 +104,57 @@ class ProvingPhase(Phase):
         self._models += new
         if self._task.precise:
             in_double_precision()
-        install = self._installer
-        prepared = (
-            original(accelerator, *args, **kwargs)
-            if install is None
-            else install.prepare(original, accelerator, *args, **kwargs)
-        )
+        if self._installer is None:
+            prepared = original(accelerator, *args, **kwargs)
+        else:
+            prepared = self._installer.prepare(original, accelerator, *args, **kwargs)
         for model in new:
+            model.register_forward_pre_hook(self._calling, with_kwargs=True)
             model.register_forward_hook(self._called)
         return prepared
-
-    def _called(self, *_call: Any) -> None:
-        self._calls += 1
-        torch.manual_seed(_SEED + self._calls)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """The few samples for the training, again and again; what comes before it is as in the dry run."""
         self._asked += 1
         if self._asked == self._task.request:
             self._training = batches.loader
-            self._batch = few_samples(batches.loader, self._task.samples)
+            self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
             if self._task.precise:
                 self._batch = mapped(self._batch, _doubled)
+            # For good: the process ends with the step.
+            FixedStatistics(*self._models).__enter__()
+            self._draws.__enter__()
+            self._draw_from_the_start()
         return batches.next_beside_training() if batches.loader is not self._training else self._batch
+
+    # --- random numbers --------------------------------------------------------------------------------------------
+
+    def _draw_from_the_start(self, rows: int = 0) -> None:
+        """Slices draw more often than whole batches do: before and after a call, both go on from one place.
+
+        Args:
+            rows: of the call's arguments, where they are more than the samples (real and made ones, judged together).
+        """
+        if self._training is not None:
+            self._draws.samples = rows or self._task.samples
+            self._draws.begin(0 if rows else self._first, rows or self._end - self._first)
+
+    def _calling(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            rows = batch_size(by_name(args, kwargs))
+        except CannotSplitError:
+            rows = 0
+        self._draw_from_the_start(rows if rows > self._task.samples else 0)
+
+    def _called(self, *_call: Any) -> None:
+        self._calls += 1
+        self._draw_from_the_start()
+
+    def _slice_begins(self, first: int, samples: int, of: int) -> None:
+        if of == self._draws.samples:
+            self._draws.begin(first, samples)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The script's own, not those inside it (checkpointed blocks); the last one is the end."""
@@ -122,15 +168,15 @@ class ProvingPhase(Phase):
         given = args[0] if args else kwargs["tensors"]
         self._losses += [given] if isinstance(given, torch.Tensor) else list(given)
         if len(self._losses) >= self._task.backwards:
-            self._parent.send(observe(self._models, self._losses))
+            self._parent.send(ProofStep(observe(self._models, self._losses), self._draws.layout))
 
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
         self._parent.send(DryRunFailure.of(error, script))
 
     def ended(self) -> None:
-        """The same: there was no training."""
-        self._parent.send(DryRunFailure.unsupported(""))
+        """The same: there was no backward pass."""
+        self._parent.send(DryRunFailure.unsupported(_("the script ended before a backward pass")))
 
 
 def in_double_precision() -> None:

@@ -1,4 +1,4 @@
-"""A plan is accepted where its step was proven to be the script's own: by running it, by the loss graph, or by a word."""
+"""Acceptance of a plan whose step is the script's own: seen by running it, by the loss graph, or as the user said."""
 
 from __future__ import annotations
 
