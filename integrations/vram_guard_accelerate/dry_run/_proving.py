@@ -121,8 +121,7 @@ class ProvingPhase(Phase):
             self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
             if self._task.precise:
                 self._batch = mapped(self._batch, _doubled)
-            # For good: the process ends with the step.
-            FixedStatistics(*self._models).__enter__()
+            self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
             self._draws.__enter__()
             self._draw_from_the_start()
         return batches.next_beside_training() if batches.loader is not self._training else self._batch
