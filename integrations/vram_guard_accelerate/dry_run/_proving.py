@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,21 @@ from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
+from vram_guard.proof.observed import Observed, observe
 from vram_guard.state.containers import mapped
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
-from vram_guard_accelerate.dry_run._observed import Observed, observe
 from vram_guard_accelerate.dry_run._real_samples import few_samples
+from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
 
 if TYPE_CHECKING:
     from vram_guard_accelerate._launch_plan import LaunchPlan
     from vram_guard_accelerate.dry_run.forks import ParentPipe
+
+_LESS_PRECISE = (torch.float32, torch.float16, torch.bfloat16)
 
 #: Tensors with more elements stay in single precision; a step that needs them is not run in double precision then.
 LARGEST_IN_DOUBLE = 2**26
@@ -64,6 +68,18 @@ class ProofStep:
     observed: Observed
     draws: Mapping[int, Any]
 
+    def packed(self) -> bytes:
+        """As it travels, by torch's own function: a dry run has put one in its place that saves nothing."""
+        out = io.BytesIO()
+        getattr(torch.save, "__wrapped__", torch.save)(self, out)
+        return out.getvalue()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> ProofStep:
+        """What :meth:`packed` made."""
+        step: ProofStep = torch.load(io.BytesIO(data), weights_only=False)  # from our own copy
+        return step
+
 
 class ProvingPhase(Phase):
     """The script from ``prepare`` on, for real.
@@ -87,6 +103,7 @@ class ProvingPhase(Phase):
         self._batch: Any = None
         self._first, self._end = task.part or (0, task.samples)
         self._draws = RowDraws(task.samples, layout=task.draws)
+        self._before: Observed | None = None
         self._losses: list[torch.Tensor] = []
         self._depth = 0
         side_effects.discard_file_writes()
@@ -124,6 +141,7 @@ class ProvingPhase(Phase):
             self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
             self._draws.__enter__()
             self._draw_from_the_start()
+            self._before = self._observe()
         return batches.next_beside_training() if batches.loader is not self._training else self._batch
 
     # --- random numbers --------------------------------------------------------------------------------------------
@@ -167,7 +185,20 @@ class ProvingPhase(Phase):
         given = args[0] if args else kwargs["tensors"]
         self._losses += [given] if isinstance(given, torch.Tensor) else list(given)
         if len(self._losses) >= self._task.backwards:
-            self._parent.send(ProofStep(observe(self._models, self._losses), self._draws.layout))
+            self._draws.__exit__(None, None, None)
+            self._parent.send(ProofStep(self._observe(), self._draws.layout).packed())
+
+    def _observe(self) -> Observed:
+        root = root_of(tuple(self._models))
+        losses = [loss.detach() for loss in self._losses]
+        return observe(
+            root,
+            before=self._before,
+            loss=losses[0] if losses else None,
+            logged={str(at): loss for at, loss in enumerate(losses[1:], 1)},
+            # What stands in place of forwards is the plan's own.
+            closed=tuple({type(vars(module)["forward"]) for module in root.modules() if "forward" in vars(module)}),
+        )
 
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
@@ -179,7 +210,7 @@ class ProvingPhase(Phase):
 
 
 def in_double_precision() -> None:
-    """Every tensor of single precision that is alive is made one of double precision, and those to come."""
+    """Every floating-point tensor that is alive is made one of double precision, and those to come."""
     torch.set_default_dtype(torch.float64)
     for thing in gc.get_objects():
         if isinstance(type(thing), type) and issubclass(type(thing), torch.Tensor):
@@ -188,5 +219,6 @@ def in_double_precision() -> None:
 
 
 def _doubled(leaf: Any) -> Any:
-    single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 and leaf.numel() <= LARGEST_IN_DOUBLE
-    return leaf.double() if single and leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype not in _LESS_PRECISE or leaf.numel() > LARGEST_IN_DOUBLE:
+        return leaf
+    return leaf.double() if leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.proof.differences import TOLERANCES, differences
+from vram_guard.proof.observed import Observed
 from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
-from vram_guard_accelerate.dry_run._observed import Observed, added, differences
 from vram_guard_accelerate.dry_run._proving import ProofStep, ProofTask
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook
@@ -69,8 +73,9 @@ class Proofs:
         """Compare a plan's step with the script's own."""
 
         def run(steps: _Steps, deadline: float) -> list[str]:
-            changed = steps.run(deadline, {"plan": _small(plan, steps.samples)})
-            return differences(steps.as_written(deadline).observed, changed[0])
+            small = _small(plan, steps.samples)
+            (changed,) = steps.run(deadline, {"plan": small})
+            return steps.differences(changed, small.micro_batch_size)
 
         return self._compared(run)
 
@@ -78,10 +83,10 @@ class Proofs:
         """Compare the script's step with the mean, or the sum, of its steps on both halves of the samples."""
 
         def run(steps: _Steps, deadline: float) -> list[str]:
-            samples = steps.samples
-            halves = steps.run(deadline, {"part": (0, samples // 2)}, {"part": (samples // 2, samples)})
-            whole = steps.as_written(deadline).observed
-            return min((differences(whole, added(halves, weight)) for weight in (0.5, 1.0)), key=len)
+            steps = steps.up_to_the_first_backward()
+            half, samples = steps.samples // 2, steps.samples
+            halves = steps.run(deadline, {"part": (0, half)}, {"part": (half, samples)})
+            return min((steps.differences(_added(halves, weight), half) for weight in (0.5, 1.0)), key=len)
 
         return self._compared(run)
 
@@ -108,28 +113,44 @@ class _Steps:
     def __init__(self, server: ForkServer, task: ProofTask) -> None:
         self._server = server
         self._task = task
-        self._written: ProofStep | None = None
+        self._written: Observed | None = None
 
     @property
     def samples(self) -> int:
         """Number of samples that a step is run on."""
         return self._task.samples
 
-    def as_written(self, deadline: float) -> ProofStep:
-        """The script's own, run once: in double precision, or in single where the script asks for that by name."""
+    def up_to_the_first_backward(self) -> _Steps:
+        """Shorter ones: what an optimizer does after the first backward pass depends on what is in the batch."""
+        return self if self._task.backwards == 1 else _Steps(self._server, replace(self._task, backwards=1))
+
+    def differences(self, changed: Observed, micro_batch_size: int) -> list[str]:
+        """The differences between the step as written and another one, worst first."""
+        written = self._written
+        if written is None:
+            return []
+        types = {weight.dtype for weight in written.weights.values() if weight.dtype in TOLERANCES}
+        tolerance = max((TOLERANCES[each] for each in types), default=TOLERANCES[torch.float32])
+        with _disable_current_modes():
+            found = differences(written, changed, tolerance=tolerance, cut=(self.samples, micro_batch_size))
+        return [difference.words() for difference in found]
+
+    def _run_as_written(self, deadline: float) -> None:
+        """Once: in double precision, or as it is where the script asks for another one by name."""
         while self._written is None:
             (step,) = self._answers(deadline, self._task)
             if isinstance(step, ProofStep):
-                self._written, self._task = step, replace(self._task, draws=step.draws)
+                if not step.observed.is_telling:
+                    raise UnsupportedStepError(_("its gradients are zero, or no numbers"))
+                self._written, self._task = step.observed, replace(self._task, draws=step.draws)
             elif self._task.precise:
                 self._task = replace(self._task, precise=False)
             else:
                 raise UnsupportedStepError(step.message)
-        return self._written
 
     def run(self, deadline: float, *changes: dict[str, Any]) -> list[Observed]:
         """What comes out under changes of the task, each by itself."""
-        self.as_written(deadline)
+        self._run_as_written(deadline)
         steps = self._answers(deadline, *(replace(self._task, **change) for change in changes))
         for step in steps:
             if isinstance(step, DryRunFailure):
@@ -138,7 +159,21 @@ class _Steps:
 
     def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | DryRunFailure]:
         copies = [self._server.fork(task) for task in tasks]
-        return [copy.answer(max(0.0, deadline - time.monotonic())) for copy in copies]
+        answers = [copy.answer(max(0.0, deadline - time.monotonic())) for copy in copies]
+        with _disable_current_modes():
+            return [ProofStep.unpacked(each) if isinstance(each, bytes) else each for each in answers]
+
+
+def _added(parts: Sequence[Observed], weight: float) -> Observed:
+    """Gradients and losses of several steps, added up with this weight; of the rest, the last one's."""
+    last = parts[-1]
+    with _disable_current_modes():
+        gradients = {
+            name: torch.stack([part.gradients[name] * weight for part in parts]).sum(0)
+            for name in last.gradients
+            if all(name in part.gradients for part in parts)
+        }
+        return replace(last, gradients=gradients, loss=sum(part.loss or 0.0 for part in parts) * weight)
 
 
 def _backwards(look: FirstLook) -> int:
