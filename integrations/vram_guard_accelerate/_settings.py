@@ -54,7 +54,7 @@ class Settings(PlanSettings):
         self._keep("allow", tuple(sorted(self.allow or ())))
         if self.loss_weight not in (None, "mean", "sum"):
             raise InvalidInputError(_("loss_weight must be 'mean' or 'sum', not {value}", value=repr(self.loss_weight)))
-        seconds = self.proof_seconds
+        seconds: object = self.proof_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise InvalidInputError(_("proof_seconds must be a number of seconds, not {value}", value=repr(seconds)))
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.language import _
 
 #: Nodes of a graph that leave a number as it is.
@@ -42,6 +43,8 @@ class Term(NamedTuple):
     behind: tuple[object, ...] = ()
     """The sizes of what it was computed from, where they were asked for: equal for batches of two sizes, where it does
     not depend on the batch (the square of the weights)."""
+    ignored: int = IGNORED
+    """The label that is left out, where labels are counted."""
 
     @property
     def known(self) -> bool:
@@ -215,7 +218,13 @@ def _leaf(node: Any, factor: float) -> Term:
         return Term(node.name(), factor, ())
     labels = hasattr(node, "_saved_ignore_index")
     weighed = labels and node._saved_weight is not None  # noqa: SLF001 - the same
-    return Term(reduction, factor, tuple(counted.shape), labels, weighed)
+    ignored = node._saved_ignore_index if labels else IGNORED  # noqa: SLF001 - the same
+    return Term(reduction, factor, tuple(counted.shape), labels, weighed, ignored=_signed(ignored))
+
+
+def _signed(number: int) -> int:
+    """Autograd hands out negative labels as unsigned numbers of 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 #: So many nodes behind a term tell whether it depends on the batch: the nearest ones hold what was computed last.

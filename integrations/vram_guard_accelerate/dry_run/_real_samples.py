@@ -63,9 +63,9 @@ def most_different(samples: Sequence[Any], count: int) -> list[Any]:
     return [sample for sample, _counts in chosen]
 
 
-def _whole_numbers(sample: Any) -> Counter[Any]:
+def _whole_numbers(sample: Any) -> dict[Any, float]:
     """Every leaf's whole numbers, by its place, with the share of the leaf that they take."""
-    counts: Counter[Any] = Counter()
+    shares: dict[Any, float] = {}
     for place, leaf in enumerate(leaves(sample)):
         try:
             tensor = torch.as_tensor(leaf)
@@ -74,9 +74,9 @@ def _whole_numbers(sample: Any) -> Counter[Any]:
         if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
             values = tensor.flatten()[:_NUMBERS].tolist()
             for value, times in Counter(values).items():
-                counts[place, value] += times / len(values)
-    return counts
+                shares[place, value] = times / len(values)
+    return shares
 
 
-def _distance(one: Counter[Any], other: Counter[Any]) -> float:
-    return sum(abs(one[key] - other[key]) for key in one.keys() | other.keys())
+def _distance(one: dict[Any, float], other: dict[Any, float]) -> float:
+    return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys())

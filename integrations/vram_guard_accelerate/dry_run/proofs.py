@@ -40,6 +40,13 @@ class Proof:
     why_not: str = ""
     """The reason why nothing was run."""
 
+    @property
+    def refutation(self) -> str:
+        """The difference in a sentence; "" where none was found."""
+        if not self.difference:
+            return ""
+        return _("{count} samples were run, and differed: {difference}", count=self.samples, difference=self.difference)
+
 
 class Proofs:
     """Proofs for one script; what it does as written is run once.
@@ -53,6 +60,7 @@ class Proofs:
     def __init__(self, first: FirstBatch, look: FirstLook, seconds: float) -> None:
         self._seconds = seconds
         self._why_not = ""
+        self._halved: Proof | None = None
         self._steps: _Steps | None = None
         size = first.sample.batch_size
         of_each = seconds_on_cpu(look.timeline, size) / (size * look.facts.batches_per_step)
@@ -80,7 +88,7 @@ class Proofs:
         return self._compared(run)
 
     def of_halves(self) -> Proof:
-        """Compare the script's step with the mean, or the sum, of its steps on both halves of the samples."""
+        """Compare the script's step with the mean, or the sum, of its steps on both halves of the samples; once."""
 
         def run(steps: _Steps, deadline: float) -> list[str]:
             steps = steps.up_to_the_first_backward()
@@ -88,7 +96,9 @@ class Proofs:
             halves = steps.run(deadline, {"part": (0, half)}, {"part": (half, samples)})
             return min((steps.differences(_added(halves, weight), half) for weight in (0.5, 1.0)), key=len)
 
-        return self._compared(run)
+        if self._halved is None:
+            self._halved = self._compared(run)
+        return self._halved
 
     def _compared(self, run: Callable[[_Steps, float], list[str]]) -> Proof:
         if self._steps is None:

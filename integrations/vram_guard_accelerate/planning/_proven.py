@@ -53,13 +53,8 @@ class Judge:
             return self._by_graph(proof, slices=whole.slices, notes=notes)
         if not proof.difference:
             return Verdict(notes=(*notes, _proven_by_running(proof)))
-        found = {name: one.difference for name, part in ways if (one := self._proofs.of(part)).difference}
-        return Verdict({name: _another_step(why) for name, why in (found or {ways[-1][0]: proof.difference}).items()})
-
-    def why_not_halved(self) -> str:
-        """The reason why smaller batches would be another training; "" where nothing was run, or found."""
-        difference = self._proofs.of_halves().difference
-        return _another_step(difference) if difference else ""
+        found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
+        return Verdict(found or {ways[-1][0]: proof.refutation})
 
     def _by_graph(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
         if not slices:
@@ -92,7 +87,3 @@ def _proven_by_running(proof: Proof) -> str:
         "buffers and attributes",
         count=proof.samples,
     )
-
-
-def _another_step(difference: str) -> str:
-    return _("a few samples were run, and something else came out: {difference}", difference=difference)

@@ -24,7 +24,7 @@ from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.planning._proven import Judge
 from vram_guard_accelerate.planning._sharding_notes import sharding_notes, why_not_sharded
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
-from vram_guard_accelerate.relaunch.equivalence import loss_weight
+from vram_guard_accelerate.relaunch.equivalence import loss_weight, uncounted_labels
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
 
@@ -69,7 +69,7 @@ def decide(
     weight, unclear = _loss_weight(first, traces, look.facts, settings)
     proofs = Proofs(first, look, settings.proof_seconds)
     judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
-    candidates = RelaunchCandidates(first, look, settings, judge.why_not_halved) if may_relaunch else None
+    candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings, unclear) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
@@ -193,6 +193,9 @@ def _loss_weight(
         return settings.loss_weight, ""
     if not facts.losses or facts.counts_items or "accumulate" not in settings.techniques:
         return "mean", ""  # of a number that the loss is divided by, slices see by themselves whether it was used
+    uncounted = uncounted_labels(facts.losses)
+    if uncounted:
+        return "mean", uncounted
     size = next(size for size in TRACED_SIZES if size != first.sample.batch_size)
     return loss_weight(facts.losses, first.sample.batch_size, traces.facts_at(size).losses, size)
 

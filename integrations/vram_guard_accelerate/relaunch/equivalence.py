@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vram_guard.apply.loss_terms import reduction_of
+from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.language import _, marked
 from vram_guard_accelerate.dry_run.loop_profile import UNKNOWN_RATES
 
@@ -195,3 +196,16 @@ def loss_weight(
     if len(found) > 1:
         return "mean", _("some of the numbers that it returns are means over the batch, others sums")
     return (found.pop() if found else "mean"), ""
+
+
+def uncounted_labels(losses: Sequence[Sequence[Term]]) -> str:
+    """The reason why slices of a batch are not weighed by the labels that count; "" where they are."""
+    for term in (term for terms in losses for term in terms):
+        if term.weighed:
+            return _("it is a mean over labels whose classes have weights, and slices have different shares of these")
+        if term.ignored != IGNORED:
+            label = term.ignored
+            return _(
+                "it is a mean over labels without those that are {label}, and slices have more or less", label=label
+            )
+    return ""
