@@ -38,20 +38,17 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name in ("Plain", "Counting", "Contrastive"):  # no time to run anything
         cases.request(asked / f"{name}_heavy", LOSSES, name, **sliced, proof_seconds=1e-4)
     cases.request(asked / "Contrastive_said", LOSSES, "Contrastive", **sliced, loss_weight="mean")
-    cases.request(asked / "alone", LOSSES, "Plain", "--batch_size", 1, budget="17MiB", allow=("accumulate",))
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
     for name in ("Drawing", "Unhindered"):
         cases.request(asked / name, LOSSES, name, "--batch_size", 64, "--samples", 128, **large)
-    for name in ("adversarial", "diffusion", "accumulate"):
+    for name in ("adversarial", "diffusion"):
         cases.request(asked / name, TRAINING, name, "--out", "never.pt", budget="24MiB", allow=("accumulate",))
     own = ("--output_dir", folder, "--report_to", "none", "--per_device_train_batch_size", 16, "--out", "never.pt")
     cases.request(asked / "trainer", TRAINER, *own, budget="80MiB", allow=("accumulate",))
     return cases.dry_runs(asked)
 
 
-@pytest.mark.parametrize(
-    "name", ["Plain", "Dropping", "adversarial", "diffusion", "accumulate", "trainer", "Unhindered"]
-)
+@pytest.mark.parametrize("name", ["Plain", "Dropping", "adversarial", "diffusion", "trainer", "Unhindered"])
 def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name: str) -> None:
     answer = answers[name]
     assert answer["changed"], answer["notes"]

@@ -204,8 +204,8 @@ def uncounted_labels(losses: Sequence[Sequence[Term]]) -> str:
         if term.weighed:
             return _("it is a mean over labels whose classes have weights, and slices have different shares of these")
         if term.ignored != IGNORED:
-            label = term.ignored
             return _(
-                "it is a mean over labels without those that are {label}, and slices have more or less", label=label
+                "it is a mean over labels without those that are {label}, of which slices have different shares",
+                label=term.ignored,
             )
     return ""
