@@ -103,12 +103,14 @@ class Proofs:
     def _compared(self, run: Callable[[_Steps, float], list[str]]) -> Proof:
         if self._steps is None:
             return Proof(why_not=self._why_not)
+        deadline = time.monotonic() + self._seconds
         try:
-            found = run(self._steps, time.monotonic() + self._seconds)
+            found = run(self._steps, deadline)
         except _FailedStepError as error:
             found = [str(error)]
         except UnsupportedStepError as error:  # it took too long, or died, or does not run on the CPU as written
-            return Proof(why_not=str(error))
+            late = time.monotonic() >= deadline
+            return Proof(why_not=_("it took more than {seconds} s", seconds=self._seconds) if late else str(error))
         more = [_("and {count} more", count=len(found) - NAMED)] if len(found) > NAMED else []
         return Proof(self._steps.samples, "; ".join([*found[:NAMED], *more]))
 
