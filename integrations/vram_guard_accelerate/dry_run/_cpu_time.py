@@ -8,7 +8,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from vram_guard.simulate.device.symbolic import without_modes
 
 if TYPE_CHECKING:
     from vram_guard.timeline import Timeline
@@ -32,7 +33,7 @@ def seconds_on_cpu(timeline: Timeline, batch_size: int) -> float:
 @cache
 def _rates() -> tuple[float, float]:
     """Multiplications and additions a second, and bytes read and written."""
-    with _disable_current_modes():
+    with without_modes():
         one = torch.ones(_WIDTH, _WIDTH, dtype=torch.float64)
         many = torch.ones(_COPIED, dtype=torch.float64)
         computing = min(_seconds(lambda: one @ one) for _ in range(3))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof.differences import TOLERANCES, differences
 from vram_guard.proof.observed import Observed
+from vram_guard.simulate.device.symbolic import without_modes
 from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu
@@ -143,7 +143,7 @@ class _Steps:
             return []
         types = {weight.dtype for weight in written.weights.values() if weight.dtype in TOLERANCES}
         tolerance = max((TOLERANCES[each] for each in types), default=TOLERANCES[torch.float32])
-        with _disable_current_modes():
+        with without_modes():
             found = differences(written, changed, tolerance=tolerance, cut=(self.samples, micro_batch_size))
         return [difference.words() for difference in found]
 
@@ -172,14 +172,14 @@ class _Steps:
     def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | DryRunFailure]:
         copies = [self._server.fork(task) for task in tasks]
         answers = [copy.answer(max(0.0, deadline - time.monotonic())) for copy in copies]
-        with _disable_current_modes():
+        with without_modes():
             return [ProofStep.unpacked(each) if isinstance(each, bytes) else each for each in answers]
 
 
 def _added(parts: Sequence[Observed], weight: float) -> Observed:
     """Gradients and losses of several steps, added up with this weight; of the rest, the last one's."""
     last = parts[-1]
-    with _disable_current_modes():
+    with without_modes():
         gradients = {
             name: torch.stack([part.gradients[name] * weight for part in parts]).sum(0)
             for name in last.gradients
