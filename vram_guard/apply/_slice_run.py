@@ -37,7 +37,7 @@ class SlicedModel:
         returns_loss: whether the one number that it returns, if it does, is what is differentiated.
         scale: the factor by which losses are scaled in float16.
         at_most: run so many slices and take the others for done.
-        on_slice: called before the forward of each slice.
+        on_slice: called before the forward of each slice, with its first sample, its samples, and those of the batch.
         divides: whether the model divides its loss by the number that it is given for that; None: not seen yet.
         rows_of_two: how many rows its outputs for two samples have; None: not looked at.
     """
@@ -48,7 +48,7 @@ class SlicedModel:
     returns_loss: bool
     scale: Callable[[], float]
     at_most: int | None
-    on_slice: Callable[[], None]
+    on_slice: Callable[[int, int, int], None]
     divides: bool | None = None
     rows_of_two: tuple[int, ...] | None = None
 
@@ -108,7 +108,7 @@ class SlicedRun:
                     self._forward_and_backward(part, first)
                 else:
                     with torch.no_grad():
-                        out = self._call(self._inputs_of(part)[0])
+                        out = self._call(part, first, self._inputs_of(part)[0])
                         self._merging.add(out, first, part.samples, self._weights[number])
             first += part.samples
         return self._merging.outputs()
@@ -124,7 +124,7 @@ class SlicedRun:
         called, own = self._inputs_of(part)
         items = self._watched_items()
         with torch.enable_grad():
-            out = self._call(called, items)
+            out = self._call(part, first, called, items)
         check_rows(out, part.samples, self._sliced.rows_of_two)
         scalars = [
             (at, leaf)
@@ -158,10 +158,10 @@ class SlicedRun:
         if found[0] is None:
             self._weights = self._shares
 
-    def _call(self, called: dict[str, Any], items: torch.Tensor | None = None) -> Any:
+    def _call(self, part: MicroBatch, first: int, called: dict[str, Any], items: torch.Tensor | None = None) -> Any:
         kwargs = dict(called) if items is None else {**called, ITEMS_IN_BATCH: items}
         args = [kwargs.pop(name) for name in self._positional]
-        self._sliced.on_slice()
+        self._sliced.on_slice(first, part.samples, part.batch_samples)
         return self._sliced.as_written(*args, **kwargs)
 
     def _inputs_of(self, part: MicroBatch) -> tuple[dict[str, Any], list[torch.Tensor | None]]:
@@ -218,7 +218,7 @@ class SlicedRun:
             called, own = self._inputs_of(part)
             kept = SecondForward(self._first[number]) if self._first else statistics_kept(self._sliced.model)
             with torch.enable_grad(), self._random[number].again(), self._autocast(), kept:
-                made = tensors_of(self._call(called))
+                made = tensors_of(self._call(part, first, called))
             wanted = [
                 (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))
                 for at, (out, gradient) in enumerate(zip(made, gradients, strict=True))
