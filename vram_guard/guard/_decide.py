@@ -15,7 +15,7 @@ from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.loss_graph import LossGraph
-from vram_guard.proof.prove import Proof, prove
+from vram_guard.proof.prove import Proof, prove, prove_cut
 from vram_guard.watch.corrections import Corrections, subject
 
 if TYPE_CHECKING:
@@ -121,9 +121,8 @@ def decide_alone(
         splitter = spare
         notes += splitting_notes(captured.model, settings.said_loss_weight or "sum", make, size)
     weight, unproven = proof.loss_weight, ""
-    if splitter is None and settings.may_recover and settings.said_loss_weight is None:
-        with captured.symbolic_run():
-            weight, unproven = graph.reduction(size)
+    if splitter is None and spare is not None and settings.may_recover and settings.said_loss_weight is None:
+        weight, unproven = prove_cut(captured, plan, graph, settings.proof_seconds)
     return Decision(
         plan,
         tuple(notes),

@@ -102,7 +102,7 @@ class Reached:
     """
 
     def __init__(self, model: nn.Module, frameworks: Iterable[str] = ()) -> None:
-        self._frameworks = frozenset((*_TORCH, *frameworks))
+        self._frameworks = frozenset((*_TORCH, "vram_guard", *frameworks))
         modules = list(model.modules())
         self._own = {_root(kind) for kind in set(map(type, modules))} - self._frameworks
         self._seen = set(map(id, modules))
