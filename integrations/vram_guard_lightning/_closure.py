@@ -113,7 +113,7 @@ class MicroBatchClosure:
             closure()
             return closure.consume_result()
         losses: list[torch.Tensor] = []
-        extra = batch.run(functools.partial(self._one, log, losses))
+        extra = batch.run(functools.partial(self._one, log, losses, batch.loss_weight == "mean"))
         result = self._loop.output_result_cls(None, extra=extra)
         result.loss = torch.stack(losses).sum(0) if losses else None
         return result
@@ -122,8 +122,11 @@ class MicroBatchClosure:
         """Lightning's own, for a batch that stays whole."""
         return type(self._loop)._make_closure(self._loop, *self._made_of)
 
-    def _one(self, log: StepLog, losses: list[torch.Tensor], share: Share) -> dict[str, Any]:
-        """training_step and backward of one micro-batch, in Lightning's order; what it returns besides the loss."""
+    def _one(self, log: StepLog, losses: list[torch.Tensor], by_samples: bool, share: Share) -> dict[str, Any]:
+        """training_step and backward of one micro-batch, in Lightning's order; what it returns besides the loss.
+
+        Losses that are not weighed by samples are made known to the log, which waits for the GPU then.
+        """
         log.next_micro_batch(share.samples)
         with self._gradients_stay_here(stay=not share.last):
             output = self._loop._make_step_fn({**self._kwargs, "batch": share.data})()
@@ -133,6 +136,8 @@ class MicroBatchClosure:
             if output.closure_loss is None:
                 warnings.warn(_("training_step returned None for a micro-batch, which is left out"), stacklevel=2)
                 return extra
+            if not by_samples:
+                log.loss(output.closure_loss * self._trainer.accumulate_grad_batches, share.weight)
             loss = output.closure_loss * share.weight
             losses.append(loss.detach().clone())  # gradient scaling may change the other one in place
             if self._backward is not None:

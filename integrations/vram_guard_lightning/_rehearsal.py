@@ -70,6 +70,7 @@ def rehearse(
     step = RehearsedStep(module, rehearsal, closed=(*closed, Metric))
     _on_cpu(trainer, module, double=rehearsal.double)
     _quiet(trainer)
+    _count_logging(step, trainer)
     batch = make_batch(rehearsal.samples)
     loop: Any = trainer.fit_loop
     loop._data_source = type(loop._data_source)(_Batches(batch), "")
@@ -105,6 +106,16 @@ def _computed(metrics: Mapping[str, Metric]) -> dict[str, Any]:
     return values
 
 
+def _count_logging(step: RehearsedStep, trainer: Trainer) -> None:
+    """A logger that writes nothing, in place of the training's: the user's own calls of it are counted."""
+    if not trainer.loggers:
+        return
+    silent = _namespaces.part(_namespaces.of(trainer), "loggers.logger.DummyLogger")()
+    trainer.loggers = [silent]
+    step.count_calls(silent, ("log_metrics",), "logger.")
+    step.count_calls(silent.experiment, ("log", "add_scalar", "add_scalars", "log_metric"), "logger.experiment.")
+
+
 class _Batches:
     """The same batch for as long as the loop asks for one."""
 
@@ -137,7 +148,6 @@ def _quiet(trainer: Trainer) -> None:
         if not any(_namespaces.is_a(callback, path) for path in WATCHING)
         and type(callback).__module__.partition(".")[0] != "vram_guard_lightning"
     ]
-    trainer.loggers = []
     trainer.limit_val_batches = 0
     trainer.num_sanity_val_steps = 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,10 +23,11 @@ from vram_guard_lightning._step_metrics import Origin, StepMetrics
 
 class _Call(NamedTuple):
     value: Any
-    weight: float
+    samples: int
     arguments: dict[str, Any]
     origin: Origin | None
     """The call of a metric that returned the value."""
+    micro_batch: int
 
 
 class StepLog:
@@ -41,6 +43,8 @@ class StepLog:
         self._calls: dict[tuple[str, str, int], list[_Call]] = {}
         self._seen: dict[tuple[str, str], int] = {}
         self._samples = 0
+        self._losses: list[tuple[float, Any] | None] = []
+        """Of each micro-batch, its loss and the factor of that; None where there is none."""
 
     @contextlib.contextmanager
     def gathering(self, *, cut: bool) -> Iterator[None]:
@@ -57,13 +61,18 @@ class StepLog:
             stack.enter_context(replaced(self._results, {"log": self._keep}))
             yield
         for (fx, name, _), calls in self._calls.items():
-            self._results.log(fx, name, _combined(calls), **_combined_arguments(calls))
+            self._results.log(fx, name, self._combined(calls), **_combined_arguments(calls))
 
     def next_micro_batch(self, samples: int) -> None:
         """Begin a micro-batch of so many samples."""
         self._samples = samples
+        self._losses.append(None)
         self._seen.clear()
         self._metrics.next_micro_batch()
+
+    def loss(self, value: torch.Tensor, factor: Any) -> None:
+        """The loss that this micro-batch's training_step returned, and what it is multiplied by in the batch's."""
+        self._losses[-1] = float(value.detach()), factor
 
     def _log(self, own: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands in for the module's ``log``, which hands on copies of tensors."""
@@ -79,8 +88,15 @@ class StepLog:
         self._seen[fx, name] = occurrence + 1
         if isinstance(value, torch.Tensor) and not arguments.get("enable_graph"):
             value = value.detach().clone()
-        weight = arguments.get("batch_size") or self._samples
-        self._calls.setdefault((fx, name, occurrence), []).append(_Call(value, float(weight), arguments, self._origin))
+        call = _Call(value, self._samples, arguments, self._origin, len(self._losses) - 1)
+        self._calls.setdefault((fx, name, occurrence), []).append(call)
+
+    def _combined(self, calls: list[_Call]) -> Any:
+        """The step's value; of the loss itself, the sum that makes it the batch's."""
+        losses = [self._losses[call.micro_batch] if call.micro_batch >= 0 else None for call in calls]
+        if len(calls) > 1 and all(map(_is_loss, calls, losses)):
+            return torch.stack([call.value * pair[1] for call, pair in zip(calls, losses, strict=True) if pair]).sum(0)
+        return _combined(calls)
 
 
 def _combined(calls: list[_Call]) -> Any:
@@ -101,13 +117,37 @@ def _combined(calls: list[_Call]) -> Any:
         return values.amin(0)
     if not values.is_floating_point():
         values = values.to(torch.get_default_dtype())
-    weights = torch.tensor([call.weight for call in calls], dtype=values.dtype, device=values.device)
+    weights = torch.tensor([_weight(call) for call in calls], dtype=values.dtype, device=values.device)
     return torch.tensordot(weights / weights.sum(), values, dims=1)
 
 
 def _combined_arguments(calls: list[_Call]) -> dict[str, Any]:
-    """The arguments of the one call that is passed on: batch sizes that the user gave are summed."""
+    """The arguments of the one call that is passed on: batch sizes that the user counted are summed."""
     arguments = dict(calls[-1].arguments)
-    if arguments.get("batch_size") is not None:
+    if arguments.get("batch_size") is not None and not _constant(calls):
         arguments["batch_size"] = sum(call.arguments["batch_size"] for call in calls)
     return arguments
+
+
+def _constant(calls: list[_Call]) -> bool:
+    """True where the user gave the same batch size for micro-batches of whatever size: that of a whole batch."""
+    given = {call.arguments.get("batch_size") for call in calls}
+    return len(given) == 1 and any(call.arguments.get("batch_size") != call.samples for call in calls)
+
+
+def _weight(call: _Call) -> float:
+    given = call.arguments.get("batch_size")
+    return float(call.samples if given is None or given > call.samples else given)
+
+
+def _is_loss(call: _Call, loss: tuple[float, Any] | None) -> bool:
+    """True for a logged value that is the loss which training_step returned."""
+    value = call.value
+    if loss is None or not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
+        return False
+    return math.isclose(float(value), loss[0], rel_tol=1e-6) and _is_mean(call)
+
+
+def _is_mean(call: _Call) -> bool:
+    reduction = call.arguments.get("reduce_fx", "mean")
+    return (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")).lower() == "mean"

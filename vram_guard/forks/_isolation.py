@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -42,6 +43,7 @@ def isolate(home: int) -> None:
     torch.set_num_threads(1)  # the threads of its pool were not copied
     sys.dont_write_bytecode = True
     _cut_off_files(home)
+    _renew_output()
     make_private()
     discard_writes()
 
@@ -60,6 +62,17 @@ def _cut_off_files(home: int) -> None:
             _disconnect(number)
         elif stat.S_ISREG(kind) and flags & os.O_ACCMODE != os.O_RDONLY:
             _throw_away(number, nowhere, flags)
+
+
+def _renew_output() -> None:
+    """Other streams for what is printed and logged: another thread may have held the locks of the old ones."""
+    old = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    new = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
+    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = new  # type: ignore[misc]
+    for reference in logging._handlerList:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public list of all
+        handler = reference()
+        if isinstance(handler, logging.StreamHandler) and any(handler.stream is one for one in old):
+            handler.stream = new
 
 
 def _open_files() -> set[int]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,11 +45,16 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SYSTEM = ("/dev/", "/proc/")
 
 
+_discarded: _Discarded | None = None
+
+
 class _Discarded:
     """Files that were opened for writing, by path: what is written is read back, and gone with the process."""
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
+        self.opened: Counter[str] = Counter()
+        """How often each file was opened for writing."""
         self._open, self._os_open = io.open, os.open
 
     def open(self, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +65,7 @@ class _Discarded:
         if any(sign in mode for sign in "wax+"):
             if "x" in mode and (path in self._files or Path(path).exists()):
                 raise FileExistsError(path)
+            self.opened[path] += 1
             return self._open(self._instead(path, keep="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
         if path in self._files:
             return self._open(self._instead(path, keep=True), mode, *args, **kwargs)
@@ -70,6 +77,7 @@ class _Discarded:
         if path is None or _is_temporary(path, flags):
             return self._os_open(file, flags, *args, **kwargs)
         if flags & _WRITING:
+            self.opened[path] += 1
             instead = self._instead(path, keep=not flags & os.O_TRUNC)
             return self._os_open(instead, flags & ~(os.O_CREAT | os.O_EXCL), *args)
         return self._os_open(self._instead(path, keep=True) if path in self._files else file, flags, *args, **kwargs)
@@ -102,10 +110,11 @@ class _Discarded:
 
 def discard_writes() -> None:
     """From now on, until this process ends, no file is written, made, moved or removed."""
+    global _discarded  # noqa: PLW0603 - one for the process
     import torch
 
     tempfile.gettempdir()  # it tries the folder out the first time
-    discarded = _Discarded()
+    discarded = _discarded = _Discarded()
     save = torch.save
     for module, names in _CHANGES.items():
         replace_attributes(module, dict.fromkeys((name for name in names if hasattr(module, name)), _nothing))
@@ -117,6 +126,11 @@ def discard_writes() -> None:
         if (loaded := sys.modules.get(library)) is not None and hasattr(loaded, "serialize_file"):
             replace_attributes(loaded, {"serialize_file": _nothing})
     sys.addaudithook(discarded.audit)
+
+
+def opened_for_writing() -> Counter[str]:
+    """How often this process, a copy, has opened each file for writing so far."""
+    return Counter() if _discarded is None else _discarded.opened.copy()
 
 
 def refuse_connections() -> None:

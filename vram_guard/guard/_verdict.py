@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.errors import DoesNotFitError
+from vram_guard.errors import DoesNotFitError, InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
@@ -35,12 +35,13 @@ def judge_failure(outcome: Outcome[Any], mode: Mode) -> str:
     """The warning where there is no prediction.
 
     Raises:
-        Exception: the error itself, in mode "strict", and in mode "fit" where settings or the user's code are wrong.
+        Exception: the error itself, in mode "strict", and in mode "fit" where settings are wrong. Whether the user's
+            own code is wrong, or only cannot be looked at, the training itself shows.
     """
     failure = outcome.failure
     if failure is None:
         return ""
-    if mode == "strict" or (mode == "fit" and not failure.unsupported):
+    if mode == "strict" or (mode == "fit" and failure.kind == InvalidInputError.__name__):
         outcome.unwrap()
     said = _("no prediction for this training, which is left unchanged: {why}", why=failure.message)
     if failure.unsupported or outcome.error is None:

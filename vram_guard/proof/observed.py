@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from vram_guard.proof._norms import distance, norm
+from vram_guard.proof._surroundings import used_by_class
 from vram_guard.state.containers import children
 from vram_guard.tensors import version_of
 
@@ -187,6 +188,8 @@ class _Walk:
         for kind in {kind: None for module in model.modules() for kind in type(module).__mro__}:
             for name, value in _attributes_of_class(kind):
                 self._visit(f"{kind.__qualname__}.{name}", value, 0)
+            for name, value in used_by_class(kind):
+                self._visit(name, value, 0)
 
     def _visit(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, self._closed):

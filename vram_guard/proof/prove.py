@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.loss_graph import LossGraph
 
-#: Samples of a rehearsed batch: two and two against four.
+#: Samples of a rehearsed batch: two and two against four. One more, three and two, where a last batch is short.
 SAMPLES = 4
 
 #: A rehearsal's arithmetic, against that of the trace: half precision's step is rehearsed in double precision, and a
@@ -121,7 +121,19 @@ class _Prover:
     # --- by running ------------------------------------------------------------------------------------------------
 
     def _by_running(self) -> Proof | Disproof:
-        samples = min(self._plan.batch_size, SAMPLES)
+        if self._splits and self._short_batches() and self._plan.batch_size > SAMPLES:
+            try:
+                return self._run_on(SAMPLES + 1)
+            except _NotRun:  # a step may want an even number
+                pass
+        return self._run_on(min(self._plan.batch_size, SAMPLES))
+
+    def _short_batches(self) -> bool:
+        """True where the last batch of an epoch may be cut into unequal parts."""
+        sample = self._captured.sample
+        return sample.dataset_size is None or sample.dataset_size % sample.batch_size != 0
+
+    def _run_on(self, samples: int) -> Proof | Disproof:
         needed = self._needed(samples)
         if needed > self._seconds:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
@@ -136,7 +148,7 @@ class _Prover:
             if not found or not all(one.kind in _OF_WEIGHTS for one in found):
                 break
         if not found:
-            return Proof(self._words(samples, weight), None if self._said is not None else weight)
+            return Proof(self._words(whole, samples, weight), None if self._said is not None else weight)
         return self._blamed(whole, way, found)
 
     def _needed(self, samples: int) -> float:
@@ -212,12 +224,14 @@ class _Prover:
             return Proof(_("micro-batches as you said (loss_weight); {difference}", difference=words))
         return Disproof(technique, words)
 
-    def _words(self, samples: int, weight: LossWeight) -> str:
+    def _words(self, whole: Rehearsed, samples: int, weight: LossWeight) -> str:
         said = _("proven by running {count} samples: the step learns the same", count=samples)
         if isinstance(weight, Normaliser):
             said += _("; micro-batches are weighed by {count}", count=weight.words())
         elif self._said is not None and self._splits:
             said += _("; micro-batches are weighed as you said")
+        if whole.random and self._splits:
+            said += _("; its random draws were made the same here, and micro-batches draw others")
         return said
 
     # --- by the graph of the loss ----------------------------------------------------------------------------------

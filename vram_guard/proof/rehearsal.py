@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
-from vram_guard.forks.side_effects import refuse_connections
+from vram_guard.forks.side_effects import opened_for_writing, refuse_connections
 from vram_guard.guard.applied import Applied
+from vram_guard.language import _
 from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.proof.observed import Observed, gradients_of, observe
+from vram_guard.state.random_generators import RandomState
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class Rehearsed:
 
     observed: Observed
     draws: Mapping[int, list[Any]]
+    random: bool
+    """True where the step draws random numbers."""
 
 
 class RehearsedStep(ExitStack):
@@ -93,12 +97,15 @@ class RehearsedStep(ExitStack):
         self._row = 0
         self._draws = RowDraws(rehearsal.samples, layout=rehearsal.draws)
         self._before: Observed | None = None
+        self._generators = RandomState(of_torch=False)
+        self._opened: Counter[str] = Counter()
         # No other process takes part, whatever this one's copy was connected to.
         self.applied.replace(torch.distributed, "is_initialized", lambda: False)
         refuse_connections()
 
     def begin(self) -> None:
         """Everything is set up and the first batch is about to be loaded."""
+        self._opened = opened_for_writing()
         self._before = observe(self._model, closed=self._closed)
         self.enter_context(FixedStatistics(self._model))
         self.enter_context(self._draws)
@@ -112,6 +119,7 @@ class RehearsedStep(ExitStack):
         if self._row >= self.rehearsal.samples:
             self._row = 0
         self._draws.begin(self._row, samples)
+        self._generators = RandomState(of_torch=False)
         self._row += samples
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -144,6 +152,9 @@ class RehearsedStep(ExitStack):
 
     def result(self, logged: Mapping[str, Any] | None = None, loss: Any = None) -> Rehearsed:
         """What the step did."""
+        for path, times in (opened_for_writing() - self._opened).items():
+            self._hooks[_("writing to {path}", path=path)] = times
+        random = bool(self._draws.layout) or not self._generators.is_current()
         self.close()
         self.applied.close()  # what stands on the model for the plan is no difference of what the step did
         observed = observe(
@@ -155,4 +166,4 @@ class RehearsedStep(ExitStack):
             hooks=self._hooks,
             closed=self._closed,
         )
-        return Rehearsed(observed, dict(self._draws.layout))
+        return Rehearsed(observed, dict(self._draws.layout), random)
