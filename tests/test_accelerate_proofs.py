@@ -83,7 +83,7 @@ def test_what_is_too_heavy_to_run_is_proven_by_the_loss_graph(answers: Any) -> N
 
 def test_what_neither_proves_is_not_cut(answers: Any) -> None:
     refusals = [note for note in answers["Counting_heavy"]["notes"] if "micro-batches are not possible" in note]
-    assert "moves on what the model keeps: calls" in refusals[0]
+    assert "changes state that the model keeps: calls" in refusals[0]
     assert "--loss-weight" in refusals[0]
     assert not answers["Counting_heavy"]["changed"]
 
