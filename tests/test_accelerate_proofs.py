@@ -63,7 +63,7 @@ def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name:
         ("Ignoring", "smaller micro-batches", "labels without those that are 0"),
         ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
         ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
-        ("Drawing", "checkpoint", "the gradient of "),
+        ("Drawing", "activation checkpointing", "the gradient of "),
     ],
 )
 def test_what_comes_to_something_else_is_refused_by_name(answers: Any, name: str, technique: str, named: str) -> None:
@@ -83,7 +83,7 @@ def test_what_is_too_heavy_to_run_is_proven_by_the_loss_graph(answers: Any) -> N
 
 def test_what_neither_proves_is_not_cut(answers: Any) -> None:
     refusals = [note for note in answers["Counting_heavy"]["notes"] if "micro-batches are not possible" in note]
-    assert "moves on what the model keeps: calls" in refusals[0]
+    assert "changes state that the model keeps: calls" in refusals[0]
     assert "--loss-weight" in refusals[0]
     assert not answers["Counting_heavy"]["changed"]
 

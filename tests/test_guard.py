@@ -111,6 +111,7 @@ def test_pins_to_what_is_written_ask_for_nothing(pin: dict[str, Any]) -> None:
 
 def test_a_refusal_in_words() -> None:
     assert Refusal("grow", "of this").words() == "a larger batch is not possible here: of this"
+    assert Refusal("checkpoint", "of it").words() == "activation checkpointing is not possible here: of it"
     assert Refusal("8bit", "of that").words() == "8bit is not possible here: of that"
 
 
@@ -402,7 +403,7 @@ def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says()
     assert guard.no_recovery == "it has not begun"
     guard.begin()
     assert [warning.partition(":")[2] for warning in training.warned] == [" an odd loop"]
-    assert guard.no_recovery.startswith("how the loss is weighed in micro-batches is not known")
+    assert guard.no_recovery.startswith("how the losses of micro-batches are to be weighted is not known")
     assert (guard.prediction(), guard.first_steps) == ("", None)
     said = Guard(FakeTraining(), GuardSettings(budget="1GiB", loss_weight="mean"))  # type: ignore[arg-type]
     said.begin()

@@ -263,7 +263,7 @@ def test_a_limit_in_batches_keeps_the_nearest_number_of_samples(
     assert module.loaded == [20] * taken
     said = capsys.readouterr().out
     assert f"limit_train_batches counts larger batches: {written} -> {taken}" in said
-    assert (f"the nearest: {share} of as many samples" in said) is bool(share)
+    assert (f"rounded: {share} of the samples as written" in said) is bool(share)
 
 
 def test_what_counts_steps_is_named_or_rescaled(tmp_path: Any, capsys: Any) -> None:

@@ -105,7 +105,7 @@ def test_sums_are_sums(read: Any, name: str) -> None:
         ("balanced", "not taken over the samples"),
         ("compared", "joins samples"),
         ("compared, no labels", "joins samples"),
-        ("class weights", "classes with weights"),
+        ("class weights", "classes have weights"),
         ("softmax over samples", "SoftmaxBackward0 in it joins samples"),
         ("centred", "MeanBackward1 in it joins samples"),
         ("pairs", "SubBackward0 in it joins samples"),

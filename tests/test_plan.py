@@ -419,7 +419,7 @@ def test_a_pin_that_does_not_fit_is_not_called_applied() -> None:
     assert "NOT AS PINNED" in shown
     assert "applied" not in shown
     warning = judge(made, "fit")
-    assert warning.startswith("what is pinned is not applied. The step fits as written;")
+    assert warning.startswith("the pinned settings are not applied. The step fits as written;")
     assert "not known to fit" not in warning
 
 

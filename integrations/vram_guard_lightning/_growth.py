@@ -82,7 +82,7 @@ def _recount(trainer: Trainer, factor: int, applied: Applied) -> None:
             applied.replace(trainer, name, fewer)
             note = _("{name} counts larger batches: {before} -> {after}", name=name, before=value, after=fewer)
             if fewer * factor != value:
-                note += _(" (the nearest: {share} of as many samples)", share=f"{fewer * factor / value:.0%}")
+                note += _(" (rounded: {share} of the samples as written)", share=f"{fewer * factor / value:.0%}")
             applied.notes.append(note)
     if trainer.max_steps != -1:
         applied.notes.append(

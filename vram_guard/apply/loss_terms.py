@@ -222,7 +222,9 @@ def _over_labels(term: Term, twin: Term) -> tuple[Normaliser | None, str]:
     if term.counts is not None and term.counts == twin.counts:
         return term.counts, ""
     if term.weighed:
-        return None, _("it is a mean over labels of classes with weights, of which micro-batches have different shares")
+        return None, _(
+            "it is a mean over labels whose classes have weights, and micro-batches have different shares of these"
+        )
     return None, _("it is a mean over labels, of which those that are {ignored} do not count", ignored=term.ignored)
 
 

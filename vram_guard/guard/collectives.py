@@ -61,8 +61,8 @@ def static_graph(recovered: bool) -> Refusal:
         ""
         if recovered
         else _(
-            "DistributedDataParallel(static_graph=True) counts gradients from the first backward on, and fails where "
-            "it is not to average yet (no_sync)"
+            "DistributedDataParallel(static_graph=True) counts gradients from the first backward on, and fails in a "
+            "backward pass after which it must not average yet (no_sync)"
         ),
     )
 

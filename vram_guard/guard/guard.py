@@ -122,10 +122,10 @@ class Guard:
         if "accumulate" not in self.settings.techniques:
             return _("smaller micro-batches are not allowed")
         if self.settings.said_loss_weight is None and self.decision is None:
-            return _("how the loss is weighed in micro-batches is not known; say it with loss_weight")
+            return _("how the losses of micro-batches are to be weighted is not known; pass loss_weight")
         if self.decision is not None and self.decision.unproven:
             return _(
-                "the loss is not known to be a mean or a sum over the samples ({why}); say how with loss_weight",
+                "the loss is not known to be a mean or a sum over the samples ({why}); pass loss_weight",
                 why=self.decision.unproven,
             )
         plan = self.plan

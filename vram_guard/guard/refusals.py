@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _WHY: dict[str, str] = {
     "accumulate": marked("smaller micro-batches are not possible here: {why}"),
+    "checkpoint": marked("activation checkpointing is not possible here: {why}"),
     "precision": marked("mixed precision is not possible here: {why}"),
     "grow": marked("a larger batch is not possible here: {why}"),
     "fused": marked("a fused optimizer is not possible here: {why}"),

@@ -137,6 +137,7 @@ _FORMS = {
 _ONE = {
     "precision": marked("mixed precision"),
     "grow": marked("a larger batch"),
+    "checkpoint": marked("activation checkpointing of blocks"),
     "fused": marked("a fused optimizer"),
     "offload_optimizer": marked("an optimizer on the host"),
 }

@@ -58,7 +58,7 @@ class Kind(Enum):
 
 _BY_AMOUNT: Final = {
     Kind.GRADIENT: marked("the gradient of {name} differs by {amount}"),
-    Kind.WEIGHT: marked("the step of {name} differs by {amount}"),
+    Kind.WEIGHT: marked("the update of {name} differs by {amount}"),
     Kind.BUFFER: marked("the buffer {name} differs by {amount}"),
     Kind.ATTRIBUTE: marked("the attribute {name} differs by {amount}"),
     Kind.LOGGED: marked("the logged value {name} differs by {amount}"),

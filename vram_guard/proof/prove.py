@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -121,11 +122,11 @@ class _Prover:
     # --- by running ------------------------------------------------------------------------------------------------
 
     def _by_running(self) -> Proof | Disproof:
+        if not self._seconds:
+            raise _NotRun(_("proof_seconds is 0"))
         if self._splits and self._short_batches() and self._plan.batch_size > SAMPLES:
-            try:
+            with contextlib.suppress(_NotRun):  # a step may want an even number
                 return self._run_on(SAMPLES + 1)
-            except _NotRun:  # a step may want an even number
-                pass
         return self._run_on(min(self._plan.batch_size, SAMPLES))
 
     def _short_batches(self) -> bool:
@@ -227,9 +228,9 @@ class _Prover:
     def _words(self, whole: Rehearsed, samples: int, weight: LossWeight) -> str:
         said = _("proven by running {count} samples: the step learns the same", count=samples)
         if isinstance(weight, Normaliser):
-            said += _("; micro-batches are weighed by {count}", count=weight.words())
+            said += _("; the losses of micro-batches are weighted by {count}", count=weight.words())
         elif self._said is not None and self._splits:
-            said += _("; micro-batches are weighed as you said")
+            said += _("; the losses of micro-batches are weighted as you said")
         if whole.random and self._splits:
             said += _("; its random draws were made the same here, and micro-batches draw others")
         return said
@@ -249,14 +250,16 @@ class _Prover:
             return Disproof(
                 "accumulate",
                 _(
-                    "the loss is not known to be a mean or a sum over the samples ({why}), and {reason}; say how with "
+                    "the loss is not known to be a mean or a sum over the samples ({why}), and {reason}; pass "
                     "loss_weight",
                     why=why,
                     reason=reason,
                 ),
             )
         if isinstance(kind, Normaliser):
-            said = _("proven by the loss graph: a mean over {count}; {reason}", count=kind.words(), reason=reason)
+            said = _(
+                "proven by the loss graph: the loss is divided by {count}; {reason}", count=kind.words(), reason=reason
+            )
         else:
             said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
         return Proof(said, kind)
@@ -269,7 +272,7 @@ def _compared(one: Observed, other: Observed, *, double: bool, cut: tuple[int, i
 def _in_words(found: tuple[Difference, ...], samples: int) -> str:
     worst = found[0]
     if not worst.name:  # it did not run
-        return _("one step of {count} samples does not run so: {problem}", count=samples, problem=worst.other)
+        return _("one step of {count} samples fails under the plan: {problem}", count=samples, problem=worst.other)
     said = _("run on {count} samples, {difference}", count=samples, difference=worst.words())
     more = len(found) - 1
     return said + (_(" ({more} more differences)", more=more) if more else "")

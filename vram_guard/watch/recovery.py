@@ -161,8 +161,8 @@ class Recovery:
         if found:
             self.log(
                 _(
-                    "after an out-of-memory error, a batch that runs again would find these as the failed attempt left "
-                    "them: {names}",
+                    "after an out-of-memory error the batch runs again, but these are not rolled back and stay as the "
+                    "failed attempt left them: {names}",
                     names=", ".join(found[:NAMED]) + (", ..." if len(found) > NAMED else ""),
                 )
             )

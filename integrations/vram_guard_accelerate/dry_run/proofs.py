@@ -153,7 +153,7 @@ class _Steps:
             (step,) = self._answers(deadline, self._task)
             if isinstance(step, ProofStep):
                 if not step.observed.is_telling:
-                    raise UnsupportedStepError(_("its gradients are zero, or no numbers"))
+                    raise UnsupportedStepError(_("its gradients are zero or not finite"))
                 self._written, self._task = step.observed, replace(self._task, draws=step.draws)
             elif self._task.precise:
                 self._task = replace(self._task, precise=False)

@@ -244,7 +244,7 @@ def _why_not_by_graph(facts: LoopFacts) -> str:
     """The reason why slices are not proven where nothing is run; the loss itself was read before."""
     if not facts.advances:
         return ""
-    return _("every step moves on what the model keeps: {names}", names=", ".join(facts.advances[:NAMED]))
+    return _("every step changes state that the model keeps: {names}", names=", ".join(facts.advances[:NAMED]))
 
 
 def _why_not_mixed(first: FirstBatch) -> str:
