@@ -13,11 +13,12 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
@@ -27,11 +28,14 @@ from benchmarks.harness.records import Results, Row, write
 from benchmarks.harness.workers import ask
 from benchmarks.harness.workloads import WORKLOADS
 from vram_guard.forks.fork import run_in_fork
+from vram_guard.guard import guard
+from vram_guard.guard.training import CapturedTraining, Training
+from vram_guard.patching import replaced
 from vram_guard.plan import plan
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.prove import Proof, prove
 from vram_guard.units import format_bytes
-from vram_guard_lightning._capture import Captured, capture
+from vram_guard_lightning import VramGuard
 
 MODELS = ("resnet50", "gpt2", "vit-large")
 #: Samples of a batch, and of the data set: more than the proof runs, and few enough to be made quickly.
@@ -138,39 +142,26 @@ class _LookedAt(Exception):  # noqa: N818 - it ends the training, of which nothi
     """The measurement is done."""
 
 
-class _Look(Callback):
-    """Stands where the guard looks at a training: the model is complete, and nothing is placed."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self.seen: tuple[_Timed, _Timed, _Timed]
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning decides
-        """Look once the strategy is to be set up."""
-
-        def look(_trainer: Trainer) -> None:
-            copy = _timed(lambda: run_in_fork(lambda _progress: _planned(capture(trainer, pl_module))[0].peak))
-            here = _timed(lambda: _planned(capture(trainer, pl_module))[0].peak)
-            self.seen = here, copy, run_in_fork(lambda _progress: _proof(capture(trainer, pl_module), self.limit))
-            raise _LookedAt
-
-        trainer.strategy.setup = look  # type: ignore[method-assign]
-
-
 def _look(module: LightningModule, loader: Any, limit: float) -> tuple[_Timed, _Timed, _Timed]:
-    """In the process, in a copy, and the proof."""
-    callback = _Look(limit)
+    """In the process, in a copy, and the proof; where the guard decides."""
+    seen: list[_Timed] = []
+
+    def look(training: Training, *_settings: Any) -> NoReturn:
+        copy = _timed(lambda: run_in_fork(lambda _progress: _planned(training.capture())[0].peak))
+        here = _timed(lambda: _planned(training.capture())[0].peak)
+        seen.extend((here, copy, run_in_fork(lambda _progress: _proof(training.capture(), limit))))
+        raise _LookedAt
+
     names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: Any = dict.fromkeys(names, False)
-    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], **quiet)
-    try:
+    trainer = Trainer(accelerator="cpu", max_epochs=1, callbacks=[VramGuard(budget=BUDGET)], **quiet)
+    with replaced(guard, {"decide": look}), suppress(_LookedAt):
         trainer.fit(module, loader)
-    except _LookedAt:
-        return callback.seen
-    raise RuntimeError("the training was not looked at")
+    here, copy, proof = seen
+    return here, copy, proof
 
 
-def _planned(captured: Captured) -> tuple[Any, Captured, LossGraph]:
+def _planned(captured: CapturedTraining) -> tuple[Any, CapturedTraining, LossGraph]:
     """A plan of two micro-batches, and what a proof of it needs."""
     graph = LossGraph(captured.step, captured.loaded)
     captured = replace(captured, step=graph.step)
@@ -180,7 +171,7 @@ def _planned(captured: Captured) -> tuple[Any, Captured, LossGraph]:
         return plan(captured.step, size, BUDGET, allow=["accumulate"], pin=pin), captured, graph
 
 
-def _proof(captured: Captured, limit: float) -> _Timed:
+def _proof(captured: CapturedTraining, limit: float) -> _Timed:
     """The words of the proof."""
     made, captured, graph = _planned(captured)
     proof = _timed(lambda: prove(captured, made, graph, None, limit))
