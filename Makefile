@@ -14,7 +14,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test lint docs format bench bench-peers bench-published gpu-measure gpu-compare test-matrix mutants messages clean
+.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published gpu-measure gpu-compare test-matrix mutants messages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -42,6 +42,9 @@ demo-mmengine: $(STAMP) ## compare batch sizes and precisions of an MMEngine con
 
 test: $(STAMP) ## run the test suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+fidelity: $(STAMP) ## the table of trainings with and without the guard: CASES="lightning loss" chooses some
+	PYTHONPATH=.:integrations $(BIN)/python -m tests.fidelity $(CASES)
 
 lint: $(STAMP) ## ruff, ruff format, mypy strict
 	$(BIN)/ruff check .

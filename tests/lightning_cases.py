@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+_NOTED: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def noted(module: nn.Module) -> list[Any]:
+    """What a test takes down about a module, outside of it: state of its own would advance with every micro-batch."""
+    return _NOTED.setdefault(module, [])
+
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -104,7 +113,6 @@ def make_module(namespace: str = "lightning.pytorch", **settings: Any) -> Any:
             self.scale = scale
             self.rates: list[float] = []
             self.loaded: list[int] = []
-            self.seen: list[int] = []
             self.validated_at: list[int] = []
 
         def unpack(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +120,10 @@ def make_module(namespace: str = "lightning.pytorch", **settings: Any) -> Any:
                 halves = [self.unpack(part) for part in batch.values()]
                 return torch.cat([x for x, _ in halves]), torch.cat([y for _, y in halves])
             return batch[0], batch[1]
+
+        @property
+        def seen(self) -> list[int]:
+            return noted(self)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = self.unpack(batch)

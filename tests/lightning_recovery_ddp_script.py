@@ -102,7 +102,11 @@ def main(case: str, out: Path) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     _training.capture = refuse
     kind, _, more = case.partition("+")
-    callbacks: list[Any] = [] if kind == "plain" else [VramGuard(budget="64GiB", allow=("accumulate",), remember=False)]
+    callbacks: list[Any] = (
+        []
+        if kind == "plain"
+        else [VramGuard(budget="64GiB", allow=("accumulate",), remember=False, loss_weight="mean")]
+    )
     if kind == "split":
         callbacks = [SplitsFrom()]
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=200))

@@ -47,6 +47,9 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "ranks", TRAINING, "plain", ranks=2)
     cases.request(asked / "blocks", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="112MiB",
                   allow=("checkpoint",))  # fmt: skip
+    cases.request(asked / "remembers", TRAINING, "remembers", budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "remembering_blocks", TRAINING, "remembers", "--batch_size", 64, "--samples", 128,
+                  budget="112MiB", allow=("checkpoint",))  # fmt: skip
     cases.request(asked / "mixed", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="100MiB",
                   allow=("precision",))  # fmt: skip
     cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="100MiB",
@@ -163,6 +166,15 @@ def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:
     assert answer["fits"]
     assert answer["launch_plan"]["recipe"]["checkpoint"]
     assert set(answer["launch_plan"]["recipe"]["checkpoint"]) <= {f"blocks.{number}" for number in range(4)}
+
+
+def test_forwards_that_must_not_run_twice_do_not(answers: Any) -> None:
+    """A loss outside the model has slices run forward twice; so does checkpointing."""
+    sliced, checkpointed = answers["remembers"], answers["remembering_blocks"]
+    assert sliced["launch_plan"]["micro_batch_size"] == 16
+    assert "slices run the model's forward twice, and it changes blocks.0.means" in " ".join(sliced["plan"]["reasons"])
+    assert set(checkpointed["launch_plan"]["recipe"]["checkpoint"]) <= {"blocks.2", "blocks.3"}
+    assert "blocks.0-1 cannot be checkpointed: the forward changes means" in " ".join(checkpointed["plan"]["reasons"])
 
 
 def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:

@@ -47,7 +47,7 @@ TRAINER_ARGUMENTS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("variants")
     asked = folder / "asked"
-    for name in ("by_hand", "undivided", "per_batch", "compares"):
+    for name in ("by_hand", "undivided", "per_batch", "compares", "centred"):
         cases.request(asked / name, OPTIONS, name, "--out", "never.pt", budget="45MiB", allow=("accumulate",))
     cases.request(asked / "asks", OPTIONS, "asks", budget="45MiB", allow=("precision", "accumulate"))
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
@@ -70,6 +70,7 @@ def test_options_are_set_where_slices_would_run_forwards_twice(answers: Any) -> 
     assert (plan["accumulate"], plan["batch_size"]) == ({"before": 1, "after": 2}, {"before": 16, "after": 8})
     assert plan["estimate"]["peak_reserved"] <= 45 * 2**20 < plan["before"]["peak_reserved"]
     assert any("seen in a dry run of its own" in note for note in answer["notes"])
+    assert "smaller batches: proven by running 4 samples, whole and in halves" in answer["notes"]
     # What it costs is more small operators, and no second forward.
     assert plan["slowdown"] < answers["undivided"]["plan"]["slowdown"]
 
@@ -80,6 +81,7 @@ def test_options_are_set_where_slices_would_run_forwards_twice(answers: Any) -> 
         ("undivided", "gradients would be 2 times as large"),
         ("per_batch", "learning rates differ, from optimizer step 1 on"),
         ("compares", "compared with each other"),
+        ("centred", "4 samples were run, and differed: the gradient of"),
     ],
 )
 def test_options_that_make_another_training_are_left_alone(answers: Any, name: str, why: str) -> None:

@@ -32,6 +32,13 @@ class OwnError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+def test_generators_go_on_in_the_copy_where_they_are_in_the_original() -> None:
+    def draws(_say: object = None) -> tuple[float, ...]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    assert run_in_fork(draws) == draws()
+
+
 def test_a_result_and_progress_come_home() -> None:
     lines: list[str] = []
 

@@ -25,6 +25,7 @@ from vram_guard.guard.settings import GuardSettings, PlanSettings
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
+from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # --- settings -----------------------------------------------------------------------------------------------
 
@@ -287,12 +288,25 @@ class Small(CapturedTraining):
     def refusals(self, settings: GuardSettings) -> list[Refusal]:
         return []
 
+    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
+        raise UnsupportedStepError("There is no framework here.")
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.step.loss(self.model, batch)
+        return loss
+
 
 @pytest.mark.parametrize("micro", [8, 4])
 def test_batches_are_cut_where_the_plan_splits_them(micro: int) -> None:
     net = nn.Linear(2, 2)
     step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
-    captured = Small(step, net, Sample(lambda size: torch.ones(size, 2), 8, None, None), None, ("Read.",))
+    captured = Small(
+        step,
+        net,
+        Sample(lambda size: torch.ones(size, 2), 8, None, None, lambda size: torch.ones(size, 2)),
+        None,
+        ("Read.",),
+    )
     settings = GuardSettings(pin={"micro_batch_size": micro}, remember=False)
     decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), None, lambda _line: None)
     assert decision.plan.splits == 8 // micro
@@ -347,7 +361,7 @@ def begun(
     guard = Guard(training, GuardSettings(budget="1GiB", **given))
     recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host)
     plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
-    guard.decision = SimpleNamespace(plan=plan, refused=dict(refused))  # type: ignore[assignment]
+    guard.decision = SimpleNamespace(plan=plan, refused=dict(refused), unproven="", collectives=())  # type: ignore[assignment]
     return guard
 
 
@@ -382,13 +396,17 @@ def test_learning_rates_are_scaled_once_and_by_what_is_missing() -> None:
         assert left.training.scaled == []  # type: ignore[attr-defined]
 
 
-def test_a_training_without_a_prediction_is_left_and_may_recover() -> None:
+def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says() -> None:
     training = FakeTraining()
     guard = Guard(training, GuardSettings(budget="1GiB"))  # type: ignore[arg-type]
     assert guard.no_recovery == "it has not begun"
     guard.begin()
     assert [warning.partition(":")[2] for warning in training.warned] == [" an odd loop"]
-    assert (guard.no_recovery, guard.prediction(), guard.first_steps) == ("", "", None)
+    assert guard.no_recovery.startswith("how the loss is weighed in micro-batches is not known")
+    assert (guard.prediction(), guard.first_steps) == ("", None)
+    said = Guard(FakeTraining(), GuardSettings(budget="1GiB", loss_weight="mean"))  # type: ignore[arg-type]
+    said.begin()
+    assert said.no_recovery == ""
     assert guard.measured(100) is None
     guard.out_of_memory()
     with pytest.raises(UnsupportedStepError, match="an odd loop"):

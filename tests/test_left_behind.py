@@ -170,6 +170,22 @@ def test_hooks_of_other_libraries_survive() -> None:
     assert len(seen) == 6  # two steps at three sizes: hooks run as in training
 
 
+def test_hooks_that_write_to_their_module_leave_no_trace(untidy: Untidy) -> None:
+    def notes(module: nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        untidy.history.append(output)
+        untidy.settings["hooks"] = untidy.settings.get("hooks", 0) + 1
+        untidy.calls.add_(10)
+        module.weight_of_last = output.detach()
+
+    untidy.linear.register_forward_hook(notes)
+    untidy.linear.weight.register_hook(lambda grad: untidy.history.append(grad))
+    untidy.register_forward_pre_hook(lambda module, _inputs: setattr(module, "last", None))
+    before = fingerprint(untidy)
+    trace(untidy_step(untidy))
+    assert_same(before, fingerprint(untidy))
+    assert not hasattr(untidy.linear, "weight_of_last")
+
+
 def test_what_was_taken_from_torch_cuda_during_a_trace_stops_pretending() -> None:
     """As a module does that is imported in the middle of a trace: ``from torch.cuda import ...``."""
     taken = {}

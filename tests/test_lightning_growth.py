@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 
+from vram_guard.apply.learning_rate import SCHEDULER_ATTRIBUTES
+from vram_guard.apply.saved_rates import divided_optimizer
 from vram_guard_lightning import VramGuard, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -82,26 +86,131 @@ def test_a_grown_training_is_the_one_written_with_that_batch_and_rate(
     torch.testing.assert_close(cases.weights(grown), cases.weights(native), rtol=1e-6, atol=1e-7)
 
 
-def test_never_scaled_twice_over_a_resume(tmp_path: Any) -> None:
-    checkpoint = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint
+SCHEDULERS = ("one_cycle", "warmup_cosine", "lambda", "step_lr", "plateau")
 
-    def run(guard: Any, resume: Any = None, epochs: int = 4) -> Any:
-        keep = checkpoint(dirpath=tmp_path / "saved", filename="{step}", save_top_k=-1, every_n_train_steps=1)
-        how: dict[str, Any] = {"callbacks": [] if resume else [keep], "max_epochs": epochs}
-        return fit(tmp_path, guard, scheduler="lambda", enable_checkpointing=True, ckpt_path=resume, **how)
 
-    straight = run(growing())
-    saved = str(tmp_path / "saved" / "step=2.ckpt")
-    assert torch.load(saved, weights_only=True)["vram_guard"] == {
-        "learning_rate_factor": 8.0,
-        "batch_size": 64,
+def saving(root: Any, guard: Any, scheduler: str) -> tuple[Any, Path]:
+    """A run of four steps, and its checkpoint after two."""
+    keep = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint(
+        dirpath=root / "saved", filename="{step}", save_top_k=-1, every_n_train_steps=1
+    )
+    module = fit(root, guard, scheduler=scheduler, enable_checkpointing=True, callbacks=[keep], max_epochs=4)
+    return module, root / "saved" / "step=2.ckpt"
+
+
+def resumed_for_two_steps(root: Any, guard: Any, scheduler: str, saved: Path) -> list[float]:
+    """As many as the grown run had left, so that its schedule does not end before."""
+    grows = guard is not None and guard.settings.grow and not os.environ.get("VRAM_GUARD_DISABLE")
+    limit = {} if grows else {"limit_train_batches": 1}
+    rates: list[float] = fit(root, guard, scheduler=scheduler, ckpt_path=str(saved), max_epochs=4, **limit).rates
+    assert len(rates) == 2
+    return rates
+
+
+def as_saved_before(path: Path) -> None:
+    """As the guard's first releases wrote it: the rates as the run had them, and their factor."""
+    content = torch.load(path, weights_only=False)
+    content["optimizer_states"] = [divided_optimizer(one, 1 / 8) for one in content["optimizer_states"]]
+    content["lr_schedulers"] = [times_eight(one) for one in content["lr_schedulers"]]
+    content["vram_guard"] = {"learning_rate_factor": 8.0, "batch_size": 64}
+    torch.save(content, path)
+
+
+def times_eight(state: Any) -> Any:
+    if isinstance(state, list):
+        return [times_eight(one) for one in state]
+    many = {name: state[name] for name in SCHEDULER_ATTRIBUTES if name in state}
+    scaled = {
+        name: [8 * one for one in value] if isinstance(value, list) else 8 * value for name, value in many.items()
     }
-    resumed = run(growing(), saved)
-    assert resumed.rates == pytest.approx(straight.rates[2:])
-    again = run(growing(lr_rule="none"), saved)
-    assert again.rates == pytest.approx([rate / 8 for rate in straight.rates[2:]])
-    reported = run(VramGuard(budget="64GiB", mode="report"), saved)
-    assert reported.rates[0] == pytest.approx(straight.rates[2]), "report mode leaves restored rates alone"
+    if "_schedulers" in state:
+        scaled["_schedulers"] = times_eight(state["_schedulers"])
+    return {**state, **scaled}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_checkpoint_of_a_grown_run_holds_the_rates_as_written(
+    tmp_path: Any, scheduler: str, monkeypatch: Any
+) -> None:
+    """Resumed in every mode, with the guard off and without it: the rates as written, or scaled once."""
+    straight, saved = saving(tmp_path, growing(), scheduler)
+    content = torch.load(saved, weights_only=True)
+    assert content["vram_guard"] == {"learning_rate_factor": 1.0, "multiplied_by": 8.0, "batch_size": 64}
+
+    def resumed(guard: Any) -> list[float]:
+        return resumed_for_two_steps(tmp_path, guard, scheduler, saved)
+
+    grown = resumed(growing())
+    if scheduler != "plateau":  # resumed within an epoch, Lightning leaves out the step that its end brings
+        assert grown == pytest.approx(straight.rates[2:], rel=1e-12)
+    written = [rate / 8 for rate in grown]
+    assert resumed(None) == pytest.approx(written, rel=1e-12)
+    for mode in ("report", "strict"):
+        assert resumed(VramGuard(budget="64GiB", mode=mode)) == pytest.approx(written, rel=1e-12)
+    assert resumed(VramGuard(budget="64GiB")) == pytest.approx(written, rel=1e-12)
+    assert resumed(growing(lr_rule="none")) == pytest.approx(written, rel=1e-12)
+    monkeypatch.setenv("VRAM_GUARD_DISABLE", "1")
+    assert resumed(growing()) == pytest.approx(written, rel=1e-12)
+
+
+@pytest.mark.parametrize("scheduler", ["lambda", "warmup_cosine"])
+def test_a_checkpoint_whose_rates_contain_the_factor(tmp_path: Any, scheduler: str, monkeypatch: Any) -> None:
+    """As the first releases wrote it: divided where rates may be changed, and a warning by what factor elsewhere."""
+    straight, saved = saving(tmp_path, growing(), scheduler)
+    as_saved_before(saved)
+    grown, written = straight.rates[2:], [rate / 8 for rate in straight.rates[2:]]
+
+    def resumed(guard: Any) -> list[float]:
+        return resumed_for_two_steps(tmp_path, guard, scheduler, saved)
+
+    assert resumed(growing()) == pytest.approx(grown, rel=1e-12)
+    assert resumed(VramGuard(budget="64GiB")) == pytest.approx(written, rel=1e-12)
+    for mode in ("report", "strict"):
+        with pytest.warns(UserWarning, match="are 8 times those that were written"):
+            assert resumed(VramGuard(budget="64GiB", mode=mode)) == pytest.approx(grown, rel=1e-12)
+    monkeypatch.setenv("VRAM_GUARD_DISABLE", "1")
+    with pytest.warns(UserWarning, match="are 8 times those that were written"):
+        assert resumed(growing()) == pytest.approx(grown, rel=1e-12)
+
+
+def test_saving_changes_nothing_of_the_run(tmp_path: Any) -> None:
+    """Rates that are tensors, and the schedulers' own lists, stay the run's."""
+
+    class Tensors(type(cases.make_module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.02))
+            return [made], [{"scheduler": torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5), "interval": "step"}]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    keep = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1
+    )
+    module = fit(tmp_path, growing(), module=Tensors(), callbacks=[keep], enable_checkpointing=True, max_epochs=4)
+    assert module.rates == pytest.approx([0.16, 0.08, 0.04, 0.02])
+    content = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    assert float(content["optimizer_states"][0]["param_groups"][0]["lr"]) == pytest.approx(0.02 / 4)
+
+
+def test_rates_that_are_restored_while_the_training_runs_are_multiplied_again(tmp_path: Any) -> None:
+    pl = importlib.import_module(INSTALLED[0])
+
+    class GoesBack(pl.Callback):  # type: ignore[misc]
+        """Once, to the checkpoint of its own first epoch, as code does that takes back a step that diverged."""
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            path = tmp_path / "back.ckpt"
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+            if trainer.current_epoch == 2:
+                content = torch.load(path, weights_only=True)
+                for callback in trainer.callbacks:
+                    callback.on_load_checkpoint(trainer, pl_module, content)
+                trainer.strategy.load_optimizer_state_dict(content)
+
+    rates = fit(tmp_path, growing(), callbacks=[GoesBack()], max_epochs=5).rates
+    assert rates == pytest.approx([0.16] * 5)
 
 
 def test_datamodules_iterable_datasets_and_collections(tmp_path: Any) -> None:
@@ -135,6 +244,77 @@ def test_settings_that_count_batches_keep_their_samples(tmp_path: Any) -> None:
     assert trainer.global_step == 3
     assert module.validated_at == [1, 2, 3]
     assert (trainer.val_check_interval, trainer.limit_train_batches) == (8, 8)
+
+
+@pytest.mark.parametrize(("written", "taken", "share"), [(57, 6, "105%"), (54, 5, "93%"), (50, 5, "")])
+def test_a_limit_in_batches_keeps_the_nearest_number_of_samples(
+    tmp_path: Any, written: int, taken: int, share: str, capsys: Any
+) -> None:
+    """57 batches of which ten make a larger one became 5: 12% of an epoch were left out, and nothing said so."""
+    data = cases.loader(1000, 2, shuffle=False)
+    guard = growing()
+
+    def ten_times(*_: Any, **__: Any) -> Any:
+        return iter(range(2, 11))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("vram_guard.plan._growth"), "growth_multiples", ten_times)
+        module = fit(tmp_path, guard, data, max_epochs=1, limit_train_batches=written)
+    assert module.loaded == [20] * taken
+    said = capsys.readouterr().out
+    assert f"limit_train_batches counts larger batches: {written} -> {taken}" in said
+    assert (f"the nearest: {share} of as many samples" in said) is bool(share)
+
+
+def test_what_counts_steps_is_named_or_rescaled(tmp_path: Any, capsys: Any) -> None:
+    callbacks = importlib.import_module(INSTALLED[0]).callbacks
+
+    class Stepwise(type(cases.make_module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.SGD(self.parameters(), lr=0.01)
+            lr = torch.optim.lr_scheduler
+            warm = lr.LinearLR(made, 0.1, total_iters=5)
+            schedule = lr.SequentialLR(made, [warm, lr.MultiStepLR(made, [100, 200])], milestones=[5])
+            return [made], [{"scheduler": schedule, "interval": "step"}]
+
+    keep = callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=100)
+    trainer = cases.make_trainer(INSTALLED[0], tmp_path, [growing(), keep], enable_checkpointing=True,
+                                 log_every_n_steps=16, min_steps=2)  # fmt: skip
+    logged_every = []
+    module = Stepwise()
+    module.on_train_start = lambda: logged_every.append(trainer.log_every_n_steps)
+    trainer.fit(module, cases.loader(SAMPLES))
+    said = " ".join(capsys.readouterr().out.split())
+    assert logged_every == [2]
+    assert trainer.log_every_n_steps == 16, "the Trainer is given back as it was"
+    assert "log_every_n_steps counts larger batches: 16 -> 2" in said
+    assert "steps of 8 times as many samples: min_steps = 2, ModelCheckpoint.every_n_train_steps = 100" in said
+    assert "MultiStepLR (milestones 100, 200)" in said
+    assert "LinearLR (total_iters 5)" in said
+
+
+def test_a_plateau_by_steps_is_named(tmp_path: Any, capsys: Any) -> None:
+    class Plateau(type(cases.make_module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.SGD(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=7)
+            return {
+                "optimizer": made,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "train_loss"},
+            }
+
+    fit(tmp_path, growing(), module=Plateau())
+    assert "ReduceLROnPlateau (patience 7)" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_smaller_batches_keeps_its_horizon_and_that_is_said(tmp_path: Any, capsys: Any) -> None:
+    _straight, saved = saving(tmp_path, None, "one_cycle")
+    capsys.readouterr()
+    how: dict[str, Any] = {"scheduler": "one_cycle", "ckpt_path": str(saved), "max_epochs": 4}
+    fit(tmp_path, growing(), **how)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "run with batches of 8 samples, this one has 64" in said
+    assert "OneCycleLR (total_steps 32)" in said
 
 
 def test_loaders_that_cannot_grow_are_refused_with_the_reason(tmp_path: Any, capsys: Any) -> None:

@@ -529,3 +529,48 @@ def test_a_batch_whose_time_comes_first_is_not_cut_along_time(tmp_path: Any) -> 
     assert_equal_training(plain, guarded)
     with pytest.raises(UnsupportedStepError, match="starts with 4, not with the 5 samples of the batch"):
         run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, mode="strict"), [])
+
+
+def test_a_pin_that_does_not_divide_the_batch_of_a_second_fit(tmp_path: Any) -> None:
+    """The message names a size that does; the guard is as good as new for a third."""
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 4})
+    assert max(fit(tmp_path, guard, data=cases.loader(40, 8))[0].seen) == 4
+    with pytest.raises(InvalidInputError, match=r"4 does not divide the batch of 6.* pin 3, or leave"):
+        fit(tmp_path, guard, data=cases.loader(42, 6))
+    assert max(fit(tmp_path, guard, data=cases.loader(48, 12))[0].seen) == 4
+
+
+def test_a_guard_that_is_handed_to_fabric_says_that_it_does_nothing() -> None:
+    fabric = importlib.import_module("lightning.fabric").Fabric(
+        accelerator="cpu", devices=1, callbacks=[VramGuard(budget="1GiB")]
+    )
+    fabric.launch()
+    net = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.randn(2, 4)).sum())
+    with pytest.warns(UserWarning, match="does nothing under Fabric"):
+        optimizer.step()
+    optimizer.step()  # a second warning would be an error
+
+
+def test_float16_whose_scaler_does_not_work_with_the_optimizer_is_never_planned(tmp_path: Any) -> None:
+    """A GPU without bfloat16, on which only float16 would fit; its gradient scaler refuses LBFGS."""
+
+    def of(optimizer: str, **settings: Any) -> VramGuard:
+        guard = VramGuard(**{"margin": 0, "allow": ["precision"], **settings})
+        module = cases.make_module(width=64, hidden=4096, optimizer=optimizer)
+        data = cases.loader(dataset=cases.Vectors(4096, 64), batch_size=4096)
+        with contextlib.suppress(UserWarning):
+            fit(tmp_path, guard, module=module, data=data, max_steps=1)
+        return guard
+
+    from vram_guard import Budget
+
+    for optimizer, planned in (("sgd", "16-mixed"), ("lbfgs", "32-true")):
+        whole = of(optimizer, budget="4GiB", mode="report").plan
+        assert whole is not None
+        tight = Budget.resolve(whole.before.peak_reserved - 1, "T4", 0)
+        made = of(optimizer, budget=tight, mode="report").plan
+        assert made is not None
+        assert (made.precision, made.fits) == (planned, planned != "32-true")
+        assert ("LBFGS does not work with the gradient scaling" in made.explain()) is (optimizer == "lbfgs")

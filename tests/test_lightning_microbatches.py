@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import weakref
@@ -124,6 +125,46 @@ def test_loaders_in_a_dict(tmp_path: Any) -> None:
     plain, _ = train(tmp_path, data=data)
     split, _ = train(tmp_path, data=data, micro=2)
     assert_same_training(plain, split)
+
+
+@dataclasses.dataclass
+class Labelled:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+def labelled(samples: list[Any]) -> Labelled:
+    return Labelled(*torch.utils.data.default_collate(samples))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_data_classes_are_traced_and_cut(tmp_path: Any, nested: bool) -> None:
+    """Precision and micro-batches, where the step takes too much as written."""
+
+    class Unpacking(type(cases.make_module())):  # type: ignore[misc]
+        def unpack(self, batch: Any) -> Any:
+            batch = batch["all"] if nested else batch
+            return batch.inputs, batch.targets
+
+    def run(guard: Any = None) -> tuple[Any, list[float]]:
+        data = cases.loader(40, collate_fn=lambda samples: {"all": labelled(samples)} if nested else labelled(samples))
+        module, _ = train(
+            tmp_path,
+            module=Unpacking(hidden=64),
+            data={"train_dataloaders": data},
+            callbacks=[guard] if guard else [],
+        )
+        return module, module.rates
+
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 2, "precision": "32-true"})
+    (plain, _), (split, _) = run(), run(guard)
+    assert guard.plan is not None
+    assert guard.plan.timeline.tier == "symbolic", "every tensor of the batch is on the simulated device"
+    assert_same_training(plain, split)
+    mixed = VramGuard(budget="1GiB", pin={"precision": "bf16-mixed"})
+    assert len(run(mixed)[1]) == 15
+    assert mixed.plan is not None
+    assert mixed.plan.fits
 
 
 def test_lbfgs_calls_the_closure_as_often(tmp_path: Any) -> None:
@@ -264,7 +305,7 @@ def test_the_last_micro_batch_alone_would_log_something_else(tmp_path: Any, monk
     """The test above can fail: without gathering, a step's value is its last micro-batch's."""
     import contextlib
 
-    monkeypatch.setattr(_closure.StepLog, "gathering", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(_closure.StepLog, "gathering", lambda self, cut: contextlib.nullcontext())
     plain, split = watched(tmp_path, logging_module(), 0), watched(tmp_path, logging_module(), 3)
     assert split.step_values[0]["count_step"] != plain.step_values[0]["count_step"]
 

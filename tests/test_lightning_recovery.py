@@ -152,7 +152,9 @@ def train(root: Any, module: Any, guard: Any = None, *, namespace: str = PL, val
 
 
 def guard(**settings: Any) -> Any:
-    return VramGuard(**{"budget": "64GiB", "allow": ("accumulate",), "remember": False, **settings})
+    return VramGuard(
+        **{"budget": "64GiB", "allow": ("accumulate",), "remember": False, "loss_weight": "mean", **settings}
+    )
 
 
 @pytest.fixture

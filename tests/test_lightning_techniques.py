@@ -41,7 +41,10 @@ def make_module(namespace: str, *, teacher: bool = False) -> Any:
             self.teacher = nn.Sequential(nn.Linear(6, 100_000), nn.Linear(100_000, 2)) if teacher else None
             if self.teacher is not None:
                 self.teacher.requires_grad_(False)
-            self.checkpointed: list[bool] = []
+
+        @property
+        def checkpointed(self) -> list[bool]:
+            return cases.noted(self)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             x, y = batch
@@ -144,6 +147,21 @@ def test_what_cannot_be_pinned_here_is_refused_with_the_reason(tmp_path: Any) ->
     clipped = VramGuard(budget="4GiB", pin={"optimizer_on_host": True}, mode="strict")
     with pytest.raises(UnsupportedStepError, match="clipped"):
         fit(tmp_path, clipped, gradient_clip_val=1.0)
+
+
+def test_an_optimizer_on_the_host_is_not_planned_for_a_training_on_the_cpu(tmp_path: Any, capsys: Any) -> None:
+    """torchao's needs a GPU. Nearly all memory is in a weight and its states, so that no other technique helps."""
+    wide = cases.make_module(hidden=200_000)
+    budget = VramGuard(budget="64GiB", mode="report")
+    cases.make_trainer(INSTALLED[0], tmp_path, [budget], max_epochs=1).fit(wide, cases.loader(8))
+    assert budget.plan is not None
+    guard = VramGuard(budget=budget.plan.before.peak_reserved - 4 * 2**20, margin=0, allow=["offload_optimizer"])
+    with pytest.warns(UserWarning, match="not known to fit"):
+        cases.make_trainer(INSTALLED[0], tmp_path, [guard], max_epochs=1).fit(wide, cases.loader(8))
+    assert "an optimizer on the host is not possible here: this training runs on the CPU" in capsys.readouterr().out
+    pinned = VramGuard(budget="4GiB", pin={"optimizer_on_host": True}, mode="strict")
+    with pytest.raises(UnsupportedStepError, match="runs on the CPU"):
+        fit(tmp_path, pinned)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,30 @@ def test_said_once_and_used_next_time(tmp_path: Path, memory: Numbers, capsys: A
     other, _ = train(tmp_path, memory, 1.0, module=cases.make_module(PL, hidden=17))
     assert other.plan is not None
     assert other.plan.correction == 1.0, "another model"
+
+
+def test_memory_that_others_take_after_the_plan_is_said_before_the_first_step(tmp_path: Path, memory: Numbers) -> None:
+    class Optimizes(type(cases.make_module(PL))):  # type: ignore[misc]
+        """Another process takes nearly everything while optimizers are made."""
+
+        def configure_optimizers(self) -> Any:
+            memory.others = memory.total - 2**20
+            return super().configure_optimizers()
+
+    memory.others = 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        guard, _ = train(tmp_path, memory, 1.0, module=Optimizes())
+    assert guard.plan is not None
+    assert guard.plan.fits
+    said = [str(one.message) for one in told if "no longer free on the device" in str(one.message)]
+    assert len(said) == 1
+    assert "other processes have taken memory" in said[0]
+    memory.__init__()  # type: ignore[misc] - nobody else
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(tmp_path, memory, 1.0)
+    assert not [one for one in told if "no longer free" in str(one.message)]
 
 
 def test_a_correction_can_make_a_plan_tighter(tmp_path: Path, memory: Numbers) -> None:

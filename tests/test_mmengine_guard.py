@@ -18,6 +18,7 @@ import mmengine_cases as cases
 import torch
 from mmengine.config import Config
 
+from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard_mmengine.commands import write_base
 
@@ -164,6 +165,53 @@ def test_a_grown_training_resumes_with_its_rates(pretrain: Style) -> None:
         pretrain.folder / "stopped" / "epoch_2.pth")}, budget="1GiB"))  # fmt: skip
     first, written = cases.diary(smaller).rates[0], cases.diary(through).rates[4]
     assert first == pytest.approx([rate / 2 for rate in written])
+
+
+@pytest.mark.parametrize("contained", [1.0, 2.0], ids=["as written", "as the first releases saved them"])
+def test_a_checkpoint_of_a_grown_run_resumed_without_growth(
+    pretrain: Style, monkeypatch: Any, contained: float, tmp_path: Path
+) -> None:
+    """In every mode, with the guard off and without it: rates as written, or a warning by what factor they differ."""
+    settings = {"budget": int(pretrain.peak * 2.4), "grow": True, "target_utilization": 1.0}
+    changes = {"train_cfg.max_epochs": 2, "param_scheduler.1.end": 4}
+    stopped = cases.train(pretrain.guarded(f"saved-{contained}", changes=changes, **settings))
+    saved = tmp_path / "grown.pth"
+    content = torch.load(pretrain.folder / f"saved-{contained}" / "epoch_2.pth", weights_only=False)
+    assert content["meta"]["vram_guard"]["learning_rates_contain"] == 1.0
+    if contained != 1.0:  # as they were saved
+        content["optimizer"] = divided_optimizer(content["optimizer"], 1 / contained)
+        states = divided_schedulers(stopped.param_schedulers, content["param_schedulers"], 1 / contained)
+        content["param_schedulers"] = states
+        content["meta"]["vram_guard"]["learning_rates_contain"] = contained
+    torch.save(content, saved)
+    groups = [*content["optimizer"]["param_groups"], content["optimizer"]["base_param_settings"]]
+    now = [group["lr"] / contained for group in groups]
+    assert now == pytest.approx([group["lr"] / 2 for group in stopped.optim_wrapper.param_groups])
+
+    def resumed(name: str, **guard: Any) -> Any:
+        # Rates that the schedules no longer touch, but for the factor.
+        given = {"resume": True, "load_from": str(saved), "param_scheduler": []}
+        make = functools.partial(pretrain.guarded, changes=given) if guard else functools.partial(pretrain.cfg, **given)
+        return cases.train(make(f"{name}-{contained}", **guard))
+
+    def found(runner: Any) -> list[float]:
+        return list(cases.diary(runner).rates[0])
+
+    grown = resumed("again", **settings)
+    assert found(grown) == pytest.approx([2 * rate for rate in now])
+    assert found(resumed("fit", budget="1GiB")) == pytest.approx(now)
+    reported = resumed("report", budget="1GiB", mode="report")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", UserWarning)
+        absent = resumed("absent")
+        monkeypatch.setenv("VRAM_GUARD_DISABLE", "1")
+        off = resumed("off", **settings)
+    for runner in (reported, absent, off):
+        assert found(runner) == pytest.approx([contained * rate for rate in now])
+    for runner in (reported, off):
+        log = next(Path(runner.log_dir).glob("*.log")).read_text()
+        assert ("are 2 times those that were written" in log) is (contained != 1.0)
 
 
 def test_a_grown_training_of_iterations_is_the_one_written_so(styles: Callable[[str], Style]) -> None:

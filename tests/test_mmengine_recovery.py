@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from mmengine.registry import MODELS, OPTIMIZERS
 from torch import nn
 
 from vram_guard.errors import RecoveryFailedError
+from vram_guard_mmengine._refusals import _static_graph
 
 RUNNER = "vram_guard_mmengine.GuardRunner"
 AT = 4
@@ -185,3 +187,18 @@ def test_another_error_is_raised_as_it_is(root: Path) -> None:
 def test_why_it_is_not_armed_is_said(root: Path) -> None:
     runner = train(root, "not-allowed", "", **{"vram_guard.allow": ["precision"]})
     assert "would not be recovered from: smaller micro-batches are not allowed" in warnings_of(runner)
+
+
+@pytest.mark.parametrize(
+    ("config", "static"),
+    [
+        ({}, False),
+        ({"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "static_graph": True}}, True),
+        ({"strategy": {"type": "DDPStrategy", "model_wrapper": {"static_graph": True}}}, True),
+    ],
+)
+def test_mmengines_configs_name_a_static_graph(config: dict[str, Any], static: bool) -> None:
+    model = torch.nn.Linear(1, 1)
+    assert _static_graph(SimpleNamespace(cfg=config, model=model)) is static
+    model.static_graph = True
+    assert _static_graph(SimpleNamespace(cfg={}, model=model))

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from vram_guard import Budget, Timeline, TrainingStep
 from vram_guard.errors import InvalidInputError, NoDeviceError
+from vram_guard.guard._verdict import judge
 from vram_guard.language import speaking
 from vram_guard.plan import Plan, Source, plan
 from vram_guard.plan._cost_model import CostModel
@@ -23,6 +25,7 @@ from vram_guard.plan._tracing import Traces
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.techniques import resident_batch
+from vram_guard.report.text import render
 from vram_guard.simulate import trace
 from vram_guard.techniques import Recipe
 
@@ -403,6 +406,38 @@ def test_a_pin_on_a_step_that_fits_does_not_say_that_it_does_not() -> None:
     assert pinned.changed
     assert pinned.fits_as_written
     assert not plan(STEP, 64, "60MiB", margin=0).fits_as_written
+
+
+def test_a_pin_that_does_not_fit_is_not_called_applied() -> None:
+    """It contradicted itself: "the pinned settings are applied nevertheless ... Nothing was changed."."""
+    made = plan(STEP, 8, "1GiB", pin={"offload_activations": ("first",)}, host_budget="1KiB")
+    assert (made.fits, made.fits_as_written, made.changed) == (False, True, False)
+    assert [reason.kind for reason in made.reason_values] == [Why.PINS_DO_NOT_FIT, Why.UNCHANGED]
+    assert made.explain().startswith("Fits as written (")
+    assert made.verdict() == "fits as written, not as pinned"
+    shown = render(made, width=200)
+    assert "NOT AS PINNED" in shown
+    assert "applied" not in shown
+    warning = judge(made, "fit")
+    assert warning.startswith("what is pinned is not applied. The step fits as written;")
+    assert "not known to fit" not in warning
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({}, Why.NO_ACCUMULATION),
+        ({"allow": ["accumulate"], "trains": False}, Why.NO_GRADIENTS),
+        ({"allow": ["accumulate"], "pin": {"micro_batch_size": 64}}, Why.SIZE_PINNED),
+    ],
+)
+def test_why_there_are_no_smaller_micro_batches(how: dict[str, Any], why: Why) -> None:
+    """Not allowed is said of what was not allowed, and of nothing else."""
+    step = STEP if how.pop("trains", True) else replace(STEP, optimizer=None)
+    made = plan(step, 64, "1MiB", margin=0, **{"allow": [], **how})
+    assert not made.fits
+    found = {Why.NO_ACCUMULATION, Why.NO_GRADIENTS, Why.SIZE_PINNED} & {one.kind for one in made.reason_values}
+    assert found == {why}
 
 
 def test_what_an_adapter_refuses_is_the_reason_that_is_given() -> None:

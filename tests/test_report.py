@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -244,6 +245,33 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> No
     assert write_json(step(MIB).at(32), target)
     assert json.loads(target.read_text())["kind"] == "estimate"
     assert [path.name for path in target.parent.iterdir()] == ["report.json"]
+
+
+def test_two_runs_that_write_one_report_leave_one_of_them_whole(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    contents = {str(number) * 200_000 for number in range(4)}
+    write_atomically(target, "0" * 200_000)
+    seen, over = set(), threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            seen.add(target.read_text())
+
+    def run(content: str) -> None:
+        for _ in range(20):
+            assert write_atomically(target, content)
+
+    watcher = threading.Thread(target=watch)
+    runs = [threading.Thread(target=run, args=(content,)) for content in contents]
+    for thread in (watcher, *runs):
+        thread.start()
+    for thread in runs:
+        thread.join()
+    over.set()
+    watcher.join()
+    assert seen <= contents, "a reader saw a part of a report, or two of them mixed"
+    assert target.read_text() in contents
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
 def test_a_full_disk_is_a_warning_and_the_old_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,14 +56,18 @@ def assert_same_training(make, batch, loss, names, tolerance: float = 0.0) -> No
 
 
 class Counting(nn.Module):
-    """Counts how often its forward runs."""
+    """Counts how often its forward runs: in a list, for a number would be put back."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.runs = inner, 0
+        self.inner, self.calls = inner, []
+
+    @property
+    def runs(self) -> int:
+        return len(self.calls)
 
     def forward(self, *args, **kwargs):
-        self.runs += 1
+        self.calls.append(1)
         return self.inner(*args, **kwargs)
 
 

@@ -13,8 +13,9 @@ from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe, optimizers
+from vram_guard.techniques._optimizer_offload import host_optimizer
 from vram_guard.techniques.compatibility import incompatible
-from vram_guard.techniques.optimizers import repoint, with_form
+from vram_guard.techniques.optimizers import eight_bit_classes, repoint, with_form
 
 WIDTH = 64
 MAKERS = {
@@ -119,6 +120,26 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
         with_form(torch.optim.AdamW(net().parameters()), "8bit")
     with pytest.raises(MissingLibraryError, match="pip install torchao"):
         with_form(torch.optim.AdamW(net().parameters()), "8bit", library="torchao")
+
+
+@pytest.fixture
+def torchao_for_another_torch(tmp_path, monkeypatch):
+    """A torchao that raises when it is imported, as its newest release does under torch 2.4."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise AttributeError('torch has no attribute int1')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    host_optimizer.cache_clear()
+    yield
+    host_optimizer.cache_clear()
+
+
+@pytest.mark.usefixtures("torchao_for_another_torch")
+def test_a_library_that_cannot_be_imported_is_named_with_the_reason():
+    for use in (lambda: eight_bit_classes("torchao"), host_optimizer):
+        with pytest.raises(MissingLibraryError, match=r"torchao .* cannot be imported \(AttributeError: .* int1\)"):
+            use()
 
 
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])

@@ -30,6 +30,11 @@ class Numbers:
         self.now = [0, 0]
         self.peaks = [0, 0]
         self.released = 0
+        self.total = 80 * GIB
+        self.others = 0
+
+    def unused(self) -> int:
+        return self.total - self.others - self.now[1]
 
     def take(self, allocated: int, reserved: int) -> None:
         self.now = [allocated, reserved]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
+import re
 from collections import deque
 from typing import Any
 
@@ -12,11 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard.apply.microbatch import batch_size, split
+from vram_guard.apply.microbatch import Splitter, batch_size, split
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch import _rollback, rank_coordinator
+from vram_guard.watch import _reachable, _rollback, rank_coordinator
 from vram_guard.watch._gradients import SetAside
 from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
+from vram_guard.watch.batches import MicroBatches
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import SingleProcess, Verdict, _as_one, _buckets
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
@@ -234,20 +237,36 @@ class Loop:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_plain_loop_recovers(where: str, number: int) -> None:
+    runs_out_in(where, number, batches=6)
+
+
+def test_memory_that_runs_out_in_the_thousandth_step() -> None:
+    """A step of two batches; nothing lost, nothing repeated."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # such small operators only wait for each other
+    try:
+        runs_out_in("backward", 1999, batches=2004)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def runs_out_in(where: str, number: int, batches: int) -> None:
+    """A loop whose memory runs out, against one that is cut by hand from that batch on."""
     broken, reference = Loop(), Loop()
     broken.where, broken.capacity = where, {number: 2}
-    broken.train()
+    broken.train(batches)
 
     plain = reference.recovery.run
 
     def run(attempt: Any, schedule: MicroBatchSchedule, samples: Any, **more: Any) -> Any:
-        schedule.size = 2 if batches.pop(0) >= number else None
+        schedule.size = 2 if numbers.pop(0) >= number else None
         return plain(attempt, schedule, samples, **more)
 
-    batches = list(range(6))
+    numbers = list(range(batches))
     reference.recovery.run = run  # type: ignore[method-assign]
-    reference.train()
+    reference.train(batches)
     assert len(broken.said) == 2
+    assert broken.optimizer.steps == reference.optimizer.steps == batches // 2
     assert broken.schedule.size == 2
     for mine, theirs in zip(broken.model.state_dict().values(), reference.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
@@ -392,3 +411,215 @@ def test_buckets_hold_one_kind_and_not_more_than_they_may(monkeypatch: pytest.Mo
     found = _buckets([*floats[:2], whole, *floats[2:]])
     assert sorted([tensor.numel() for tensor in bucket] for bucket in found) == [[1], [1], [2], [2, 2], [9]]
     assert [id(tensor) for bucket in found for tensor in bucket if tensor.is_floating_point()] == [*map(id, floats)]
+
+
+# --- what is reached from the model ---------------------------------------------------------------------------
+
+
+class Meter:
+    """A helper of the user's own, with one in slots inside."""
+
+    def __init__(self) -> None:
+        self.total, self.history = 0.0, [[1, {"loss": [1.0]}]]
+        self.inner = Slotted()
+
+
+class Slotted:
+    __slots__ = ("__hidden", "count", "later")
+
+    def __init__(self) -> None:
+        self.count, self.__hidden = 0, 1
+
+    def advance(self) -> None:
+        self.count += 1
+        self.__hidden += 1
+        self.later = True
+
+    def told(self) -> tuple[int, int, bool]:
+        return self.count, self.__hidden, hasattr(self, "later")
+
+
+class Nested(nn.Module):
+    """State that lies deeper than in the module's own attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.meter = Meter()
+        self.queue: deque[list[int]] = deque([[1], [2]])
+        self.bank = {"a": {"b": [torch.zeros(2)]}, **{str(number): [number] for number in range(100)}}
+        self.long = list(range(500))
+        self.teacher = [nn.BatchNorm1d(2)]
+        self.dice, self.noise, self.legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+        self.counts = np.zeros(3)
+        self.loop = [self]
+
+
+def told(model: Nested) -> Any:
+    """Everything of it, as text."""
+    return repr((
+        vars(model.meter).keys(), model.meter.total, model.meter.history, model.meter.inner.told(),
+        model.queue, model.bank, model.long, dict(model.teacher[0].named_buffers()), model.counts,
+        model.dice.getstate()[1][-1], model.noise.bit_generator.state, model.legacy.get_state()[2],
+    ))  # fmt: skip
+
+
+def test_what_lies_deeper_is_taken_back() -> None:
+    model = Nested()
+    keeper = StateSnapshot(model)
+    for _ in range(2):
+        keeper.take()
+        before = told(model)
+        model.meter.total += 1
+        model.meter.history[0][1]["loss"].append(2.0)  # type: ignore[index]
+        model.meter.new = "attribute"  # type: ignore[attr-defined]
+        model.meter.inner.advance()
+        model.queue[0].append(7)
+        model.bank["a"]["b"][0] += 1  # type: ignore[call-overload, index]
+        model.bank["50"].append(51)  # type: ignore[attr-defined]
+        model.long[3] = -1
+        model.teacher[0](torch.randn(4, 2))
+        model.counts += 1
+        model.dice.random()
+        model.noise.random()
+        model.legacy.rand()
+        assert told(model) != before
+        keeper.check()
+        keeper.restore()
+        assert told(model) == before
+    assert keeper.beyond() == []
+
+
+def test_changed_weights_of_a_hidden_module_are_noticed() -> None:
+    model = Nested()
+    keeper = StateSnapshot(model)
+    keeper.take()
+    with torch.no_grad():
+        model.teacher[0].weight.add_(1)
+    with pytest.raises(CannotRollBackError, match="weights"):
+        keeper.check()
+
+
+def test_what_changes_deeper_in_a_block_stays() -> None:
+    model = Nested()
+    keeper = StateSnapshot(model)
+    keeper.take()
+    model.meter.total = 5.0
+    with keeper.keeping():
+        model.meter.history.append([2])
+        model.queue[0].append(9)
+        model.meter.inner.advance()
+    keeper.restore()
+    assert (model.meter.total, model.meter.history[1:], model.queue[0]) == (0.0, [[2]], [1, 9])
+    assert model.meter.inner.told() == (1, 2, True)
+
+
+def test_what_cannot_be_taken_back_is_said_before_training(tmp_path: Any) -> None:
+    model = Nested()
+    said: list[str] = []
+    recovery = Recovery(model, log=said.append)
+    recovery.say_what_is_not_rolled_back()
+    assert said == []
+    model.reader = (number for number in range(3))
+    model.meter.batches = [iter([1, 2])]  # type: ignore[attr-defined]
+    model.many = list(range(_reachable.ITEMS + 1))
+    model.values = np.zeros(_reachable.ARRAY_BYTES)
+    with (tmp_path / "log").open("w") as file:
+        model.file = file
+        recovery.say_what_is_not_rolled_back()
+    for name in (
+        "model.reader (a generator)",
+        "model.meter.batches[0] (a list_iterator)",
+        "model.many (a list of 10001 items)",
+        "model.values (a NumPy array of 1048576 values)",
+        "model.file (a TextIOWrapper)",
+    ):
+        assert name in said[0]
+    model.sixth = model.reader
+    model.deep: list[Any] = []
+    inside = model.deep
+    for _ in range(20):
+        inside.append([])
+        inside = inside[0]
+    model.wide = [[] for _ in range(_reachable.PARTS)]
+    assert recovery.snapshot.beyond()
+    recovery.say_what_is_not_rolled_back()
+    assert said[1].endswith(", ...")
+    found = " ".join(recovery.snapshot.beyond())
+    assert "(a list, and what follows it)" in found
+    model.wide = []
+    assert "model.deep[0][0][0][0][0][0][0][0] (what lies deeper)" in recovery.snapshot.beyond()
+
+
+def test_objects_of_a_framework_are_left_alone() -> None:
+    model = Nested()
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.scheduler = {"one": torch.optim.lr_scheduler.StepLR(model.optimizer, 1)}
+    model.pattern = re.compile("a")
+    keeper = StateSnapshot(model, frameworks=("concurrent",))
+    model.pool = concurrent.futures.Future()
+    assert keeper.beyond() == []
+    assert StateSnapshot(model).beyond() == ["model.pool (a Future)"]
+    keeper.take()
+    model.scheduler["one"].last_epoch = 7
+    keeper.restore()
+    assert model.scheduler["one"].last_epoch == 7
+
+
+class Another(rank_coordinator.RankCoordinator):
+    """A second rank that needs ``needed`` micro-batches for its batch of ``samples``."""
+
+    def __init__(self, needed: int, samples: int) -> None:
+        self.needed, self.samples = needed, samples
+
+    def parts(self, needed: int, samples: int) -> tuple[int, int]:
+        return max(needed, self.needed), min(samples, self.samples)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "samples", "needed_there", "samples_there", "in_step", "expected"),
+    [
+        (4, 8, 1, 2, False, [4, 4]),  # the other one needs fewer
+        (4, 8, 3, 12, False, [3, 3, 2]),
+        (4, 4, 4, 16, False, [2, 2]),  # pairs at least
+        (1, 3, 4, 4, False, [1, 1, 1]),  # as the plan has single samples
+        (2, 8, 1, 3, True, [3, 3, 2]),  # every forward waits: the shortest batch decides
+        (2, 2, 4, 8, True, [1, 1]),
+    ],
+)
+def test_ranks_agree_on_the_number_of_micro_batches(
+    micro_batch_size: int, samples: int, needed_there: int, samples_there: int, in_step: bool, expected: list[int]
+) -> None:
+    ranks = Another(needed_there, samples_there)
+    batches = MicroBatches(Splitter(16, micro_batch_size, torch.ones(16, 2)), ranks=ranks, in_step=in_step)
+    found = batches.run(torch.ones(samples, 2), lambda batch: [part.samples for part in batch.parts])
+    assert found == expected
+
+
+def test_a_batch_that_cannot_be_cut_is_one_part_for_the_other_ranks_too() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Listening(Another):
+        def parts(self, needed: int, samples: int) -> tuple[int, int]:
+            told.append((needed, samples))
+            return super().parts(needed, samples)
+
+    batches = MicroBatches(Splitter(16, 4, (torch.ones(16), torch.ones(16))), ranks=Listening(2, 8))
+    with pytest.warns(UserWarning, match="without splitting it"):
+        batches.run((torch.ones(8), torch.ones(7)), lambda batch: batch.parts)
+    assert told == [(1, 1)]
+
+
+def test_what_got_no_gradient_is_said_once() -> None:
+    model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "abcd"})
+
+    class Averaging(SingleProcess):
+        def average_gradients(self) -> list[nn.Parameter]:
+            return list(model.parameters())[:7]
+
+    said: list[str] = []
+    recovery = Recovery(model, ranks=Averaging(), log=said.append)
+    for _ in range(2):
+        recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8, synchronise=True, what="this batch")
+    assert len(said) == 1
+    assert "no gradient: a.weight, a.bias, b.weight, b.bias, c.weight, ...." in said[0]

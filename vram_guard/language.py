@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.printable import printable
 
 LOCALE: Final = Path(__file__).with_name("locale")
 DOMAIN: Final = "vram_guard"
@@ -38,7 +39,12 @@ def _(message: str, /, **values: object) -> str:
     down before that is marked with :func:`marked`.
     """
     translated = _catalogue(language()).gettext(message)
-    return translated.format(**values) if values else translated
+    return translated.format(**{name: _shown(value) for name, value in values.items()}) if values else translated
+
+
+def _shown(value: object) -> object:
+    """A value as it may stand in a message: numbers for their own formats, text without control characters."""
+    return value if isinstance(value, int | float) else printable(str(value))
 
 
 def marked(message: str, /) -> str:

@@ -48,6 +48,7 @@ KINDS: Final[Mapping[str, str]] = {
     "max_recoveries": "count",
     "mode": "text",
     "monitor": "number",
+    "proof_seconds": "number",
     "recover": "switch",
     "remember": "switch",
     "target_utilization": "number",

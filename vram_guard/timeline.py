@@ -94,6 +94,22 @@ class Phase(NamedTuple):
     start: int
 
 
+#: The name of what synchronised batch normalisation does with the other processes.
+SYNCHRONISED_NORM = "SyncBatchNorm"
+
+
+class Collective(NamedTuple):
+    """A call for which this process waits for others."""
+
+    name: str
+    """As ``torch.distributed`` names it, or :data:`SYNCHRONISED_NORM`."""
+    source: str
+    """The line of the user's code, as "folder/file.py:123"; "" where there is none."""
+    phase: PhaseName
+    step: int
+    """Optimizer step, from 1; 0 for set-up."""
+
+
 #: What an operator computes with. "vector": ordinary cores, a few operations an element, so that memory decides;
 #: "fp32", "fp64": matrix products on ordinary cores; "3xtf32": float32 in three passes of TF32; "host": the CPU.
 Unit = Literal["vector", "fp32", "tf32", "3xtf32", "fp16", "bf16", "fp64", "host"]
@@ -119,6 +135,21 @@ class Work(NamedTuple):
     """Bytes between host and device."""
     micro_batch: int = 0
     """The micro-batch of the optimizer step, from 0; the optimizer's own work belongs to the last one."""
+
+
+#: What a forward changes: "tensor": an attribute that is neither parameter nor buffer; "object": a container, a helper
+#: object or a class; "elsewhere": a tensor that was made before and is nothing of the module's.
+ChangeKind = Literal["parameter", "buffer", "tensor", "object", "generator", "input", "elsewhere"]
+
+
+class Change(NamedTuple):
+    """Something that each forward of a watched module changes, and a second forward would change again."""
+
+    module: str
+    """As in ``model.named_modules()``."""
+    kind: ChangeKind
+    name: str
+    """As seen from the module ("codebook.embedding"); "" where it has none."""
 
 
 class Note(NamedTuple):
@@ -243,6 +274,10 @@ class Timeline:
     """Blocks that the step puts into host memory."""
     host_events: tuple[int, ...] = ()
     """As ``events``, for ``host_blocks``."""
+    changes: tuple[Change, ...] = ()
+    """What the forwards of watched modules change; empty where none were watched."""
+    collectives: tuple[Collective, ...] = ()
+    """The calls of both steps for which several processes wait for each other, in order."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -463,6 +498,8 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         work=_merged_work(low.work, high.work, small, large),
         host_blocks=host_blocks,
         host_events=low.host_events,
+        changes=low.changes,
+        collectives=low.collectives,
     )
 
 

@@ -178,7 +178,7 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) ->
     except VramGuardError as error:
         parent.send(DryRunFailure.of(error))
     shape = LaunchShape(budget.compute_capability or (8, 0), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent))
+    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent), may_prove=settings.may_prove)
     run.phase = PreparingPhase(run)
 
     def failed(_kind: Any, error: BaseException, _traceback: Any) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,17 +41,27 @@ class Settings(PlanSettings):
     Args:
         loss_weight: what a loss that the model returns is over the samples of a batch, "mean" or "sum"; None: it is
             read from the loss.
+        proof_seconds: that running a few samples for real may take, as written and under the plan; 0: never.
     """
 
     allow: tuple[str, ...] | None = None
     """Sorted after the check: it is part of the name under which a plan is remembered."""
     loss_weight: Literal["mean", "sum"] | None = None
+    proof_seconds: float = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._keep("allow", tuple(sorted(self.allow or ())))
         if self.loss_weight not in (None, "mean", "sum"):
             raise InvalidInputError(_("loss_weight must be 'mean' or 'sum', not {value}", value=repr(self.loss_weight)))
+        seconds: object = self.proof_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise InvalidInputError(_("proof_seconds must be a number of seconds, not {value}", value=repr(seconds)))
+
+    @property
+    def may_prove(self) -> bool:
+        """True if plans are proven by running a few samples."""
+        return self.proof_seconds > 0 and not self.techniques.isdisjoint(("accumulate", "checkpoint"))
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -98,6 +109,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--loss-weight",
         metavar="KIND",
         help=_("how the model's loss is reduced over the batch: mean or sum (default: read from the loss)"),
+    )
+    group.add_argument(
+        "--proof-seconds",
+        type=float,
+        metavar="SECONDS",
+        help=_("time for proving a plan by running a few samples on the CPU; 0: never (default: 20)"),
     )
     group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))
     options.add_options(group, "json")

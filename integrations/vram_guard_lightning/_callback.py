@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard.guard import Guard
+from vram_guard.language import _
 from vram_guard.plan.checks import Mode
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
 from vram_guard.watch.recovery import MicroBatchSchedule
-from vram_guard_lightning import _apply, _namespaces, _recovery
+from vram_guard_lightning import _apply, _growth, _namespaces, _recovery
 from vram_guard_lightning._settings import Settings
 from vram_guard_lightning._training import LightningTraining, write
 from vram_guard_lightning._utilization import Utilization, log_metrics
@@ -123,6 +126,9 @@ class VramGuard(CallbackBase):
         """While it is armed."""
         self._utilization: Utilization | None = None
         self._logged = False
+        self._told_of_fabric = False
+        self._restored: Mapping[str, Any] | None = None
+        """What the guard of a checkpoint that was restored kept in it, until the next batch."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Arrange to be called when the model is complete and its strategy is not yet set up."""
@@ -152,15 +158,26 @@ class VramGuard(CallbackBase):
         if self._guard is None:
             return
         self._guard.scale_learning_rates()
+        for line in self._schedule_notes(trainer, self._guard):
+            write(f"vram_guard: {line}\n")
         # The prediction is logged once, however often a tuner trains.
         if self.plan is not None and not self._logged and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._logged = True
             log_metrics(trainer, _predicted(self.plan))
-        if self._guard.first_steps is not None:
-            self._guard.first_steps.start()
+        self._guard.training_starts()
         first = trainer.is_global_zero and self._utilization is None
         if self.settings.monitor is not None and first and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._utilization = Utilization(trainer, self.settings.monitor)
+
+    def _schedule_notes(self, trainer: Trainer, guard: Guard) -> Iterator[str]:
+        plan = self.plan
+        if plan is None or not trainer.is_global_zero:
+            return
+        restored = None
+        if self._restored is not None:
+            restored = int(self._restored.get("batch_size", plan.batch_size_before))
+        size = plan.batch_size if guard.changes else plan.batch_size_before
+        yield from _growth.schedule_notes(trainer, restored, size, plan.batch_size_before)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the GPU did, where it was watched."""
@@ -187,16 +204,51 @@ class VramGuard(CallbackBase):
             self._recovery.recovery.ranks.share_buffers()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the factor that the saved learning rates contain."""
-        if self._guard is not None and self._guard.rates_contain != 1.0:
-            state: dict[str, float] = {} if self.plan is None else {"batch_size": self.plan.batch_size}
-            checkpoint[CHECKPOINT_KEY] = {"learning_rate_factor": self._guard.rates_contain, **state}
+        """Save learning rates as they were written, and what is to be known of the larger batch."""
+        guard, plan = self._guard, self.plan
+        if guard is None or plan is None or "optimizer_states" not in checkpoint:
+            return
+        contained, factor = guard.rates_contain, guard.multiplied_by
+        if contained == 1.0 and not guard.grown:
+            return
+        if factor != 1.0 and _growth.save_as_written(trainer, checkpoint, factor):
+            contained = 1.0
+        checkpoint[CHECKPOINT_KEY] = {
+            "learning_rate_factor": contained,
+            "multiplied_by": factor,
+            "batch_size": plan.batch_size if guard.changes else plan.batch_size_before,
+        }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what the learning rates that are about to be restored were multiplied by."""
-        state = checkpoint.get(CHECKPOINT_KEY)
-        if self._guard is not None and state and checkpoint.get("optimizer_states"):
-            self._guard.rates_contain = float(state["learning_rate_factor"])
+        if trainer.state.fn != "fit" or self is not _first_guard(trainer) or not checkpoint.get("optimizer_states"):
+            return
+        self._restored = state = checkpoint.get(CHECKPOINT_KEY) or {}
+        contained = float(state.get("learning_rate_factor", 1.0))
+        if self._guard is not None:
+            self._guard.restored(contained)
+        elif contained != 1.0 and trainer.is_global_zero:
+            warnings.warn(f"vram_guard: {still_multiplied(contained)}", stacklevel=2)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Multiply rates again that were restored while the training runs."""
+        if self._restored is not None and self._guard is not None:
+            self._guard.scale_learning_rates()
+            self._restored = None
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Say once that Fabric, which alone calls this hook, is not guarded."""
+        if not self._told_of_fabric:
+            self._told_of_fabric = True
+            warnings.warn(
+                "vram_guard: "
+                + _(
+                    "VramGuard does nothing under Fabric, whose loop is the user's own: it guards a Trainer. Ask "
+                    "vram_guard.plan about the step, or launch the script with vram-guard launch where it uses "
+                    "Accelerate"
+                ),
+                stacklevel=2,
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the Trainer to its original state."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
-# ruff: noqa: ARG002, SLF001 - every private name of Lightning used here is listed in private_api.py
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 #: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
 STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
@@ -69,7 +69,7 @@ class Captured(CapturedTraining):
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_lightning._refusals`."""
-        return _refusals.refusals(self.trainer, self.model, growable=self.sample.growable)
+        return _refusals.refusals(self.trainer, self.model, settings, growable=self.sample.growable)
 
     def objection(self, plan: Plan) -> Refusal | None:
         """See :func:`vram_guard_lightning._refusals.without_scaler`."""
@@ -163,12 +163,7 @@ def _epoch_samples(trainer: Trainer, found: Sample) -> int | None:
 def _hook_owner(trainer: Trainer, module: LightningModule, hook: str) -> Any:
     """The owner of the hook that moves batches, as in Lightning: the datamodule if it overrides it, else the module."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule if datamodule is not None and _overridden(datamodule, hook) else module
-
-
-def _overridden(owner: object, hook: str) -> bool:
-    method = getattr(type(owner), hook)
-    return not method.__module__.startswith(("lightning.pytorch", "pytorch_lightning"))
+    return datamodule if datamodule is not None and not _namespaces.is_lightnings(datamodule, hook) else module
 
 
 def _batch_of(trainer: Trainer, module: LightningModule, found: Sample) -> Callable[[int], Any]:
@@ -330,7 +325,9 @@ def _stepping_batches(trainer: Trainer, batches: float) -> float:
 def _notes(module: LightningModule) -> list[str]:
     """Notes on the parts of the user's module that a trace does not follow."""
     overridden = [
-        name for name in ("backward", "configure_gradient_clipping", "optimizer_step") if _overridden(module, name)
+        name
+        for name in ("backward", "configure_gradient_clipping", "optimizer_step")
+        if not _namespaces.is_lightnings(module, name)
     ]
     notes = [_("{name} is overridden; its own memory is not counted", name=name) for name in overridden]
     if not module.automatic_optimization:

@@ -1,9 +1,9 @@
 """Trains on a loaded batch in micro-batches, inside Lightning's automatic optimization.
 
-Lightning makes one closure per loaded batch: training_step, freeing the gradients, backward. Only that
-closure is replaced, so everything that counts batches or steps (samplers, schedulers, global_step,
-val_check_interval, max_steps, logging intervals, accumulate_grad_batches, resuming within an epoch) stays
-exactly as the user set it.
+Lightning makes one closure per loaded batch: training_step, freeing the gradients, backward. Only that closure is
+replaced, so everything that counts batches or steps (samplers, schedulers, global_step, val_check_interval, max_steps,
+logging intervals, accumulate_grad_batches, resuming within an epoch) stays exactly as the user set it. While it runs,
+what training_step logs and the ``on_after_backward`` hooks are held back: they are for the whole batch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from vram_guard.apply.outputs import detached
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
+from vram_guard.watch.rank_coordinator import hosts
+from vram_guard_lightning._hooks import AfterBackward, why_whole
 from vram_guard_lightning._step_log import StepLog
 
 if TYPE_CHECKING:
@@ -32,7 +34,14 @@ if TYPE_CHECKING:
 
 def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
     """Split the batches of this Trainer; returns the function that undoes it."""
-    batches = MicroBatches(splitter, loss_weight)
+    ranks = hosts()
+    batches = MicroBatches(
+        splitter,
+        loss_weight,
+        ranks=ranks,
+        in_step=_synchronised(trainer),
+        why_whole=lambda: why_whole(trainer, trainer.lightning_module),
+    )
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     lightnings_own = loop._make_closure
 
@@ -41,7 +50,20 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
             return lightnings_own(kwargs, optimizer, batch_idx)
         return MicroBatchClosure(trainer, batches, kwargs, optimizer, batch_idx)
 
-    return replace_attributes(loop, {"_make_closure": make_closure})
+    undo = replace_attributes(loop, {"_make_closure": make_closure})
+
+    def undone() -> None:
+        undo()
+        ranks.close()
+
+    return undone
+
+
+def _synchronised(trainer: Trainer) -> bool:
+    """True where batch normalisation waits for the other ranks in every forward."""
+    parts = trainer.lightning_module.modules()
+    wanted = getattr(trainer.strategy, "_layer_sync", None) is not None
+    return wanted or any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts)
 
 
 class MicroBatchClosure:
@@ -77,9 +99,13 @@ class MicroBatchClosure:
 
     def _pass(self, batch: BatchPass) -> Any:
         """The result of the whole batch, in Lightning's form."""
-        log = StepLog(self._trainer.fit_loop.epoch_loop._results)
-        with torch.enable_grad(), log.gathering():
-            return self._forward_and_backward(batch, log)
+        log = StepLog(self._trainer.fit_loop.epoch_loop._results, self._trainer.lightning_module)
+        after = AfterBackward(self._trainer)
+        with torch.enable_grad():
+            with after.held_back(), log.gathering(cut=not batch.whole):
+                result = self._forward_and_backward(batch, log)
+            after.call()  # which may read what was logged
+        return result
 
     def _forward_and_backward(self, batch: BatchPass, log: StepLog) -> Any:
         if batch.whole:

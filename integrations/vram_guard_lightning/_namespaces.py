@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from vram_guard.apply.backward_hooks import of_package
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 
@@ -66,6 +67,11 @@ def is_a(thing: object, path: str) -> bool:
             if isinstance(thing, part(namespace, path)):
                 return True
     return False
+
+
+def is_lightnings(owner: Any, method: str) -> bool:
+    """True if a method of an object or a class is as Lightning wrote it, and not overridden."""
+    return of_package(owner, method, "lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def loader_tree(loaders: Any) -> Any:

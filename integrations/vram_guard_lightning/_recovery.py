@@ -25,7 +25,7 @@ from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import coordinator_of
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
-from vram_guard_lightning import _namespaces, private_api
+from vram_guard_lightning import _hooks, _namespaces, private_api
 from vram_guard_lightning._closure import MicroBatchClosure
 from vram_guard_lightning._step_log import StepLog
 
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
+#: Packages whose objects a module holds without their being its state: its Trainer, loggers, hyperparameters.
+FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+
+
 def why_not(trainer: Trainer, module: LightningModule) -> str:
     """The reason why this training cannot recover from an out-of-memory error; "" where it can."""
     strategy: Any = trainer.strategy
@@ -42,6 +46,8 @@ def why_not(trainer: Trainer, module: LightningModule) -> str:
         return _("manual optimization does its own backward and steps")
     if missing := private_api.missing(_namespaces.of(trainer), (*private_api.MICRO_BATCHES, *private_api.RECOVERY)):
         return _("this release of Lightning is not supported: {missing}", missing=missing[0])
+    if why := _hooks.why_whole(trainer, module):
+        return why
     if _namespaces.is_a(strategy, "strategies.SingleDeviceStrategy"):
         return ""
     if not _namespaces.is_a(strategy, "strategies.DDPStrategy"):
@@ -85,8 +91,16 @@ def arm(
         log=log,
         prediction_text=prediction_text,
         on_failure=on_failure,
+        frameworks=FRAMEWORKS,
     )
-    batches = MicroBatches(splitter, loss_weight, recovery=recovery, schedule=schedule)
+    recovery.say_what_is_not_rolled_back()
+    batches = MicroBatches(
+        splitter,
+        loss_weight,
+        recovery=recovery,
+        schedule=schedule,
+        why_whole=functools.partial(_hooks.why_whole, trainer, module),
+    )
     return Session(trainer, recovery, batches)
 
 
@@ -245,13 +259,13 @@ class Validation:
             self._batches.never_cut = _("validation_step gathers from the other ranks, once for a whole batch")
 
     def _pass(self, own: Any, rest: tuple[Any, ...], batch: BatchPass) -> Any:
-        log = StepLog(self._trainer.fit_loop.epoch_loop.val_loop._results)
+        log = StepLog(self._trainer.fit_loop.epoch_loop.val_loop._results, self._trainer.lightning_module)
 
         def one(share: Share) -> Any:
             log.next_micro_batch(share.samples)
             return own(share.data, *rest)
 
-        with log.gathering(), _unwrapped(self._trainer.strategy):
+        with log.gathering(cut=not batch.whole), _unwrapped(self._trainer.strategy):
             return batch.run(one, otherwise=_not_merged)
 
 

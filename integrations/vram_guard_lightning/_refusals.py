@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
-from vram_guard_lightning import _growth, _namespaces, private_api
+from vram_guard_lightning import _growth, _hooks, _namespaces, _recovery, private_api
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
 
 
-def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Iterator[Refusal]:
+def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings, *, growable: str) -> Iterator[Refusal]:
     """Those that are known before the trace; an empty reason refuses nothing.
 
     Args:
         trainer: the Trainer.
         module: that it trains.
+        settings: of the guard.
         growable: why the loader's batch size cannot be changed ("" where it can).
     """
     if not module.automatic_optimization:
@@ -30,6 +33,10 @@ def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Ite
         )
     elif missing := private_api.missing(_namespaces.of(trainer), private_api.MICRO_BATCHES):
         yield Refusal("accumulate", _("this release of Lightning is not supported: {what}", what=missing[0]))
+    elif getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"):
+        yield static_graph(recovered=settings.recover and not _recovery.why_not(trainer, module))
+    else:
+        yield Refusal("accumulate", _hooks.why_whole(trainer, module))
     plain = _namespaces.part(_namespaces.of(trainer), "plugins.precision.Precision")
     if trainer.precision == "32-true" and type(trainer.precision_plugin) is not plain:
         kind = type(trainer.precision_plugin).__name__
@@ -47,6 +54,8 @@ def refusals(trainer: Trainer, module: LightningModule, *, growable: str) -> Ite
         )
     elif trainer.world_size > 1:
         yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
+    elif trainer.strategy.root_device.type == "cpu":
+        yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
     yield Refusal("grow", _growth.why_not(trainer, growable))
 
 

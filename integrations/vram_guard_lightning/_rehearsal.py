@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -63,7 +66,8 @@ def rehearse(
     """
     namespace = _namespaces.of(trainer)
     closed = tuple(_namespaces.part(namespace, path) for path in ("trainer.trainer.Trainer", "callbacks.Callback"))
-    step = RehearsedStep(module, rehearsal, closed=closed)
+    metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+    step = RehearsedStep(module, rehearsal, closed=(*closed, Metric))
     _on_cpu(trainer, module, double=rehearsal.double)
     _quiet(trainer)
     batch = make_batch(rehearsal.samples)
@@ -88,8 +92,17 @@ def rehearse(
         step.begin()
         loop.run()
     except _SteppedSignal:
-        return step.result(logged=dict(trainer.callback_metrics))
+        return step.result(logged={**trainer.callback_metrics, **_computed(metrics)})
     raise UnsupportedStepError(_("the loop ended before an optimizer step"))
+
+
+def _computed(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """The values of metrics: their states may be lists of what each micro-batch brought."""
+    values = {}
+    for name, metric in metrics.items():
+        for at, leaf in enumerate(pytree.tree_leaves(metric.compute())):
+            values[f"{name}.compute()[{at}]"] = leaf
+    return values
 
 
 class _Batches:

@@ -3,42 +3,59 @@
 ``training_step`` runs once per micro-batch, so ``self.log`` does too. Passed on as they come, the value of
 a step would be its last micro-batch's, sums would still be sums but means would weigh micro-batches and not
 samples, and under DDP a rank with one micro-batch more would wait for the others for ever
-(``sync_dist=True``). So the calls are gathered, and each is passed on once, combined.
+(``sync_dist=True``). So the calls are gathered, and each is passed on once, combined. Metric objects, and what they
+returned, stand for their value of the whole batch, see :mod:`vram_guard_lightning._step_metrics`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from vram_guard.patching import replaced
+from vram_guard_lightning._step_metrics import Origin, StepMetrics
 
 
 class _Call(NamedTuple):
     value: Any
     weight: float
     arguments: dict[str, Any]
+    origin: Origin | None
+    """The call of a metric that returned the value."""
 
 
 class StepLog:
     """Gathers the calls of ``self.log`` during the micro-batches of one batch."""
 
-    def __init__(self, results: Any) -> None:
-        """``results``: Lightning's result collection of the training loop."""
+    def __init__(self, results: Any, module: Any) -> None:
+        """``results``: Lightning's result collection of the loop; ``module``: that logs."""
         self._results = results
+        self._module = module
+        self._metrics = StepMetrics(module)
+        self._origin: Origin | None = None
+        """Of the value that is being logged."""
         self._calls: dict[tuple[str, str, int], list[_Call]] = {}
         self._seen: dict[tuple[str, str], int] = {}
         self._samples = 0
 
     @contextlib.contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Inside the block, logged values are kept; when it ends without an error, they are passed on."""
-        self._results.log = self._keep
-        try:
+    def gathering(self, *, cut: bool) -> Iterator[None]:
+        """Inside the block, logged values are kept; when it ends without an error, they are passed on.
+
+        Args:
+            cut: whether the batch runs in micro-batches.
+        """
+        log = functools.partial(self._log, self._module.log)
+        with contextlib.ExitStack() as stack:
+            if cut:
+                stack.enter_context(self._metrics.followed())
+                stack.enter_context(replaced(self._module, {"log": log}))
+            stack.enter_context(replaced(self._results, {"log": self._keep}))
             yield
-        finally:
-            del self._results.log
         for (fx, name, _), calls in self._calls.items():
             self._results.log(fx, name, _combined(calls), **_combined_arguments(calls))
 
@@ -46,6 +63,15 @@ class StepLog:
         """Begin a micro-batch of so many samples."""
         self._samples = samples
         self._seen.clear()
+        self._metrics.next_micro_batch()
+
+    def _log(self, own: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands in for the module's ``log``, which hands on copies of tensors."""
+        self._origin = self._metrics.origin(value)
+        try:
+            own(name, value, *args, **kwargs)
+        finally:
+            self._origin = None
 
     def _keep(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
         """Stands in for Lightning's ``log``; lets the graph go, which would hold activations."""
@@ -54,11 +80,14 @@ class StepLog:
         if isinstance(value, torch.Tensor) and not arguments.get("enable_graph"):
             value = value.detach().clone()
         weight = arguments.get("batch_size") or self._samples
-        self._calls.setdefault((fx, name, occurrence), []).append(_Call(value, float(weight), arguments))
+        self._calls.setdefault((fx, name, occurrence), []).append(_Call(value, float(weight), arguments, self._origin))
 
 
 def _combined(calls: list[_Call]) -> Any:
-    """The step's value: reduced over its micro-batches as Lightning reduces it over batches."""
+    """The step's value: a metric's own, or reduced over its micro-batches as Lightning reduces it over batches."""
+    origin = calls[0].origin
+    if origin is not None and all(origin.same(call.origin) for call in calls):
+        return origin.value()
     if len(calls) == 1 or not all(isinstance(call.value, torch.Tensor) for call in calls):
         return calls[-1].value  # a Metric gathers its own state, and is logged once
     values = torch.stack([call.value for call in calls])

@@ -66,9 +66,12 @@ def _silent(*_args: Any, **_kwargs: Any) -> None:
 def _gathered(ranks: int) -> Any:
     """Stands in for ``self.all_gather``: every rank's tensor, as large as this one's."""
 
+    def gathered(leaf: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the trace writes down that the ranks wait for each other here
+        return torch.stack([leaf] * ranks)
+
     def all_gather(data: Any, *_args: Any, **_kwargs: Any) -> Any:
-        if ranks == 1:
-            return data
-        return pytree.tree_map_only(torch.Tensor, lambda leaf: torch.stack([leaf] * ranks), data)
+        return data if ranks == 1 else pytree.tree_map_only(torch.Tensor, gathered, data)
 
     return all_gather

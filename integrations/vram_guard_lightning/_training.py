@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.printable import printable
 from vram_guard_lightning import _apply, _growth, _namespaces, _recovery
 from vram_guard_lightning._capture import Captured, capture
 
@@ -61,10 +62,11 @@ class LightningTraining:
     def progress(self) -> Iterator[Progress]:
         """A spinner on a terminal, nothing elsewhere."""
         from rich.console import Console
+        from rich.text import Text
 
         quiet = not self.trainer.is_global_zero
         with Console(stderr=True, quiet=quiet).status(_("vram_guard: reading the training")) as status:
-            yield lambda line: status.update(f"vram_guard: {line}")
+            yield lambda line: status.update(Text(f"vram_guard: {printable(line)}"))
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_lightning._capture.capture`."""
@@ -106,7 +108,7 @@ class LightningTraining:
     def warn(self, message: str) -> None:
         """As Python does."""
         if self.trainer.is_global_zero:
-            warnings.warn(f"vram_guard: {message}", stacklevel=2)
+            warnings.warn(f"vram_guard: {printable(message)}", stacklevel=2)
 
     def _has(self, callback: str) -> bool:
         """True if a callback of this class (its path below the namespace) is in the Trainer."""
@@ -117,7 +119,7 @@ def write(text: str) -> None:
     """Print, whatever standard output is."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.write(printable(text).encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except (BrokenPipeError, ValueError):  # the output is no longer read; the training goes on
         return

@@ -34,6 +34,13 @@ MICRO_BATCHES: tuple[PrivateName, ...] = (
         "logging a step's micro-batches as one value",
         parameters=("fx", "name", "value"),
     ),
+    PrivateName(
+        "trainer.connectors.logger_connector.result:_ResultMetric._forward_cache",
+        "a metric's value for a step, which is read from the attribute of the same name of torchmetrics' Metric",
+    ),
+    PrivateName(
+        "plugins.precision:Precision.post_backward", "on_after_backward, once a batch", parameters=("tensor", "module")
+    ),
 )
 
 CAPTURE: tuple[PrivateName, ...] = (
@@ -60,6 +67,7 @@ RECOVERY: tuple[PrivateName, ...] = (
     PrivateName("strategies.parallel:ParallelStrategy._layer_sync", "synchronised batch normalisation"),
     PrivateName("strategies:DDPStrategy._ddp_comm_hook", "gradients averaged in the user's own way"),
     PrivateName("strategies:DDPStrategy._ddp_comm_state", "the same"),
+    PrivateName("strategies:DDPStrategy._ddp_kwargs", "whether DDP was given a static graph"),
 )
 
 TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY)))

@@ -16,10 +16,12 @@ import torch
 from mmengine.device import get_device
 from mmengine.model import BaseModel, is_model_wrapper
 
+from vram_guard.apply.backward_hooks import why_whole
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
+from vram_guard.printable import printable
 from vram_guard.watch.batches import MicroBatches
 from vram_guard.watch.memory import reader_for
 from vram_guard.watch.optimizer_step import guard_step
@@ -59,11 +61,19 @@ def arm(
         ranks=coordinator_of(module, model),
         memory=reader_for(torch.device(get_device())),
         most=most,
-        log=lambda line: runner.logger.warning("vram_guard: %s", line),
+        log=lambda line: runner.logger.warning("vram_guard: %s", printable(line)),
         prediction_text=prediction_text,
         on_failure=on_failure,
+        frameworks=("mmengine",),
     )
-    batches = MicroBatches(splitter, loss_weight, recovery=recovery, schedule=schedule)
+    recovery.say_what_is_not_rolled_back()
+    batches = MicroBatches(
+        splitter,
+        loss_weight,
+        recovery=recovery,
+        schedule=schedule,
+        why_whole=functools.partial(why_whole, module),
+    )
     undo = [
         recovery.ranks.close,
         replace_attributes(model, {"train_step": RecoveringTrainStep(runner, batches)}),

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 
+from vram_guard.apply.backward_hooks import of_package, why_whole
+from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
+from vram_guard_mmengine import _recovery
 
 if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
@@ -26,6 +29,9 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
         settings: of the guard.
         growable: why the loader's batch size cannot be changed ("" where it can).
     """
+    yield Refusal("accumulate", _why_whole(runner, facts))
+    if _static_graph(runner):
+        yield static_graph(recovered=settings.recover and not _recovery.why_not(runner))
     yield Refusal("precision", _why_not_mixed(facts, pinned=settings.pins.precision is not None))
     yield Refusal("half", _("MMEngine has no optimizer wrapper for true half precision"))
     if runner.cfg.get("activation_checkpointing"):
@@ -39,6 +45,25 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
     )
     yield Refusal("offload_parameters", _("MMEngine loads weights after the optimizer is built"))
     yield Refusal("grow", growable)
+
+
+def _why_whole(runner: Any, facts: OptimFacts) -> str:
+    """The reason why batches may not be cut: code of the user's that runs with every backward."""
+    wrapper = runner.optim_wrapper if facts.built else facts.kind
+    for name in ("backward", "scale_loss"):
+        if not of_package(wrapper, name, "mmengine", "vram_guard_mmengine"):
+            return _(
+                "{name} of {kind} is overridden, and would get the loss of each micro-batch instead of the batch's",
+                name=name,
+                kind=facts.kind.__name__,
+            )
+    return why_whole(runner.model)
+
+
+def _static_graph(runner: Any) -> bool:
+    """DDP's argument: of a model that is wrapped already, or in the config."""
+    wrapper = runner.cfg.get("model_wrapper_cfg") or (runner.cfg.get("strategy") or {}).get("model_wrapper") or {}
+    return bool(getattr(runner.model, "static_graph", False) or wrapper.get("static_graph"))
 
 
 def _why_not_mixed(facts: OptimFacts, *, pinned: bool) -> str:

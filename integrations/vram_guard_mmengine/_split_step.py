@@ -7,13 +7,16 @@ max_iters, logs, resume) keeps its meaning, and so does the user's own ``accumul
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.apply.backward_hooks import why_whole
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
+from vram_guard.watch.rank_coordinator import hosts
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +28,22 @@ if TYPE_CHECKING:
 
 def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
     """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
-    return replace_attributes(
-        model, {"train_step": SplitTrainStep(model.train_step, MicroBatches(splitter, loss_weight))}
+    ranks = hosts()
+    synchronised = any("SyncBatchNorm" in type(part).__name__ for part in model.modules())
+    batches = MicroBatches(
+        splitter,
+        loss_weight,
+        ranks=ranks,
+        in_step=synchronised,
+        why_whole=functools.partial(why_whole, model),
     )
+    undo = replace_attributes(model, {"train_step": SplitTrainStep(model.train_step, batches)})
+
+    def undone() -> None:
+        undo()
+        ranks.close()
+
+    return undone
 
 
 class SplitTrainStep:

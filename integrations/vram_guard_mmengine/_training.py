@@ -13,9 +13,11 @@ from mmengine.dist import broadcast_object_list, get_rank, get_world_size
 from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
-from vram_guard.apply import learning_rate
+from vram_guard.apply import learning_rate, step_counts
+from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
 from vram_guard.language import _
+from vram_guard.printable import printable
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard_mmengine import _optim, _recovery
@@ -116,6 +118,14 @@ class RunnerTraining:
             applied.notes.append(
                 _("max_iters, intervals and schedules count iterations of {size} samples", size=plan.batch_size)
             )
+        elif counted := [*_schedules_by_iteration(self.runner), *_hooks_by_iteration(self.runner)]:
+            applied.notes.append(
+                _(
+                    "counted in iterations of {factor} times as many samples: {counts}",
+                    factor=plan.batch_size // plan.batch_size_before,
+                    counts=", ".join(counted),
+                )
+            )
         if auto_scaled(self.runner):
             applied.notes.append(
                 _("learning rates: auto_scale_lr follows the larger batch by itself; nothing is scaled twice")
@@ -129,8 +139,7 @@ class RunnerTraining:
         """Of the optimizer, and of the schedulers that drive them."""
         found = self.runner.param_schedulers or []
         schedulers = [one for many in found.values() for one in many] if isinstance(found, dict) else found
-        # Momentum has schedulers of its own, which are of the same classes.
-        driving = [scheduler for scheduler in schedulers if getattr(scheduler, "param_name", "lr") == "lr"]
+        driving = [scheduler for scheduler in schedulers if _drives_rates(scheduler)]
         return learning_rate.scale_learning_rates(self.runner.optim_wrapper, driving, factor)
 
     def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:
@@ -138,13 +147,55 @@ class RunnerTraining:
         from vram_guard.report.text import render
 
         text = render(plan, unicode=False).rstrip()
-        self.runner.logger.info("%s", "\n".join(["vram_guard", text, *lines]))
+        self.runner.logger.info("%s", printable("\n".join(["vram_guard", text, *lines])))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)
         self.runner.dump_config()
 
     def warn(self, message: str) -> None:
         """In the runner's log."""
-        self.runner.logger.warning("vram_guard: %s", message)
+        self.runner.logger.warning("vram_guard: %s", printable(message))
+
+
+def _schedules_by_iteration(runner: Any) -> Iterator[str]:
+    """Configured schedulers that count iterations; those that are converted from epochs follow the larger batch."""
+    found = runner.param_schedulers or []
+    single = isinstance(found, dict) and "type" in found
+    for one in [found] if single else found if isinstance(found, list) else ():
+        if isinstance(one, dict) and not one.get("by_epoch", True):
+            ends = f"{one.get('begin', 0)} - {one['end']}" if "end" in one else str(one.get("begin", 0))
+            yield f"{one.get('type')} ({ends})"
+
+
+def _hooks_by_iteration(runner: Any) -> Iterator[str]:
+    for hook in runner.hooks:
+        every = getattr(hook, "interval", None)
+        if type(every) is int and every > 1 and not getattr(hook, "by_epoch", False):
+            yield f"{type(hook).__name__}.interval = {every}"
+    yield from step_counts.of_callbacks(runner.hooks)
+
+
+def _drives_rates(scheduler: Any) -> bool:
+    """Momentum has schedulers of its own, which are of the same classes."""
+    return getattr(scheduler, "param_name", "lr") == "lr"
+
+
+def save_as_written(runner: Any, checkpoint: dict[str, Any], factor: float) -> bool:
+    """Divide the learning rates that a checkpoint is about to hold; False where a scheduler's cannot be found in it."""
+    if "optimizer" not in checkpoint:
+        return False
+    schedulers, states = runner.param_schedulers or [], checkpoint.get("param_schedulers")
+    if states is not None:
+        if not isinstance(schedulers, list) or not isinstance(states, list):
+            return False
+        driving = [number for number, one in enumerate(schedulers) if _drives_rates(one)]
+        made = divided_schedulers([schedulers[n] for n in driving], [states[n] for n in driving], factor)
+        if made is None:
+            return False
+        checkpoint["param_schedulers"] = [*states]
+        for number, state in zip(driving, made, strict=True):
+            checkpoint["param_schedulers"][number] = state
+    checkpoint["optimizer"] = divided_optimizer(checkpoint["optimizer"], factor)
+    return True
 
 
 def auto_scaled(runner: Any) -> bool:

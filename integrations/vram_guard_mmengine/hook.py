@@ -11,6 +11,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import FlexibleRunner, Runner
 
+from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard.guard import Guard
 from vram_guard.settings import disabled, filled
 from vram_guard.watch.recovery import MicroBatchSchedule
@@ -18,7 +19,7 @@ from vram_guard_mmengine import _recovery, _split_step
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._settings import Settings, checked_priority
 from vram_guard_mmengine._summary import CONFIG_KEY, META_KEY, summary
-from vram_guard_mmengine._training import RunnerTraining, auto_scaled, install_techniques
+from vram_guard_mmengine._training import RunnerTraining, auto_scaled, install_techniques, save_as_written
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -136,24 +137,32 @@ class VramGuardHook(Hook):  # type: ignore[misc]
                 runner.message_hub.update_info(f"vram_guard/{name}", value)
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the plan, and the factor that the saved learning rates contain."""
-        if self._guard is not None and self.plan is not None:
-            kept = summary(self.plan, applied=self._guard.changes)
-            checkpoint["meta"][META_KEY] = {**kept, "learning_rates_contain": float(self._guard.rates_contain)}
+        """Keep the plan, and save learning rates as they were written."""
+        guard = self._guard
+        if guard is None or self.plan is None:
+            return
+        contained, factor = guard.rates_contain, guard.multiplied_by
+        if factor != 1.0 and save_as_written(runner, checkpoint, factor):
+            contained = 1.0
+        kept = summary(self.plan, applied=guard.changes)
+        checkpoint["meta"][META_KEY] = {**kept, "learning_rates_contain": float(contained)}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Remember what the learning rates that are about to be restored were multiplied by."""
-        resumes = bool(getattr(runner, "_resume", False)) and "optimizer" in checkpoint
-        if resumes and self._guard is not None:
-            state = checkpoint.get("meta", {}).get(META_KEY) or {}
-            self._guard.rates_contain = float(state.get("learning_rates_contain", 1.0))
+        if not getattr(runner, "_resume", False) or "optimizer" not in checkpoint or self is not first_hook(runner):
+            return
+        state = checkpoint.get("meta", {}).get(META_KEY) or {}
+        contained = float(state.get("learning_rates_contain", 1.0))
+        if self._guard is not None:
+            self._guard.restored(contained)
+        elif contained != 1.0:
+            runner.logger.warning("vram_guard: %s", still_multiplied(contained))
 
 
 def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
     """Micro-batches as planned, and, where it is asked for, recovery from running out of memory."""
     decision, settings = guard.decision, guard.settings
-    if guard.first_steps is not None:
-        guard.first_steps.start()
+    guard.training_starts()
     splitter = decision.splitter if decision is not None and guard.changes else None
     if decision is None or decision.spare is None or guard.no_recovery:
         if splitter is not None:

@@ -14,7 +14,18 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 #: What a loop with `accumulate()` does otherwise, by name.
-WAYS = ("accumulated", "by_hand", "undivided", "twice_divided", "per_batch", "clears", "tokens", "compares", "wide")
+WAYS = (
+    "accumulated",
+    "by_hand",
+    "undivided",
+    "twice_divided",
+    "per_batch",
+    "clears",
+    "tokens",
+    "compares",
+    "wide",
+    "centred",
+)
 
 
 def loop(options, way):
@@ -64,6 +75,8 @@ def loss_of(way, logits, y):
     if way == "compares":
         logits = nn.functional.normalize(logits, dim=-1)
         return nn.functional.cross_entropy(logits @ logits.t(), torch.arange(len(y), device=y.device))
+    if way == "centred":
+        logits = logits - logits.mean(0)
     if way == "tokens":
         every = logits[:, None].expand(-1, 3, -1)
         return nn.functional.cross_entropy(every.flatten(0, 1), y[:, None].expand(-1, 3).flatten())

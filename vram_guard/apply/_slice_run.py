@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.state.containers import leaves, mapped
+from vram_guard.state.forwards import FirstForward, SecondForward
 from vram_guard.state.modules import statistics_kept
 from vram_guard.state.random_generators import RandomState
 
@@ -35,7 +37,7 @@ class SlicedModel:
         returns_loss: whether the one number that it returns, if it does, is what is differentiated.
         scale: the factor by which losses are scaled in float16.
         at_most: run so many slices and take the others for done.
-        on_slice: called before the forward of each slice.
+        on_slice: called before the forward of each slice, with its first sample, its samples, and those of the batch.
         divides: whether the model divides its loss by the number that it is given for that; None: not seen yet.
         rows_of_two: how many rows its outputs for two samples have; None: not looked at.
     """
@@ -46,7 +48,7 @@ class SlicedModel:
     returns_loss: bool
     scale: Callable[[], float]
     at_most: int | None
-    on_slice: Callable[[], None]
+    on_slice: Callable[[int, int, int], None]
     divides: bool | None = None
     rows_of_two: tuple[int, ...] | None = None
 
@@ -84,6 +86,8 @@ class SlicedRun:
         self._cut = [at for at, tensor in enumerate(self.given) if id(tensor) not in whole]
         """Those of which slices get some rows; the others are samples of a list, or shared by all slices."""
         self._random: list[RandomState] = []
+        self._first: list[FirstForward] = []
+        """Of each slice, where its forward will run again."""
         self._autocast = autocast_now()
         self._merging = Merging(sum(part.samples for part in slices), sliced.rows_of_two)
         self._gathered = SummedGradients(self.given)
@@ -99,21 +103,28 @@ class SlicedRun:
         first = 0
         for number, part in enumerate(self._slices):
             self._random.append(RandomState.with_current_device())
-            if number == 0 or self._scalar is not None:
-                self._forward_and_backward(part, first)
-            else:
-                with torch.no_grad():
-                    out = self._call(self._inputs_of(part)[0])
-                    self._merging.add(out, first, part.samples, self._weights[number])
+            with self._first_forward():
+                if number == 0 or self._scalar is not None:
+                    self._forward_and_backward(part, first)
+                else:
+                    with torch.no_grad():
+                        out = self._call(part, first, self._inputs_of(part)[0])
+                        self._merging.add(out, first, part.samples, self._weights[number])
             first += part.samples
         return self._merging.outputs()
+
+    def _first_forward(self) -> contextlib.AbstractContextManager[None]:
+        if self._sliced.returns_loss:
+            return contextlib.nullcontext()
+        self._first.append(FirstForward(self._sliced.model))
+        return self._first[-1]
 
     def _forward_and_backward(self, part: MicroBatch, first: int) -> None:
         """A slice with its graph: if there is one scalar to differentiate, that is done at once."""
         called, own = self._inputs_of(part)
         items = self._watched_items()
         with torch.enable_grad():
-            out = self._call(called, items)
+            out = self._call(part, first, called, items)
         check_rows(out, part.samples, self._sliced.rows_of_two)
         scalars = [
             (at, leaf)
@@ -147,10 +158,10 @@ class SlicedRun:
         if found[0] is None:
             self._weights = self._shares
 
-    def _call(self, called: dict[str, Any], items: torch.Tensor | None = None) -> Any:
+    def _call(self, part: MicroBatch, first: int, called: dict[str, Any], items: torch.Tensor | None = None) -> Any:
         kwargs = dict(called) if items is None else {**called, ITEMS_IN_BATCH: items}
         args = [kwargs.pop(name) for name in self._positional]
-        self._sliced.on_slice()
+        self._sliced.on_slice(first, part.samples, part.batch_samples)
         return self._sliced.as_written(*args, **kwargs)
 
     def _inputs_of(self, part: MicroBatch) -> tuple[dict[str, Any], list[torch.Tensor | None]]:
@@ -205,13 +216,9 @@ class SlicedRun:
         first = 0
         for number, part in enumerate(self._slices):
             called, own = self._inputs_of(part)
-            with (
-                torch.enable_grad(),
-                self._random[number].again(),
-                self._autocast(),
-                statistics_kept(self._sliced.model),
-            ):
-                made = tensors_of(self._call(called))
+            kept = SecondForward(self._first[number]) if self._first else statistics_kept(self._sliced.model)
+            with torch.enable_grad(), self._random[number].again(), self._autocast(), kept:
+                made = tensors_of(self._call(part, first, called))
             wanted = [
                 (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))
                 for at, (out, gradient) in enumerate(zip(made, gradients, strict=True))

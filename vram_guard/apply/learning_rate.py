@@ -68,7 +68,7 @@ def scale_learning_rates(optimizer: Optimizer, schedulers: Iterable[Any], factor
                 group[key] = times(group[key])
     left_out += [
         _("no learning rates were recognised in {scheduler}", scheduler=type(scheduler).__name__)
-        for scheduler in _flattened(schedulers)
+        for scheduler in flattened(schedulers)
         if not _scale_scheduler(scheduler, times)
     ]
     return tuple(left_out)
@@ -114,7 +114,7 @@ def _scale_scheduler(scheduler: Any, times: Callable[[Any], Any]) -> bool:
     return bool(held)
 
 
-def _flattened(schedulers: Iterable[Any]) -> list[Any]:
+def flattened(schedulers: Iterable[Any]) -> list[Any]:
     """Every scheduler once, those inside others too; what is wrapped, in place of its wrapper."""
     found: dict[int, Any] = {}
     waiting = list(schedulers)

@@ -59,14 +59,24 @@ def mean_shares(model: Any, slices: list[MicroBatch], called: Mapping[str, Any])
     return loss_weights(slices, Normaliser(("labels",), ignored=ignored, shifted=shifted))
 
 
-def split_or_warn(splitter: Splitter, batch: Any) -> list[MicroBatch]:
-    """The micro-batches; a batch unlike the others is trained on whole, which is right, if not small."""
-    try:
-        return splitter.split(batch)
-    except CannotSplitError as error:
-        said = _("{why}; this batch is trained without splitting it and may not fit", why=error)
-        warnings.warn(f"vram_guard: {said}", stacklevel=2)
-        return [MicroBatch(batch, 1, 1)]
+def split_or_warn(splitter: Splitter, batch: Any, why_whole: str = "", parts: int | None = None) -> list[MicroBatch]:
+    """The micro-batches; a batch unlike the others is trained on whole, which is right, if not small.
+
+    Args:
+        splitter: of the loader.
+        batch: of it.
+        why_whole: the reason for which it must not be cut; "" for none.
+        parts: their number; None: as many as the splitter's size asks for.
+    """
+    error = CannotSplitError("batch", why_whole)
+    if not why_whole:
+        try:
+            return splitter.split(batch, parts)
+        except CannotSplitError as found:
+            error = found
+    said = _("{why}; this batch is trained without splitting it and may not fit", why=error)
+    warnings.warn(f"vram_guard: {said}", stacklevel=2)
+    return [MicroBatch(batch, 1, 1)]
 
 
 def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Tensor:

@@ -128,7 +128,7 @@ def split(batch: Any, batch_size: int, micro_batch_size: int) -> list[MicroBatch
     """
     checked_count("batch_size", batch_size)
     most = checked_count("micro_batch_size", micro_batch_size)
-    return _cut(read_layout(batch, batch_size), batch, batch_size, most)
+    return _cut(read_layout(batch, batch_size), batch, even_sizes(batch_size, most))
 
 
 class Splitter:
@@ -152,10 +152,10 @@ class Splitter:
         if example is not None:
             self.layout = read_layout(example, self.batch_size)
 
-    def split(self, batch: Any) -> list[MicroBatch]:
-        """The micro-batches of one batch, full or short (see :func:`split`)."""
+    def split(self, batch: Any, parts: int | None = None) -> list[MicroBatch]:
+        """The micro-batches of one batch, full or short (see :func:`split`); ``parts`` of them where that is given."""
         layout, size = self._understand(batch)
-        return _cut(layout, batch, size, self.micro_batch_size)
+        return _cut(layout, batch, even_sizes(size, self.micro_batch_size) if parts is None else in_parts(size, parts))
 
     def count(self, batch: Any) -> int:
         """The samples of a batch.
@@ -232,15 +232,19 @@ class _OtherStructureError(Exception):
 
 def even_sizes(total: int, most: int) -> list[int]:
     """``total`` in the fewest parts of at most ``most``, as equal as possible, the larger first."""
-    count = -(-total // most)
+    return in_parts(total, -(-total // most))
+
+
+def in_parts(total: int, count: int) -> list[int]:
+    """``total`` in so many parts, as equal as possible, the larger first."""
     small, larger = divmod(total, count)
     return [small + 1] * larger + [small] * (count - larger)
 
 
-def _cut(layout: Layout, batch: Any, size: int, most: int) -> list[MicroBatch]:
+def _cut(layout: Layout, batch: Any, sizes: list[int]) -> list[MicroBatch]:
     micro_batches, start = [], 0
-    for samples in even_sizes(size, most):
-        micro_batches.append(MicroBatch(_take(layout, batch, start, samples), samples, size))
+    for samples in sizes:
+        micro_batches.append(MicroBatch(_take(layout, batch, start, samples), samples, sum(sizes)))
         start += samples
     return micro_batches
 
@@ -268,7 +272,7 @@ def _can_read(batch: Any, size: int) -> bool:
 
 def _read_part(part: Any, size: int, path: str) -> Layout:
     """Layout of one part, if the batch has ``size`` samples."""
-    if _is_tensor(part) or _is_array(part):
+    if _is_tensor(part) or is_array(part):
         return _read_rows(part, size, path)
     if _is_plain(part):
         return _SHARED
@@ -330,7 +334,7 @@ def _size_of(layout: Layout, batch: Any) -> int:
 
 def _row_counts(layout: Layout, part: Any, path: str) -> Iterator[tuple[str, int]]:
     if layout.rows:
-        if (_is_tensor(part) or _is_array(part)) and part.ndim > 0:
+        if (_is_tensor(part) or is_array(part)) and part.ndim > 0:
             yield path, int(part.shape[0])
         elif isinstance(part, (list, tuple)):
             yield path, len(part)
@@ -354,7 +358,7 @@ def _take(layout: Layout, part: Any, start: int, length: int) -> Any:
 
 
 def _leading_sizes(part: Any, path: str) -> Iterator[tuple[str, int]]:
-    if _is_tensor(part) or _is_array(part):
+    if _is_tensor(part) or is_array(part):
         if part.ndim > 0:
             yield path, int(part.shape[0])
     elif not _is_plain(part):
@@ -377,6 +381,6 @@ def _is_tensor(part: Any) -> bool:
     return isinstance(part, torch.Tensor)
 
 
-def _is_array(part: Any) -> bool:
+def is_array(part: Any) -> bool:
     """A numpy array, without importing numpy for it."""
     return type(part).__module__ == "numpy" and hasattr(part, "ndim") and hasattr(part, "dtype")

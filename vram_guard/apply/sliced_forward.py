@@ -47,7 +47,7 @@ def slice_forward(
     returns_loss: bool = True,
     scale: Callable[[], float] = lambda: 1.0,
     at_most: int | None = None,
-    on_slice: Callable[[], None] = lambda: None,
+    on_slice: Callable[[int, int, int], None] = lambda _first, _samples, _of: None,
 ) -> Callable[[], None]:
     """From now on, ``model`` trains on slices of ``micro_batch_size`` samples; evaluation is as before.
 
@@ -63,7 +63,7 @@ def slice_forward(
             computed beside the outputs that are, nothing is done for it beforehand.
         scale: the factor by which losses are scaled in float16 (``GradScaler.get_scale``).
         at_most: run so many slices and take the others for done: for traces, where one is like another.
-        on_slice: called before the forward of each slice.
+        on_slice: called before the forward of each slice, with its first sample, its samples, and those of the batch.
 
     Returns:
         A function that takes it off again.
@@ -123,9 +123,10 @@ class SlicedForward:
         """Of one sample, a row and what there is once for a batch look alike; of two samples they do not."""
         pairs = copy.copy(self._splitter)
         pairs.micro_batch_size = 2
-        kwargs = dict(pairs.split(called)[0].data)
+        pair = pairs.split(called)[0]
+        kwargs = dict(pair.data)
         args = [kwargs.pop(str(at)) for at in range(positional)]
-        self._sliced.on_slice()
+        self._sliced.on_slice(0, pair.samples, pair.batch_samples)
         with torch.no_grad(), RandomState.with_current_device().again(), statistics_kept(self._sliced.model):
             return rows_of(tensors_of(self._sliced.as_written(*args, **kwargs)))
 

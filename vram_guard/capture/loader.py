@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from vram_guard.apply import microbatch
@@ -160,11 +159,15 @@ def _representative(get: Callable[[int], Any], length: int, batch_size: int) -> 
 
 
 def _shapes(sample: Any) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(sample) if hasattr(leaf, "shape"))
+    from vram_guard.simulate.tracing.batches import leaves_of
+
+    return tuple(tuple(leaf.shape) for leaf in leaves_of(sample) if hasattr(leaf, "shape"))
 
 
 def _elements(sample: Any) -> int:
-    leaves = pytree.tree_leaves(sample)
+    from vram_guard.simulate.tracing.batches import leaves_of
+
+    leaves = leaves_of(sample)
     return sum(int(torch.Size(leaf.shape).numel()) if hasattr(leaf, "shape") else 1 for leaf in leaves)
 
 

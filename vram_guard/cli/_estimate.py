@@ -9,7 +9,7 @@ from vram_guard.cli._arguments import counts, gpu_memory, number, unknown_model
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_options
-from vram_guard.cli.printing import Notes, print_json, print_now
+from vram_guard.cli.printing import Notes, print_json, print_now, say
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 
@@ -148,15 +148,15 @@ def _symbolic(step: TrainingStep, batch: int, budget: Budget) -> SymbolicAnswer:
 def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool) -> None:
     from vram_guard.report.calculator import LINE
 
-    print()
+    say()
     if symbolic is not None:
         from vram_guard.report.symbolic import symbolic_lines
 
         print_now([*symbolic_lines(symbolic), ""])
     if fits and symbolic is not None:
-        print(_("✅ SAFE: the training fits"))
+        say(_("✅ SAFE: the training fits"))
     elif fits:
-        print(_("✅ SAFE by the rule of thumb; pass --model for a prediction from the model itself"))
+        say(_("✅ SAFE by the rule of thumb; pass --model for a prediction from the model itself"))
     else:
-        print(_("⚠️  OVER: this configuration may run out of memory (OOM)"))
-    print(LINE)
+        say(_("⚠️  OVER: this configuration may run out of memory (OOM)"))
+    say(LINE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import FOLDER, NETWORK, add_options
-from vram_guard.cli.printing import print_columns, print_json
+from vram_guard.cli.printing import print_columns, print_json, say
 from vram_guard.language import _
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def _print_gpus(cards: Sequence[GPU]) -> None:
         rows.append((card.name, card.architecture, f"{major}.{minor}", *sizes, *figures))
     print_columns(rows, left=2)
     margin, source = f"{100 * DEFAULT_MARGIN:g}%", measured_margin().source
-    print()
-    print(
+    say()
+    say(
         _(
             "usable: GiB less what the driver and the CUDA context take (partly estimates), less the default margin of "
             "{margin} ({source}).",
@@ -90,7 +90,7 @@ def _print_gpus(cards: Sequence[GPU]) -> None:
             source=source,
         )
     )
-    print(_("fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. --json names each figure's source."))
+    say(_("fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. --json names each figure's source."))
 
 
 def _tera(flops: int | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import counts, number, unknown_model, whole_number
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_columns, print_json, tell
+from vram_guard.cli.printing import print_columns, print_json, say, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -36,8 +36,8 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     if options.json:
         print_json({"kind": "gpus", "method": title, "tables": [_dict(size, rows) for size, rows in tables.items()]})
     else:
-        print(_about(options, title))
-        print()
+        say(_about(options, title))
+        say()
         _print_tables(tables)
     return EXIT_DONE
 
@@ -168,7 +168,7 @@ def _print_tables(tables: Tables) -> None:
     if len(cards) == 1:
         rows = [(_("resolution"), _("largest batch"), _("expected"), _("usable"))]
         rows += [(_size(size), *_cells(found[0])) for size, found in tables.items()]
-        print(cards[0].name)
+        say(cards[0].name)
         print_columns(rows, left=1)
         return
     head = [

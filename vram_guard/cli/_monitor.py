@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import add_options
-from vram_guard.cli.printing import print_json, tell
+from vram_guard.cli.printing import print_json, say, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.printable import printable
 
 if TYPE_CHECKING:
     from vram_guard.budget.sampling import GpuSample
@@ -153,7 +154,7 @@ def _shower(stream: TextIO) -> Callable[[float, tuple[GpuSample, ...]], None]:
             height = len(lines)
         else:
             lines = [f"{seconds:7.1f} s  {line}" for line in lines]
-        stream.write("\n".join(lines) + "\n")
+        stream.write(printable("\n".join(lines)) + "\n")
         stream.flush()
 
     return show
@@ -184,16 +185,16 @@ def _finish(options: argparse.Namespace, summary: Sequence[GpuSummary], count: i
     from vram_guard.units import format_bytes
 
     stream = sys.stderr if options.csv == "-" else sys.stdout
-    print(_("\nSummary of {count} samples", count=count), file=stream)
+    say(_("\nSummary of {count} samples", count=count), stream)
     for one in summary:
-        print(f"GPU {one.gpu} {one.name}: {one.words()}", file=stream)
+        say(f"GPU {one.gpu} {one.name}: {one.words()}", stream)
         for process in one.processes:
             peak = "?" if process.peak is None else format_bytes(process.peak)
             share = "" if process.utilization_mean is None else f", {process.utilization_mean:.0%}"
-            print(f"    {process.pid:>8} {process.name}: {_('peak')} {peak}{share}", file=stream)
+            say(f"    {process.pid:>8} {process.name}: {_('peak')} {peak}{share}", stream)
         advice = _advice(one)
         if advice:
-            print(f"    {advice}", file=stream)
+            say(f"    {advice}", stream)
 
 
 def _advice(one: GpuSummary) -> str:

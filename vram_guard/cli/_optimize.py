@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
-from vram_guard.cli.printing import print_json, tell
+from vram_guard.cli.printing import print_json, say, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -192,7 +192,7 @@ def _measured(
     fitting = {size for size in sizes if size <= max(largest, 1)} or {1}
 
     def show(one: Measured) -> None:
-        print(_measured_line(one), file=sys.stderr)
+        say(_measured_line(one), sys.stderr)
 
     return measure(step, fitting, device, seconds=options.benchmark_seconds, tell=show), name
 
@@ -225,21 +225,21 @@ def _answer(
 
     old, new = (document.mark + document.text).splitlines(), text.splitlines()
     for line in unified_diff(old, new, str(options.config), str(output), lineterm="", n=1):
-        print(line)
-    print(_("\nFor {budget}", budget=budget.explain()))
+        say(line)
+    say(_("\nFor {budget}", budget=budget.explain()))
     if advice.changes:
-        print(_("\nChanged:"))
+        say(_("\nChanged:"))
         for change in advice.changes:
             before = _("added") if change.behind is not None else _shown(change.old)
-            print(f"  {change.path}: {before} -> {_shown(change.new)}\n    {change.reason}")
+            say(f"  {change.path}: {before} -> {_shown(change.new)}\n    {change.reason}")
     if advice.kept:
-        print(_("\nLeft as it is:"))
+        say(_("\nLeft as it is:"))
         for setting, why in advice.kept:
-            print(f"  {setting}: {why}")
+            say(f"  {setting}: {why}")
     if any(change.behind is not None for change in advice.changes):
-        print(_("\nAdded entries take effect only where your program reads them; --existing-only adds none."))
+        say(_("\nAdded entries take effect only where your program reads them; --existing-only adds none."))
     if not options.dry_run:
-        print(_("wrote {path}", path=output), file=sys.stderr)
+        say(_("wrote {path}", path=output), sys.stderr)
 
 
 def _shown(value: Any) -> str:

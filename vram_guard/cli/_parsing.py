@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from vram_guard.language import ENGLISH, LOCALE, display_width, language
+from vram_guard.printable import printable
 
 #: The catalogue of argparse's own messages.
 DOMAIN = "argparse"
@@ -24,6 +25,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", Formatter)
         super().__init__(**settings)
+
+    def error(self, message: str) -> NoReturn:
+        """The message may quote what was typed, or read from a script."""
+        super().error(printable(message))
 
 
 class Formatter(argparse.HelpFormatter):

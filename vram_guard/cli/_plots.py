@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from vram_guard.cli.printing import say
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -112,4 +113,4 @@ def write_pictures(
 
 
 def _wrote(path: str) -> None:
-    print(_("wrote {path}", path=path), file=sys.stderr)
+    say(_("wrote {path}", path=path), sys.stderr)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from vram_guard.errors import VramGuardError
 from vram_guard.language import _
+from vram_guard.printable import printable
 from vram_guard.report.columns import columns
 
 #: The format of every ``--json`` answer; raised when a key changes its meaning or goes away.
@@ -40,15 +41,20 @@ class Notes(list[str]):
         return None
 
 
+def say(text: str = "", file: TextIO | None = None) -> None:
+    """Text for people, on standard output where no other stream is given; nothing in it that a terminal would obey."""
+    print(printable(text), file=file)
+
+
 def tell(text: str) -> None:
     """A message apart from the answer."""
-    print(f"vram-guard: {text}", file=sys.stderr)
+    say(f"vram-guard: {text}", sys.stderr)
 
 
 def print_now(lines: Iterable[str]) -> None:
     """Print lines for a reader while the rest of the answer is being computed."""
     for line in lines:
-        print(line)
+        say(line)
     sys.stdout.flush()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -93,12 +94,14 @@ def run_in_fork(
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        generators = random.getstate()  # Python seeds its own anew in a copy
         try:
             process = os.fork()
         except OSError as error:
             raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
     if process == 0:
         here.close()
+        random.setstate(generators)
         _work_in_copy(work, there)
     there.close()
     with here:

@@ -9,12 +9,13 @@ from vram_guard.apply.microbatch import probe_layout, splitter_of
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
+from vram_guard.guard.collectives import collectives_of, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.loss_graph import LossGraph
-from vram_guard.proof.prove import Proof, prove
+from vram_guard.proof.prove import Proof, prove, prove_cut
 from vram_guard.watch.corrections import Corrections, subject
 
 if TYPE_CHECKING:
@@ -120,10 +121,19 @@ def decide_alone(
         splitter = spare
         notes += splitting_notes(captured.model, settings.said_loss_weight or "sum", make, size)
     weight, unproven = proof.loss_weight, ""
-    if splitter is None and settings.may_recover and settings.said_loss_weight is None:
-        with captured.symbolic_run():
-            weight, unproven = graph.reduction(size)
-    return Decision(plan, tuple(notes), splitter, spare, about, refused, weight, unproven)
+    if splitter is None and spare is not None and settings.may_recover and settings.said_loss_weight is None:
+        weight, unproven = prove_cut(captured, plan, graph, settings.proof_seconds)
+    return Decision(
+        plan,
+        tuple(notes),
+        splitter,
+        spare,
+        about,
+        refused,
+        collectives=collectives_of(plan.timeline_before),
+        loss_weight=weight,
+        unproven=unproven,
+    )
 
 
 def _proven_plan(
@@ -138,9 +148,10 @@ def _proven_plan(
     """The best plan that is known to leave what is learned as it was; techniques that do not are refused on the way."""
     for _technique in range(len(TECHNIQUES)):
         plan = _plan(captured, settings, budget, refused, correction, progress)
-        objection = captured.objection(plan)
-        if objection is not None:
-            refused[objection.technique] = objection.reason
+        objections = (captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before)))
+        new = {one.technique: one.reason for one in objections if one is not None and one.technique not in refused}
+        if new:
+            refused.update(new)
             continue
         if settings.mode != "fit" or not plan.fits or not plan.changed:
             return plan, Proof("")

@@ -26,7 +26,8 @@ def judge(plan: Plan, mode: Mode) -> str:
             said += " " + _("The plan that would make it fit:")
         raise DoesNotFitError(f"{said}\n{plan.explain()}")
     if mode == "fit" and not plan.fits:
-        return " ".join([_("this training is not known to fit."), *plan.reasons])
+        said = _("what is pinned is not applied.") if plan.fits_as_written else _("this training is not known to fit.")
+        return " ".join([said, *plan.reasons])
     return ""
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard._decide import decide
 from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
+from vram_guard.guard.collectives import why_not_recovered
 from vram_guard.language import _
+from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured
 from vram_guard.watch.memory import reader_for
@@ -33,7 +36,7 @@ class Guard:
         first_steps: the measurement; None where nothing can be measured.
         no_recovery: why the training is not taken through out-of-memory errors; "" where it is.
         rates_contain: the factor for a larger batch that the learning rates already contain: a checkpoint's, or the
-            framework's own.
+            framework's own; see :meth:`restored`.
     """
 
     def __init__(self, training: Training, settings: GuardSettings) -> None:
@@ -66,6 +69,12 @@ class Guard:
     def changes(self) -> bool:
         """True if the training runs under a plan that is not as written."""
         return self.may_change and self.plan is not None and self.plan.fits and self.plan.changed
+
+    @property
+    def grown(self) -> bool:
+        """True if the training runs with a larger batch."""
+        plan = self.plan
+        return self.changes and plan is not None and plan.batch_size != plan.batch_size_before
 
     def begin(self) -> None:
         """Decide, apply, report and judge; on every rank, once the model is complete and before it is placed.
@@ -122,11 +131,25 @@ class Guard:
         plan = self.plan
         if plan is not None and plan.fits and (plan.recipe.parameters_on_host or plan.recipe.optimizer_on_host):
             return _("weights or optimizer state on the host are changed while backward and the step still run")
+        if self.decision is not None and (why := why_not_recovered(self.decision.collectives)):
+            return why
         return self.training.why_not_recovered({} if self.decision is None else self.decision.refused)
 
     def prediction(self) -> str:
         """The last part of the message of an out-of-memory error."""
         return "" if self.plan is None else _("What was predicted:") + f"\n{self.plan.explain()}"
+
+    def training_starts(self) -> None:
+        """Everything is built, and the first step comes next: say if memory is gone that the plan reckoned with."""
+        missing = 0 if self.first_steps is None else self.first_steps.start()
+        if missing and self.plan is not None and self.plan.fits:
+            self.training.warn(
+                _(
+                    "{missing} that this plan reckoned with are no longer free on the device: other processes have "
+                    "taken memory since it was made, and this training may run out of it",
+                    missing=format_bytes(missing),
+                )
+            )
 
     def out_of_memory(self, _failure: object = None) -> None:
         """Memory ran out on this rank."""
@@ -144,6 +167,17 @@ class Guard:
     def learning_rate_factor(self) -> float:
         """The factor that the learning rates of this run are multiplied by."""
         return self.training.learning_rate_factor(self.plan) if self.changes and self.plan is not None else 1.0
+
+    @property
+    def multiplied_by(self) -> float:
+        """The factor that this guard has multiplied the rates by, which a checkpoint is to be rid of."""
+        return self.rates_contain if self.settings.mode == "fit" else 1.0
+
+    def restored(self, contained: float) -> None:
+        """A checkpoint is being restored whose learning rates contain a factor for a larger batch."""
+        self.rates_contain = contained
+        if self.settings.mode != "fit" and contained != 1.0:
+            self.training.warn(still_multiplied(contained))
 
     def scale_learning_rates(self) -> None:
         """From what the rates contain to what this run's are to be; a second call does nothing."""

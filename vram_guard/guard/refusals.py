@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from vram_guard.apply.loss_weight import IGNORED, LossWeight
 from vram_guard.errors import UnsupportedStepError
@@ -109,6 +108,7 @@ def splitting_notes(model: nn.Module, loss_weight: LossWeight, make: Callable[[i
 
 
 def _has_ignored_labels(batch: Any) -> bool:
-    leaves = pytree.tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
-    labels = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.int64]
+    from vram_guard.simulate.tracing.batches import tensors_of
+
+    labels = [leaf for leaf in tensors_of(batch) if leaf.dtype == torch.int64]
     return any(bool((leaf == IGNORED).any()) for leaf in labels)

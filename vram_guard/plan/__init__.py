@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
 from vram_guard.plan._option import Option
+from vram_guard.plan._purity import check_pinned_blocks, watched_modules, why_not_again, why_not_checkpointed
 from vram_guard.plan._search import search
 from vram_guard.plan.checks import check_growth
 from vram_guard.plan.descriptions import Reason, Why
@@ -82,6 +83,8 @@ def plan(
     Raises:
         InvalidInputError: an argument makes no sense, or two contradict each other; raised before anything is traced.
         NoDeviceError: no budget, no GPU name and no GPU here.
+        UnsupportedStepError: the step cannot be run symbolically, or a block is pinned to be checkpointed whose forward
+            must not run twice.
 
     Example:
         >>> net = torch.nn.Linear(256, 256)
@@ -123,10 +126,22 @@ def plan(
     from vram_guard.plan._tracing import Traces
 
     report = progress or _silent
-    source = step if isinstance(step, Source) else source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY)
+    named = None if blocks is None else tuple(blocks)
+    may_checkpoint = "checkpoint" in techniques or pins.checkpoint not in (None, "none", 0, ())
+    if isinstance(step, Source):
+        source = step
+    else:
+        watched = watched_modules(named if may_checkpoint else (), pins)
+        source = source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY, watched)
     traces = Traces(source, batch_size, report)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu)
-    traces(Option(source.precision, 1))  # errors of the step as written come before all others
+    # Errors of the step as written come before all others.
+    changes = traces(Option(source.precision, 1)).changes
+    parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
+    check_pinned_blocks(pins, parts.blocks, changes)
+    if source.forward_again and (again := why_not_again(changes)) is not None:
+        techniques -= {"accumulate"}
+        reasons["accumulate"] = refused_reason("accumulate", again)
     request = Request(
         batch_size=batch_size,
         precision=source.precision,
@@ -135,13 +150,14 @@ def plan(
             batch_size,
             precisions,
             techniques,
-            parts_of(source.model, cost_model, blocks),
+            parts,
             pins,
             trains=trains,
             incompatible=_incompatible(source),
         ),
         why_precision=reasons.get("precision", why_precision),
-        why_not_split=reasons.get("accumulate", Reason(Why.NO_ACCUMULATION)),
+        why_not_split=reasons.get("accumulate", _why_not_split(pins, allowed=allowed, trains=trains)),
+        why_not_checkpointed=why_not_checkpointed(changes) if may_checkpoint else (),
         accumulate=source.accumulate,
         ranks=source.ranks,
         grow=grow,
@@ -188,6 +204,13 @@ def _precisions(
         mixed, why = mixed_precision(precision, capability)
     half = half_precision(precision, capability) if "half" in techniques else None
     return tuple(name for name in (precision, mixed, half) if name is not None), why
+
+
+def _why_not_split(pins: Pins, *, allowed: frozenset[str], trains: bool) -> Reason:
+    """The reason why there are no smaller micro-batches, where there are none and nothing was refused."""
+    if pins.micro_batch_size is not None:
+        return Reason(Why.SIZE_PINNED)
+    return Reason(Why.NO_GRADIENTS if "accumulate" in allowed and not trains else Why.NO_ACCUMULATION)
 
 
 def _compute_capability(budget: Budget) -> tuple[int, int] | None:

@@ -100,13 +100,15 @@ def changed(
             why.append(Reason(Why.BATCH_NORM, samples=samples, batch=request.batch_size))
     if option.recipe:
         why.append(Reason(Why.RECIPE, recipe=RecipeText(option.recipe)))
+    why += request.why_not_checkpointed
     why += [Reason(Why.CHEAPEST, factor=f"{slowdown:.2f}"), *tier_reasons(after.estimate)]
     return make_plan(request, before, after, option, request.batch_size, True, tuple(why), rejected, slowdown)
 
 
 def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, ...]) -> Plan:
     """The step as written, which is not known to fit, and neither is anything else."""
-    why = [shortage(request, before.estimate)]
+    fits = request.fits(before.estimate)
+    why = [Reason(Why.PINS_DO_NOT_FIT) if fits else shortage(request, before.estimate)]
     closest = nearest(rejected)
     if closest is not None and len(rejected) > 1:
         missing = closest.missing
@@ -117,6 +119,7 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
         why.append(request.why_not_split)
     if request.batch_size == 1:
         why.append(Reason(Why.ONE_SAMPLE))
+    why += request.why_not_checkpointed
     why.append(Reason(Why.UNCHANGED))
     return make_plan(request, before, before, request.as_written, request.batch_size, False, tuple(why), rejected, 1.0)
 

@@ -38,15 +38,25 @@ class Parts:
     """Seconds to bring each block's saved bytes to the host and back."""
     frozen: tuple[str, ...] = ()
     """Frozen modules, the largest first."""
+    impure: frozenset[str] = frozenset()
+    """Blocks whose forward must not run twice."""
+
+    @property
+    def checkpointable(self) -> tuple[str, ...]:
+        """The blocks whose forward may run twice."""
+        return tuple(block for block in self.blocks if block not in self.impure)
 
 
-def parts_of(model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | None) -> Parts:
+def parts_of(
+    model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | None, impure: frozenset[str] = frozenset()
+) -> Parts:
     """The parts of the model that techniques can be applied to.
 
     Args:
         model: of the step.
         cost_model: prices of this step.
         blocks: the modules that may be treated; None: the repeated ones.
+        impure: modules whose forward must not run twice.
 
     Raises:
         InvalidInputError: ``blocks`` names modules that the model does not have.
@@ -60,7 +70,7 @@ def parts_of(model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | No
     found = find_blocks(model) if blocks is None else named_blocks(model, blocks)
     names = tuple(block.name for block in found)
     frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
-    return Parts(names, *cost_model.of_blocks(names), tuple(frozen))
+    return Parts(names, *cost_model.of_blocks(names), tuple(frozen), impure)
 
 
 def space_of(
@@ -110,7 +120,7 @@ def _splits(batch_size: int, techniques: frozenset[str], pins: Pins, *, trains: 
 def _recipes(techniques: frozenset[str], parts: Parts, pins: Pins, *, trains: bool) -> Iterator[Recipe]:
     """Every recipe of whole-model techniques, over the pinned blocks."""
     base = AS_WRITTEN.with_(
-        checkpoint=_pinned("checkpoint", pins.checkpoint, parts.blocks),
+        checkpoint=_pinned("checkpoint", pins.checkpoint, parts.checkpointable),
         offload_activations=_pinned("offload_activations", pins.offload_activations, parts.blocks),
     )
     forms = [pins.optimizer] if pins.optimizer else _forms(techniques, trains=trains)
@@ -175,20 +185,19 @@ def _pinned(name: str, pin: tuple[str, ...] | int | str | None, modules: tuple[s
 
 def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[BlockPrefix]:
     pinned = {
-        *_pinned("checkpoint", pins.checkpoint, parts.blocks),
+        *_pinned("checkpoint", pins.checkpoint, parts.checkpointable),
         *_pinned("offload_activations", pins.offload_activations, parts.blocks),
     }
     blocks = tuple(block for block in parts.blocks if block not in pinned and parts.saved.get(block, 1) > 0)
     checkpoints = "checkpoint" in techniques and pins.checkpoint is None
     offloads = "offload_activations" in techniques and pins.offload_activations is None
-    if not blocks:
-        return
-    if checkpoints:
-        yield from (BlockPrefix("checkpoint", order) for order in dict.fromkeys(_orders(blocks, parts)))
-    if offloads:
+    pure = tuple(block for block in blocks if block not in parts.impure)
+    if checkpoints and pure:
+        yield from (BlockPrefix("checkpoint", order) for order in dict.fromkeys(_orders(pure, parts)))
+    if offloads and blocks:
         yield BlockPrefix("offload_activations", blocks)
-    if checkpoints and offloads and len(blocks) > 1 and _recompute_is_cheaper(blocks, parts):
-        yield BlockPrefix("both", blocks)
+    if checkpoints and offloads and len(pure) > 1 and _recompute_is_cheaper(pure, parts):
+        yield BlockPrefix("both", pure)
 
 
 def _orders(blocks: tuple[str, ...], parts: Parts) -> Iterator[tuple[str, ...]]:

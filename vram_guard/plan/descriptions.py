@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vram_guard.language import Message, _, marked
+from vram_guard.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,12 +21,13 @@ class Why(Enum):
     # what the step as written takes
     FITS = marked("The step fits as written.")
     PINNED = marked("The step fits as written; the pinned settings are applied nevertheless.")
+    PINS_DO_NOT_FIT = marked("The step fits as written; with the pinned settings it does not.")
     ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
     SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
     SIZES_ARE_BOUNDS = marked("Some sizes are bounds, not exact: see the notes.")
 
     # why the precision is what it is
-    NOT_ALLOWED = marked("Mixed precision was not tried: it is not allowed, or not possible here.")
+    NOT_ALLOWED = marked("Mixed precision was not tried: it is not among the techniques that this plan may use.")
     PRECISION_PINNED = marked("The precision is pinned.")
     PRECISION_CHOSEN = marked("The precision {precision} was chosen by the user and stays.")
     BFLOAT16_ASSUMED = marked(
@@ -57,9 +59,17 @@ class Why(Enum):
     REFUSED = marked("{technique} is not possible here: {why}")
     REFUSED_SEVERAL = marked("{techniques} are not possible here: {why}")
 
+    NOT_CHECKPOINTED = marked(
+        "{blocks} cannot be checkpointed: the forward {does}, and would do so again in the backward pass."
+    )
+
     # nothing fits
     NEAREST = marked("Nothing that is allowed makes it fit. Closest: {option}, {missing} over budget ({count} bytes).")
-    NO_ACCUMULATION = marked("Gradient accumulation was not allowed, or there are no gradients to accumulate.")
+    NO_ACCUMULATION = marked(
+        "Smaller micro-batches were not tried: they are not among the techniques that this plan may use."
+    )
+    NO_GRADIENTS = marked("A step without an optimizer has no gradients to accumulate over smaller micro-batches.")
+    SIZE_PINNED = marked("The micro-batch size is pinned.")
     ONE_SAMPLE = marked("A batch of one sample cannot be split.")
     UNCHANGED = marked("Nothing was changed.")
 
@@ -196,7 +206,7 @@ def ranges(modules: tuple[str, ...]) -> str:
             runs.append((stem, number, number))
         else:
             runs.append((name, -1, -1))
-    return ", ".join(_run(*run) for run in runs)
+    return printable(", ".join(_run(*run) for run in runs), lines=False)
 
 
 def _run(stem: str, first: int, last: int) -> str:

@@ -103,6 +103,11 @@ class Plan:
         return self.before.fits(self.budget, self.correction)
 
     @property
+    def only_pins_fail(self) -> bool:
+        """True if the step fits as written, and nothing with the pinned settings does."""
+        return self.fits_as_written and not self.fits
+
+    @property
     def splits(self) -> int:
         """Micro-batches that one loaded batch is split into."""
         return self.batch_size // self.micro_batch_size
@@ -157,6 +162,8 @@ class Plan:
         missing = self.peak - self.budget.usable
         if missing > 0:
             return _("{amount} over budget", amount=format_bytes(missing))
+        if self.only_pins_fail:
+            return _("fits as written, not as pinned")
         return _("not known to fit: only a lower bound")
 
     def explain(self) -> str:
@@ -190,6 +197,8 @@ class Plan:
             return _("Fits: {peak} of {usable}, {spare} to spare.", peak=peak, usable=usable, spare=spare)
         if self.peak > self.budget.usable:
             return _("Does not fit: {peak} needed, {usable} usable.", peak=peak, usable=usable)
+        if self.only_pins_fail:
+            return _("Fits as written ({peak} of {usable}), not as pinned.", peak=peak, usable=usable)
         return _("Not known to fit: at least {peak} needed, {usable} usable.", peak=peak, usable=usable)
 
 

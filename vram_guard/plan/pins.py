@@ -22,8 +22,8 @@ class Pins:
     Attributes:
         precision: one of :data:`vram_guard.step.PRECISIONS`.
         micro_batch_size: samples of a micro-batch; divides the batch.
-        checkpoint: module names, how many blocks, "all" or "none".
-        offload_activations: the same.
+        checkpoint: module names, how many blocks, "all" (whose forward may run twice) or "none".
+        offload_activations: the same, but "all" is every block.
         frozen_on_host: names of frozen modules, "all" or "none".
         optimizer: one of :data:`vram_guard.techniques.OPTIMIZER_FORMS`.
         optimizer_on_host: whether the optimizer lives in host memory.
@@ -92,9 +92,11 @@ class Pins:
         if size is not None and batch_size % size:
             raise InvalidInputError(
                 _(
-                    "pin: micro_batch_size {size} does not divide the batch of {batch}: micro-batches are equal",
+                    "pin: micro_batch_size {size} does not divide the batch of {batch}, and micro-batches are equal: "
+                    "pin {nearest}, or leave the pin out where one guard trains with different batches",
                     size=size,
                     batch=batch_size,
+                    nearest=next(n for n in range(min(size, batch_size), 0, -1) if batch_size % n == 0),
                 )
             )
         if size is not None and size != batch_size and grow:

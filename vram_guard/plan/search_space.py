@@ -137,6 +137,8 @@ class Request:
     """The reason for the precisions in the space."""
     why_not_split: Reason = field(default_factory=lambda: Reason(Why.NO_ACCUMULATION))
     """The reason why there are no smaller micro-batches in the space, where there are none."""
+    why_not_checkpointed: tuple[Reason, ...] = ()
+    """The reasons why blocks are left out of those that may be checkpointed."""
     accumulate: int = 1
     ranks: int = 1
     grow: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,7 +52,7 @@ class Source:
     model: torch.nn.Module
     trace: Callable[[TraceRequest], Timeline]
     """Follows two optimizer steps; the blocks have exact sizes (``per_sample`` 0). It may raise what the user's code
-    raises."""
+    raises. Timelines of the step as written say what forwards change that may run twice (``Timeline.changes``)."""
     precision: str = "32-true"
     accumulate: int = 1
     """Loaded batches (or micro-batches of a TrainingStep) per optimizer step."""
@@ -78,21 +78,26 @@ class Source:
         return TraceRequest(size, precision, recipe, slices, self.sliced_by, self.forward_again)
 
 
-def source_of(step: TrainingStep, capability: tuple[int, int]) -> Source:
+def source_of(
+    step: TrainingStep, capability: tuple[int, int], watched: Callable[[Any], Iterable[str]] = lambda _model: ()
+) -> Source:
     """A TrainingStep, followed on symbolic tensors; its model is built once for all traces.
 
     Args:
         step: as written.
         capability: of the GPU that is meant.
+        watched: model -> modules that are watched in the first trace of the step as written.
     """
+    from vram_guard.simulate import TRACED_SIZES
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
     built = with_built_model(step, capability)
+    first = TraceRequest(TRACED_SIZES[0], step.precision)
 
     def run(request: TraceRequest) -> Timeline:
         changes: dict[str, Any] = {"accumulate": request.slices, "whole_batch": True} if request.slices > 1 else {}
         changed = built.with_(precision=request.precision, recipe=request.recipe, **changes)
-        return run_step(changed, request.batch_size, capability)
+        return run_step(changed, request.batch_size, capability, watched(built.model) if request == first else ())
 
     return Source(
         model=built.model,  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
 from vram_guard.language import _
+from vram_guard.simulate.tracing.batches import batch_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +28,12 @@ class LossGraph:
         self._loaded = loaded
         self._terms: dict[int, tuple[Term, ...]] = {}
         self._size = 0
-        self.step = step.with_(loss=self._loss, **({"batch": self._batch} if callable(step.batch) else {}))
+        self._source = batch_source(step.batch)
+        self.step = step.with_(loss=self._loss, batch=self._batch)
 
     def _batch(self, size: int) -> Any:
         self._size = size
-        return self._as_written.batch(size)
+        return self._source(size)
 
     def _loss(self, model: Any, batch: Any) -> Any:
         from vram_guard.simulate.tracing.loop import scalar_loss

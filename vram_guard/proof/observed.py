@@ -201,6 +201,8 @@ class _Walk:
         registered = [*model.modules(), *model.parameters(), *model.buffers()]
         self._seen.update((id(each), each) for each in registered)
         for prefix, module in model.named_modules():
+            if prefix and isinstance(module, self._closed):
+                continue
             for name, value in _attributes_of(module):
                 self._visit(f"{prefix}.{name}" if prefix else name, value, 0)
         for kind in {kind: None for module in model.modules() for kind in type(module).__mro__}:

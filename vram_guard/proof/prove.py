@@ -86,19 +86,45 @@ def prove(
         loss_weight: as the user said; None: to be found out.
         seconds: that a rehearsal may take; where it would take longer, the graph of the loss has to prove it.
     """
-    return _Prover(captured, plan, graph, loss_weight, seconds).verdict()
+    return _Prover(captured, plan, graph, loss_weight, seconds, splits=plan.splits > 1).verdict()
+
+
+def prove_cut(
+    captured: CapturedTraining, plan: Plan, graph: LossGraph, seconds: float
+) -> tuple[LossWeight | None, str]:
+    """The weight of the losses of micro-batches that may be needed later; None, and why, where there is none.
+
+    Args:
+        captured: the training, in a copy of its process.
+        plan: that does not cut its batches.
+        graph: of its loss, which is asked first.
+        seconds: that a rehearsal may take, where the graph does not tell.
+    """
+    with captured.symbolic_run():
+        weight, why = graph.reduction(plan.batch_size)
+    if weight is not None or seconds == 0:
+        return weight, why
+    verdict = _Prover(captured, plan, graph, None, seconds, splits=True).verdict()
+    return (verdict.loss_weight, "") if isinstance(verdict, Proof) else (None, why)
 
 
 class _Prover:
     def __init__(
-        self, captured: CapturedTraining, plan: Plan, graph: LossGraph, loss_weight: LossWeight | None, seconds: float
+        self,
+        captured: CapturedTraining,
+        plan: Plan,
+        graph: LossGraph,
+        loss_weight: LossWeight | None,
+        seconds: float,
+        *,
+        splits: bool,
     ) -> None:
         self._captured = captured
         self._graph = graph
         self._said = loss_weight
         self._seconds = seconds
         self._plan = plan
-        self._splits = plan.splits > 1
+        self._splits = splits
         self._recipe = AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint)
 
     def verdict(self) -> Proof | Disproof:

@@ -93,12 +93,12 @@ class RehearsedStep(ExitStack):
         self._row = 0
         self._draws = RowDraws(rehearsal.samples, layout=rehearsal.draws)
         self._before: Observed | None = None
-
-    def begin(self) -> None:
-        """Everything is set up and the first batch is about to be loaded."""
         # No other process takes part, whatever this one's copy was connected to.
         self.applied.replace(torch.distributed, "is_initialized", lambda: False)
         refuse_connections()
+
+    def begin(self) -> None:
+        """Everything is set up and the first batch is about to be loaded."""
         self._before = observe(self._model, closed=self._closed)
         self.enter_context(FixedStatistics(self._model))
         self.enter_context(self._draws)

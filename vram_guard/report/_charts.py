@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.model import Plan
+from vram_guard.printable import printable
 from vram_guard.report._walk import stack
 from vram_guard.report.batch_curve import close_together
 from vram_guard.report.categories import PHASES
@@ -187,7 +188,8 @@ def _timeline_chart(
         reserved=reserved,
     )
     first = (_("peak {amount}", amount=peak), _(PHASES[estimate.peak_phase.name]), estimate.peak_module)
-    lines = [", ".join(filter(None, parts)) for parts in (first, (estimate.peak_source, estimate.peak_operator))]
+    second = (estimate.peak_source, estimate.peak_operator)
+    lines = [printable(", ".join(filter(None, parts)), lines=False) for parts in (first, second)]
     around = [size for at, size in zip(drawn.events, drawn.reserved, strict=True) if at <= event]
     return Chart(
         caption=caption or f"{timeline.precision}, {_('batch {count}', count=batch_size)}",

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.text import Text
+
+from vram_guard.printable import printable
 
 
 def as_text(report: RenderableType, width: int) -> str:
@@ -15,7 +18,12 @@ def as_text(report: RenderableType, width: int) -> str:
     plain = Console(file=io.StringIO(), width=width, color_system=None, _environ={})
     with plain.capture() as captured:
         plain.print(report)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in printable(captured.get()).splitlines()) + "\n"
+
+
+def words(text: str, style: str = "") -> Text:
+    """Text without markup, whatever characters it has."""
+    return Text(printable(text), style=style)
 
 
 def is_unicode(encoding: str | None = None) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vram_guard.language import _, marked
 from vram_guard.plan.model import Plan
+from vram_guard.printable import printable
 from vram_guard.report.categories import PHASES, category_name
 from vram_guard.timeline import CATEGORIES
 from vram_guard.units import format_bytes
@@ -67,6 +68,8 @@ class Content:
         if self.peak > budget.usable:
             words = _("{peak} of {usable} usable, {over} too much", peak=peak, usable=usable, over=between)
             return "over", _("Does not fit"), words
+        if self.plan is not None and self.plan.only_pins_fail:
+            return "over", _("Not as pinned"), _("as written {peak} of {usable} usable", peak=peak, usable=usable)
         return "unknown", _("Not known to fit"), _("at least {peak} of {usable} usable", peak=peak, usable=usable)
 
     def bars(self) -> list[tuple[str, int]]:
@@ -115,12 +118,15 @@ class Content:
                 fragmented=format_bytes(point.fragmented),
             )
             facts.append((_("would fail"), words))
-        return [(name, value) for name, value in facts if value]
+        return [(name, printable(value, lines=False)) for name, value in facts if value]
 
     def modules(self, most: int) -> list[tuple[str, str, str]]:
         """(name, bytes, share) of the modules that hold most at the peak."""
         held = [(name, size) for name, size in self.estimate.by_module.items() if size][:most]
-        return [(name or _("(outside any module)"), format_bytes(size), self._share(size)) for name, size in held]
+        return [
+            (printable(name, lines=False) or _("(outside any module)"), format_bytes(size), self._share(size))
+            for name, size in held
+        ]
 
     def notes(self, most: int | None = None) -> list[str]:
         """The notes of the estimate; None: all of them."""

@@ -5,10 +5,10 @@ Nothing but the standard library is needed. Coordinates are written with one dec
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vram_guard.language import _
+from vram_guard.report._markup import escape
 from vram_guard.report.categories import category_name
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import Any, TextIO
 from rich import box
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison
 from vram_guard.plan.variants import Variants
 from vram_guard.report import _console
+from vram_guard.report._console import words
 from vram_guard.report.as_json import as_dict
 from vram_guard.units import format_bytes
 
@@ -97,12 +97,12 @@ def _report(answer: Comparison, *, unicode: bool) -> Group:
     table.columns[0].min_width = min(24, max(len(row.name) + 2 for row in answer.rows))
     for row in answer.rows:
         style = "bold" if row is chosen else "" if row.fits else "dim"
-        table.add_row(*(Text(cell(row)) for _title, cell, _number in columns), style=style)
+        table.add_row(*(words(cell(row)) for _title, cell, _number in columns), style=style)
     above = []
     if isinstance(answer, Variants):
-        above = [Text(answer.choice(), style="bold red" if chosen is None else "bold green")]
+        above = [words(answer.choice(), "bold red" if chosen is None else "bold green")]
     notes = [_("Budget: {words}", words=answer.budget.explain()), *_notes(answer)]
-    return Group(*above, table, *(Text(line, style="dim") for line in notes))
+    return Group(*above, table, *(words(line, "dim") for line in notes))
 
 
 def _variant_columns(answer: Variants) -> Iterator[_Column]:

@@ -8,13 +8,13 @@ missing.
 from __future__ import annotations
 
 import json
-from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _, language
 from vram_guard.report._charts import batch_chart, timeline_charts
 from vram_guard.report._content import Content, alternatives, plan_facts
+from vram_guard.report._markup import escape
 from vram_guard.report._svg import COLUMNS, script_data, svg
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import category_name

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import ENGLISH, _, speaking
+from vram_guard.printable import printable
 from vram_guard.report._charts import batch_chart, timeline_charts
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import category_name
@@ -161,8 +162,10 @@ def _draw(figure: Figure, charts: Sequence[Chart], title: str | None = None) -> 
         _spans(axes, chart)
         _marks(axes, chart)
         above = 26 if chart.is_timeline else 6
-        axes.set_title(title or chart.caption, loc="left", fontsize=11, fontweight="bold", color=INK, pad=above)
-        axes.set_title(chart.remark, loc="right", fontsize=10, color=INK, pad=above)
+        # Names may hold dollar signs, which are no formulas.
+        plain: dict[str, Any] = {"parse_math": False, "color": INK, "pad": above}
+        axes.set_title(printable(title or chart.caption), loc="left", fontsize=11, fontweight="bold", **plain)
+        axes.set_title(chart.remark, loc="right", fontsize=10, **plain)
     if not charts[0].is_timeline:  # whose lines are labelled
         return
     shown = [entry for axes in panels for entry in zip(*axes.get_legend_handles_labels(), strict=True)]
@@ -247,5 +250,6 @@ def _marks(axes: Axes, chart: Chart) -> None:
             fontsize=8,
             color=INK,
             zorder=6,
+            parse_math=False,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
         )

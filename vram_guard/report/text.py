@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vram_guard.language import _, display_width
-from vram_guard.report._console import as_text, is_unicode
+from vram_guard.report._console import as_text, is_unicode, words
 from vram_guard.report._console import show as show_report
 from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.units import format_bytes
@@ -92,12 +92,12 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     budget, plan = content.budget, content.plan
     if budget is not None:
         kind, head, figures = content.verdict(budget)
-        yield Text(f"{head.upper()}  {figures}", style=_STYLES[kind])
+        yield words(f"{head.upper()}  {figures}", _STYLES[kind])
     yield _table(content, signs)
     if budget is not None:
         for name, peak in content.bars():
             yield _bar(name, peak, budget, signs)
-        yield Text(_("Budget: {budget}", budget=budget.explain()), style="dim")
+        yield words(_("Budget: {budget}", budget=budget.explain()), "dim")
     yield _heading(_("Peak"))
     yield _grid(content.peak_facts())
     modules = content.modules(TOP_MODULES)
@@ -150,7 +150,7 @@ def _grid(rows: Iterable[Sequence[str]], *, right: bool = False) -> Table:
     """A table without lines, indented by two; ``right``: all columns but the first are numbers."""
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(words, row))
     for number, column in enumerate(table.columns):
         column.overflow = "fold"
         if right and number:
@@ -166,5 +166,5 @@ def _bullets(title: str, lines: Sequence[str], signs: _Signs) -> Iterator[Render
     table.add_column(width=3, justify="right")
     table.add_column(overflow="fold")
     for line in lines:
-        table.add_row(signs.bullet, Text(line))
+        table.add_row(signs.bullet, words(line))
     yield table

@@ -34,6 +34,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("torch._C:_storage_Use_Count", "who else holds a gradient's memory", _IN_PLACE),
     PrivateName("torch:UntypedStorage._cdata", "one key for all views of a storage", _LAW),
+    PrivateName(
+        "torch._C:Generator._cdata",
+        "which generator an operator draws from",
+        "test_an_impure_block_is_left_out_or_put_back",
+    ),
     PrivateName("torch._C:_current_autograd_node", "whose backward is running", _NAMED),
     PrivateName(
         "torch._C._functions:AccumulateGrad._sequence_nr",
@@ -89,6 +94,14 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
         "a process group for one process that opens no socket",
         "test_a_trace_within_a_process_group_leaves_the_group_alone",
     ),
+)
+
+_COLLECTIVES = "test_a_trace_talks_to_no_peer"
+
+#: Only for steps that call collectives.
+COLLECTIVE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch._C._distributed_c10d:FakeWork.boxed", "the handle of a collective that is over", _COLLECTIVES),
+    PrivateName("torch._C._distributed_c10d:ProcessGroup.unbox", "the size of a collective's group", _COLLECTIVES),
 )
 
 

@@ -21,16 +21,27 @@ class RandomState:
     Args:
         devices: those whose CUDA generators are saved too; other devices are ignored.
         generators: further generators of torch.
+        of_torch: False leaves out torch's own generator for the CPU.
     """
 
-    def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> None:
-        self._generators = tuple(_generators(devices, generators))
+    def __init__(
+        self,
+        devices: Iterable[torch.device] = (),
+        generators: Iterable[torch.Generator] = (),
+        *,
+        of_torch: bool = True,
+    ) -> None:
+        self._generators = tuple(_generators(devices, generators, of_torch=of_torch))
         self._states = self._now()
 
     @classmethod
     def with_current_device(cls) -> RandomState:
         """Also the generator of the CUDA device in use, where there is one."""
         return cls([torch.device("cuda")] if torch.cuda.is_available() else [])
+
+    def is_current(self) -> bool:
+        """True if nothing was drawn since."""
+        return all(_comparable(a) == _comparable(b) for a, b in zip(self._states, self._now(), strict=True))
 
     def restore(self) -> None:
         """Put all generators back."""
@@ -64,8 +75,18 @@ def random_state_kept() -> Iterator[None]:
         before.restore()
 
 
-def _generators(devices: Iterable[torch.device], handed_in: Iterable[torch.Generator]) -> Iterator[_Generator]:
-    yield torch.get_rng_state, torch.set_rng_state
+def _comparable(state: Any) -> Any:
+    """A state without arrays, which answer ``==`` element by element."""
+    if isinstance(state, tuple):  # Python's is one of numbers, NumPy's has an array in it
+        return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+    return state.numpy().tobytes()
+
+
+def _generators(
+    devices: Iterable[torch.device], handed_in: Iterable[torch.Generator], *, of_torch: bool
+) -> Iterator[_Generator]:
+    if of_torch:
+        yield torch.get_rng_state, torch.set_rng_state
     yield random.getstate, random.setstate
     if (numpy := sys.modules.get("numpy")) is not None:  # nobody draws from what is not imported
         yield numpy.random.get_state, numpy.random.set_state

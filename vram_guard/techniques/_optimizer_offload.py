@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.techniques.compatibility import STEP_ON_HOST
+from vram_guard.techniques.optimizers import unusable
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,7 @@ def host_optimizer() -> Any:
     """The class; made when first asked for, since torchao is optional.
 
     Raises:
-        MissingLibraryError: torchao is not installed.
+        MissingLibraryError: torchao is not installed, or cannot be imported here.
     """
     import torch
 
@@ -68,6 +69,8 @@ def host_optimizer() -> Any:
         from torchao.optim import CPUOffloadOptimizer
     except ImportError as error:
         raise MissingLibraryError(_("optimizer states are kept on the host by torchao: pip install torchao")) from error
+    except Exception as error:
+        raise unusable("torchao", error) from error
 
     class HostOptimizer(CPUOffloadOptimizer):  # type: ignore[misc]
         """torchao's optimizer with what schedulers, Lightning and MMEngine ask of an optimizer."""

@@ -100,8 +100,6 @@ def callable_module(model: nn.Module, name: str) -> nn.Module:
     Raises:
         InvalidInputError: no module of the model has such a name, or it is a mere container.
     """
-    from torch import nn
-
     known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name not in known:
         near = get_close_matches(str(name), known, n=3)
@@ -112,12 +110,19 @@ def callable_module(model: nn.Module, name: str) -> nn.Module:
         else:
             message = _("the model has no module named {name}; model.named_modules() lists them", name=repr(name))
         raise InvalidInputError(message)
-    if type(known[name]).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+    if not has_forward(known[name]):
         inside = ", ".join(repr(f"{name}.{child}") for child, _ in list(known[name].named_children())[:3])
         what = _("{name} is a {kind} without a forward of its own", name=repr(name), kind=type(known[name]).__name__)
         hint = _(": name its modules ({modules}, ...)", modules=inside) if inside else ""
         raise InvalidInputError(what + hint)
     return known[name]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """True if this is no mere container."""
+    from torch import nn
+
+    return type(module).forward not in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 def _either(names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
@@ -165,8 +166,28 @@ def eight_bit_library(wanted: str = "") -> str:
 
 
 def eight_bit_classes(wanted: str = "") -> Any:
-    """The module of :func:`eight_bit_library` that has the classes."""
-    return importlib.import_module(f"{eight_bit_library(wanted)}.optim")
+    """The module of :func:`eight_bit_library` that has the classes.
+
+    Raises:
+        MissingLibraryError: the library is missing, or cannot be imported here.
+    """
+    library = eight_bit_library(wanted)
+    try:
+        return importlib.import_module(f"{library}.optim")
+    except Exception as error:
+        raise unusable(library, error) from error
+
+
+def unusable(library: str, error: Exception) -> MissingLibraryError:
+    """The error for an optional library whose import fails: a release for another torch may raise anything."""
+    return MissingLibraryError(
+        _(
+            "{library} is installed but cannot be imported ({error}): install a release that fits torch {version}",
+            library=library,
+            error=f"{type(error).__name__}: {error}",
+            version=version("torch"),
+        )
+    )
 
 
 def _eight_bit(optimizer: torch.optim.Optimizer, library: str) -> torch.optim.Optimizer:

@@ -1,37 +1,33 @@
 """Roll back the effects of a failed attempt at a batch outside of gradients.
 
 Rolled back are the random number generators of Python, NumPy and torch, and the state of the modules: buffers
-(BatchNorm's running statistics), metrics' states, plain attributes, lists that grew. Parameters are not copied: an
-attempt that changes them cannot be rolled back, which is detected and reported.
+(BatchNorm's running statistics), metrics' states, attributes, and what can be reached from these, see
+:mod:`vram_guard.watch._reachable`. Parameters are not copied: an attempt that changes them cannot be rolled back,
+which is detected and reported.
 
-An attempt's start costs about a microsecond per module, and a copy of the buffers: one kernel per dtype for
-those up to 1 MiB each, a copy on the host for larger ones, and for large ones that have not changed from one batch
-to the next (masks, tables) only a look at their version counter.
+An attempt's start costs about a microsecond per module and per container or object that is reached, and a copy of the
+buffers: one kernel per dtype for those up to 1 MiB each, a copy on the host for larger ones, and for large ones that
+have not changed from one batch to the next (masks, tables) only a look at their version counter.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from vram_guard.language import _
-from vram_guard.state.containers import MUTABLE, alike, look
+from vram_guard.state.containers import alike, look, refill
 from vram_guard.state.modules import ModuleState
 from vram_guard.state.random_generators import RandomState
 from vram_guard.tensors import version_of
+from vram_guard.watch._reachable import Reached, Slots, attributes_of
 
 #: Tensors up to so many bytes are copied where they are; larger ones to the host, and only while they change.
 COPIED_IN_PLACE = 2**20
-#: Lists longer than this are only cut back to their length, not compared; dicts and sets are not looked into.
-LOOKED_INTO = 64
-
-#: What every module has: looked at by identity alone, for looking into a dozen hook tables a module takes long.
-_EVERY_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
-_IMMUTABLE = (int, float, bool, str, bytes, tuple, type(None), torch.dtype, torch.device, torch.Size, nn.Module)
 
 
 class CannotRollBackError(Exception):
@@ -39,11 +35,20 @@ class CannotRollBackError(Exception):
 
 
 class StateSnapshot:
-    """Remembers the state before each attempt; one per training, for it learns which tensors never change."""
+    """Remembers the state before each attempt; one per training, for it learns which tensors never change.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: everything that a batch changes, and what can be reached from it.
+        frameworks: top-level packages whose objects are left alone.
+    """
+
+    def __init__(self, model: nn.Module, frameworks: Iterable[str] = ()) -> None:
         self._model = model
-        self._modules: list[_Module] = []
+        self._frameworks = tuple(frameworks)
+        self._modules: list[ModuleState | Slots] = []
+        """Modules, and objects that are reached from them."""
+        self._contents: list[tuple[object, object]] = []
+        self._others: list[Callable[[], object]] = []
         self._random: RandomState | None = None
         self._parameters: list[tuple[nn.Parameter, int]] = []
         self._copies: list[tuple[list[torch.Tensor], torch.Tensor]] = []
@@ -56,15 +61,20 @@ class StateSnapshot:
     def take(self) -> None:
         """Remember the state as it is now."""
         self.forget()
-        tensors: dict[int, torch.Tensor] = {}
-        generators: list[torch.Generator] = []
+        found = Reached(self._model, self._frameworks)
         for module in self._model.modules():
-            kept = _Module(module, tensors, generators)
-            own = kept.attributes["_parameters"].values()
-            self._parameters += [(parameter, version_of(parameter)) for parameter in own if parameter is not None]
-            self._modules.append(kept)
-        self._copy(tensors.values())
-        self._random = RandomState({parameter.device for parameter, _ in self._parameters}, generators)
+            found.module(module)
+        self._modules, self._contents, self._others = found.holders, found.contents, found.others
+        self._parameters = [(parameter, version_of(parameter)) for parameter in found.parameters]
+        self._copy(found.tensors.values())
+        self._random = RandomState({parameter.device for parameter in found.parameters}, found.generators)
+
+    def beyond(self) -> list[str]:
+        """What could not be put back, in words: a name as Python writes it, and the kind of thing."""
+        found = Reached(self._model, self._frameworks)
+        for name, module in self._model.named_modules():
+            found.module(module, (name,) if name else ())
+        return [f"{_written(where)} ({kind})" for where, kind in found.beyond.items()]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -73,7 +83,8 @@ class StateSnapshot:
 
     def forget(self) -> None:
         """Let go of everything that was remembered."""
-        self._modules, self._random, self._parameters = [], None, []
+        self._modules, self._contents, self._others = [], [], []
+        self._random, self._parameters = None, []
         self._copies, self._on_host, self._quiet = [], [], []
 
     def check(self) -> None:
@@ -88,7 +99,7 @@ class StateSnapshot:
                 raise CannotRollBackError(
                     _(
                         "the weights of {names} were already changed during forward or backward",
-                        names=", ".join(names),
+                        names=", ".join(names) or _("a module that is kept out of the model"),
                     )
                 )
         for tensor, before in self._quiet:
@@ -104,14 +115,18 @@ class StateSnapshot:
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """Keep what changes inside the block when the attempt is rolled back (hooks that run once a batch)."""
-        attributes = [dict(vars(kept.module)) for kept in self._modules]
-        contents = [[look(container, LOOKED_INTO) for container, _before in kept.contents] for kept in self._modules]
+        attributes = [attributes_of(kept.module) for kept in self._modules]
+        contents = [_look(container, content) for container, content in self._contents]
         parameters = [version_of(parameter) for parameter in self.parameters]
         copied = [[version_of(tensor) for tensor in tensors] for tensors, _ in self._copies]
         hosted = [version_of(tensor) for tensor, _ in self._on_host]
         yield
-        for kept, known, looks in zip(self._modules, attributes, contents, strict=True):
-            kept.follow(known, looks)
+        for kept, known in zip(self._modules, attributes, strict=True):
+            _keep_changes(kept, known)
+        for at, (container, content) in enumerate(self._contents):
+            now = _look(container, content)
+            if not alike(now, contents[at]):
+                self._contents[at] = (container, now)
         self._parameters = [
             (parameter, base + version_of(parameter) - before)
             for (parameter, base), before in zip(self._parameters, parameters, strict=True)
@@ -130,6 +145,10 @@ class StateSnapshot:
         """The state as it was when :meth:`take` was called; it stays remembered until the next one."""
         for kept in self._modules:
             kept.restore()
+        for container, content in self._contents:
+            refill(container, content)
+        for put_back in self._others:
+            put_back()
         for tensors, flat in self._copies:
             for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
@@ -167,44 +186,22 @@ class StateSnapshot:
         return flat
 
 
-class _Module(ModuleState):
-    """One module; containers are looked into as far as that costs little for every batch.
-
-    Args:
-        module: whose.
-        tensors: buffers and other tensors of its attributes are added here, by id.
-        generators: generators among its attributes are added here.
-    """
-
-    def __init__(self, module: nn.Module, tensors: dict[int, torch.Tensor], generators: list[torch.Generator]) -> None:
-        super().__init__(module, [])
-        for name, value in self.attributes.items():
-            if value is None or name in _EVERY_MODULES or isinstance(value, _IMMUTABLE):
-                continue
-            items: Iterable[Any] = ()
-            if isinstance(value, MUTABLE) and (len(value) <= LOOKED_INTO or isinstance(value, list)):
-                self.contents.append((value, look(value, LOOKED_INTO)))
-            if isinstance(value, (list, dict)) and len(value) <= LOOKED_INTO:
-                items = [item for item in _items(value) if isinstance(item, torch.Tensor)]
-            for part in (value, *items):
-                if isinstance(part, torch.Generator):
-                    generators.append(part)
-                elif isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
-                    tensors[id(part)] = part
-
-    def follow(self, before: dict[str, Any], contents: list[Any]) -> None:
-        """Remember what has changed since, instead of what it was."""
-        own = vars(self.module)
-        for name in before.keys() | own.keys():
-            if name not in own:
-                self.attributes.pop(name, None)
-            elif before.get(name, self) is not own[name]:
-                self.attributes[name] = own[name]
-        for at, (container, _before) in enumerate(self.contents):
-            now = look(container, LOOKED_INTO)
-            if not alike(now, contents[at]):
-                self.contents[at] = (container, now)
+def _look(container: Any, content: Any) -> Any:
+    """The content as it is now, in the form in which it was remembered."""
+    return len(container) if isinstance(content, int) else look(container)
 
 
-def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+def _keep_changes(kept: ModuleState | Slots, before: dict[str, Any]) -> None:
+    """Remember what attributes have become since, instead of what they were."""
+    now = attributes_of(kept.module)
+    for name in before.keys() | now.keys():
+        if name not in now:
+            kept.attributes.pop(name, None)
+        elif name not in before or before[name] is not now[name]:
+            kept.attributes[name] = now[name]
+
+
+def _written(where: tuple[Any, ...]) -> str:
+    """The name as Python writes it: model.reader, model.stages[0]."""
+    names = (f".{name}" if isinstance(name, str) and name else f"[{name!r}]" for name in where)
+    return "model" + "".join(names)

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
 from vram_guard.apply.normalisers import Normaliser
-from vram_guard.apply.outputs import detached, last_of, merged
+from vram_guard.apply.outputs import detached, merged
 from vram_guard.language import _
+from vram_guard.watch.rank_coordinator import RankCoordinator, SingleProcess
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class BatchPass:
         one: Callable[[Share], Any],
         *,
         rows: bool = True,
-        otherwise: Callable[[Sequence[Any]], Any] = last_of,
+        otherwise: Callable[[Sequence[Any]], Any] | None = None,
     ) -> Any:
         """Call ``one`` for each micro-batch and merge what it returns; see :func:`vram_guard.apply.outputs.merged`."""
         if self.whole:
@@ -83,6 +84,9 @@ class MicroBatches:
         loss_weight: what the loss is over the samples of a batch.
         recovery: recovers a batch from running out of memory; None: errors are left alone.
         schedule: the sizes of micro-batches to take; None: the splitter's.
+        why_whole: asked before a batch is cut: the reason for which it must not be, "" for none.
+        ranks: the processes that train on batches of their own at the same time; None: recovery's, or this one alone.
+        in_step: every forward waits for the other ranks (synchronised batch normalisation): all must run as many.
     """
 
     def __init__(
@@ -92,13 +96,19 @@ class MicroBatches:
         *,
         recovery: Recovery | None = None,
         schedule: MicroBatchSchedule | None = None,
+        why_whole: Callable[[], str] = str,
+        ranks: RankCoordinator | None = None,
+        in_step: bool = False,
     ) -> None:
         self.recovery = recovery
+        self._ranks = ranks or (SingleProcess() if recovery is None else recovery.ranks)
+        self._in_step = in_step
         self.schedule = schedule or MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size)
         self.never_cut = ""
         """The reason for which batches must stay whole; "" for none."""
         self._splitter = splitter
         self._loss_weight = loss_weight
+        self._why_whole = why_whole
 
     def for_validation(self) -> MicroBatches:
         """Batches that each rank validates by itself: whole until memory runs out."""
@@ -127,12 +137,32 @@ class MicroBatches:
         if size is None or self._splitter is None:
             return [MicroBatch(batch, 1, 1)]
         self._splitter.micro_batch_size = size
-        return split_or_warn(self._splitter, batch)
+        alone = isinstance(self._ranks, SingleProcess)
+        parts = None if alone else self._agreed(self._splitter, batch)
+        return split_or_warn(self._splitter, batch, self._why_whole(), parts)
+
+    def _agreed(self, splitter: Splitter, batch: Any) -> int:
+        """The number of micro-batches of this rank's batch: as many as the rank needs that needs the most.
+
+        Batches differ in size where ranks have samplers of their own, and at the end of an epoch. What the step does
+        with the other ranks beyond what a trace has seen would wait for ever if one ran it more often. A batch too
+        short for so many is cut into pairs of samples at least (batch normalisation needs two), if the plan's
+        micro-batches have two. Where every forward waits for the others, the shortest batch decides for all.
+        """
+        try:
+            samples = splitter.count(batch)
+        except CannotSplitError:
+            samples = 1  # it stays whole, and says so
+        needed = -(-samples // splitter.micro_batch_size)
+        most, fewest = self._ranks.parts(needed, samples)
+        if self._in_step:
+            return min(most, fewest)
+        return min(most, max(needed, samples // min(splitter.micro_batch_size, 2)))
 
     def _count(self, batch: Any) -> int:
         """The samples of a batch that is about to be cut, perhaps for the first time."""
-        if self.never_cut:
-            raise CannotSplitError("batch", self.never_cut)
+        if why := self.never_cut or self._why_whole():
+            raise CannotSplitError("batch", why)
         if self._splitter is None:
             size = batch_size(batch)
             self._splitter = Splitter(self.schedule.full or size, size, None if self.schedule.full else batch)

@@ -40,9 +40,10 @@ class FirstSteps:
             return None
         return cls(about, Watcher(reader, estimate), remember)
 
-    def start(self) -> None:
-        """Training begins."""
+    def start(self) -> int:
+        """Training begins; the bytes that it will find missing, because others have taken them since the plan."""
         self.watcher.start()
+        return self.watcher.missing()
 
     def out_of_memory(self) -> None:
         """Memory ran out on this rank. A peak of live tensors above the prediction is worth remembering."""

@@ -71,6 +71,14 @@ class Watcher:
         """Training begins: model and optimizer are made, validation's sanity check is over."""
         self._earlier = (self._reader.peak_allocated(), self._reader.peak_reserved())
 
+    def missing(self) -> int:
+        """Bytes by which the device has less left than the prediction asks for; 0 where it has enough.
+
+        Other processes may have started since the plan was made.
+        """
+        held = self._reader.reserved() - self._before[1]
+        return max(0, self._estimate.peak_reserved - max(0, held) - self._reader.unused())
+
     def measure(self) -> Measured | None:
         """Peaks since :meth:`start`; None before."""
         if self._earlier is None:

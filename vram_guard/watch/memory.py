@@ -31,6 +31,9 @@ class MemoryReader(Protocol):
     def peak_reserved(self) -> int:
         """The same for what the allocator holds."""
 
+    def unused(self) -> int:
+        """Bytes of the device that no process holds now."""
+
     def release(self) -> None:
         """Give unused memory back to the driver."""
 
@@ -46,6 +49,7 @@ class CudaMemory:
         self.reserved = partial(cuda.memory_reserved, device)
         self.peak_allocated = partial(cuda.max_memory_allocated, device)
         self.peak_reserved = partial(cuda.max_memory_reserved, device)
+        self.unused = lambda: cuda.mem_get_info(device)[0]
         self.release = cuda.empty_cache
 
 

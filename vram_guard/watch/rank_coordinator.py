@@ -51,8 +51,17 @@ class RankCoordinator:
         """The smallest number of all ranks."""
         return own
 
-    def average_gradients(self) -> None:
-        """Every rank's gradients become the mean over all ranks."""
+    def parts(self, needed: int, samples: int) -> tuple[int, int]:
+        """The most parts that any rank needs for its batch, and the fewest samples that any rank's batch has."""
+        return needed, samples
+
+    def average_gradients(self) -> list[torch.nn.Parameter]:
+        """Every rank's gradients become the mean over all ranks.
+
+        Returns:
+            The parameters that got none on some rank, where DistributedDataParallel would stop for that.
+        """
+        return []
 
     def share_buffers(self) -> None:
         """Every rank gets the buffers of rank 0."""
@@ -69,39 +78,39 @@ def coordinator_of(module: nn.Module, wrapper: Any) -> RankCoordinator:
     """The coordinator of a module that may run inside DistributedDataParallel; on every rank at the same point."""
     if wrapper is module:
         return SingleProcess()
-    return DataParallel(module, broadcast_buffers=bool(wrapper.broadcast_buffers))
+    return DataParallel(
+        module,
+        broadcast_buffers=bool(wrapper.broadcast_buffers),
+        unused_allowed=bool(wrapper.find_unused_parameters or wrapper.static_graph),
+    )
 
 
-class DataParallel(RankCoordinator):
-    """A training whose processes hold copies of one module, in torch.distributed's default group.
+def hosts() -> RankCoordinator:
+    """The processes of torch.distributed's default group, which only agree on things; on every rank at one point."""
+    import torch.distributed as dist
 
-    Made on every rank at the same point. What takes memory is allocated here, not when memory is short.
+    if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()) or dist.get_world_size() == 1:
+        return SingleProcess()
+    return Hosts()
 
-    The group over which the hosts talk ends with :meth:`close`, or else with this object, or before the interpreter
-    goes: worker threads of a living group that free Python's objects while it goes may end a finished rank with
-    SIGABRT (pytorch/pytorch issue 190489).
 
-    Args:
-        model: the module whose parameters and buffers are kept alike.
-        broadcast_buffers: whether rank 0's buffers are everybody's before each batch, as
-            DistributedDataParallel's argument of that name.
+class Hosts(RankCoordinator):
+    """Processes in torch.distributed's default group, whose hosts talk over a gloo group of their own.
+
+    Made on every rank at the same point.
+
+    The group ends with :meth:`close`, or else with this object, or before the interpreter goes: worker threads of a
+    living group that free Python's objects while it goes may end a finished rank with SIGABRT (pytorch/pytorch issue
+    190489).
     """
 
-    def __init__(self, model: nn.Module, *, broadcast_buffers: bool = True) -> None:
+    def __init__(self) -> None:
         import torch.distributed as dist
 
         self._dist = dist
         self._groups = [dist.new_group(backend="gloo")]
         """The one over which the hosts talk, until it is closed."""
         self._end = weakref.finalize(self, _destroy, self._groups)  # at exit at the latest
-        self._ranks = dist.get_world_size()
-        self._parameters = list(model.parameters())
-        self._buffers = list(model.buffers()) if broadcast_buffers else []
-        self._stale = broadcast_buffers
-        self._flat = {
-            kind: torch.empty(min(total, BUCKET) // kind[0].itemsize, dtype=kind[0], device=kind[1])
-            for kind, total in _totals([*self._parameters, *self._buffers]).items()
-        }
 
     def agree(self, own: Verdict) -> Verdict:
         """See :class:`RankCoordinator`."""
@@ -111,10 +120,51 @@ class DataParallel(RankCoordinator):
         """See :class:`RankCoordinator`."""
         return int(self._exchange([own], self._dist.ReduceOp.MIN)[0])
 
+    def parts(self, needed: int, samples: int) -> tuple[int, int]:
+        """See :class:`RankCoordinator`."""
+        most, fewest = self._exchange([needed, -samples], self._dist.ReduceOp.MAX).tolist()
+        return most, -fewest
+
+    def close(self) -> None:
+        """See :class:`RankCoordinator`. A second call does nothing."""
+        self._end()
+
+    def _exchange(self, numbers: Sequence[int], operation: object) -> torch.Tensor:
+        message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+        self._dist.all_reduce(message, op=operation, group=self._groups[0])
+        return message
+
+
+class DataParallel(Hosts):
+    """A training whose processes hold copies of one module, and average its gradients here.
+
+    What takes memory is allocated here, not when memory is short.
+
+    Args:
+        model: the module whose parameters and buffers are kept alike.
+        broadcast_buffers: whether rank 0's buffers are everybody's before each batch, as
+            DistributedDataParallel's argument of that name.
+        unused_allowed: whether DistributedDataParallel would train on where a parameter gets no gradient.
+    """
+
+    def __init__(self, model: nn.Module, *, broadcast_buffers: bool = True, unused_allowed: bool = True) -> None:
+        super().__init__()
+        self._unused_allowed = unused_allowed
+        self._ranks = self._dist.get_world_size()
+        self._parameters = list(model.parameters())
+        self._buffers = list(model.buffers()) if broadcast_buffers else []
+        self._stale = broadcast_buffers
+        self._flat = {
+            kind: torch.empty(min(total, BUCKET) // kind[0].itemsize, dtype=kind[0], device=kind[1])
+            for kind, total in _totals([*self._parameters, *self._buffers]).items()
+        }
+
     @torch.no_grad()
-    def average_gradients(self) -> None:
+    def average_gradients(self) -> list[nn.Parameter]:
         """See :class:`RankCoordinator`. A gradient that no rank has stays None, as with ``find_unused_parameters``."""
-        anywhere = self._exchange([p.grad is not None for p in self._parameters], self._dist.ReduceOp.MAX).tolist()
+        own = [parameter.grad is not None for parameter in self._parameters]
+        told = self._exchange([*own, *(not has for has in own)], self._dist.ReduceOp.MAX).tolist()
+        anywhere, missing = told[: len(own)], told[len(own) :]
         used = [parameter for parameter, has in zip(self._parameters, anywhere, strict=True) if has]
         gradients = []
         for parameter in used:
@@ -127,6 +177,9 @@ class DataParallel(RankCoordinator):
                 flat.mul_(1.0 / self._ranks)
                 self._dist.all_reduce(flat)
         self._stale = bool(self._buffers)
+        if self._unused_allowed:
+            return []
+        return [p for p, lacks in zip(self._parameters, missing, strict=True) if lacks and p.requires_grad]
 
     @torch.no_grad()
     def share_buffers(self) -> None:
@@ -138,15 +191,6 @@ class DataParallel(RankCoordinator):
             with _as_one(bucket, self._flat) as flat:
                 # gloo knows no bool, and a byte is what one takes
                 self._dist.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, src=0)
-
-    def close(self) -> None:
-        """See :class:`RankCoordinator`. A second call does nothing."""
-        self._end()
-
-    def _exchange(self, numbers: Sequence[int], operation: object) -> torch.Tensor:
-        message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
-        self._dist.all_reduce(message, op=operation, group=self._groups[0])
-        return message
 
 
 def _destroy(groups: list[Any]) -> None:

@@ -11,7 +11,7 @@ Nothing here knows a framework: an adapter hands in a function that runs one att
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +31,10 @@ T = TypeVar("T")
 #: How many out-of-memory errors one training is taken through before it stops. Halving 256 samples down to one
 #: takes eight.
 MAX_RECOVERIES = 8
+
+
+#: Of what cannot be rolled back, so many are named.
+NAMED = 5
 
 
 class ElsewhereError(Exception):
@@ -95,7 +99,7 @@ class Attempt:
         self.committed = True
         self.aside.merge()
         if self.synchronise:
-            self.recovery.ranks.average_gradients()
+            self.recovery.say_unused(self.recovery.ranks.average_gradients())
 
     def meet(self) -> None:
         """Let the other ranks know that this one is fine so far; to be called before anything they wait for.
@@ -128,6 +132,7 @@ class Recovery:
         log: called with a sentence at each recovery.
         prediction_text: called for the text that a final error ends with: what was predicted, and what to do.
         on_failure: called with the failure as soon as memory ran out on this rank.
+        frameworks: top-level packages whose objects are no part of the training's state.
     """
 
     model: nn.Module
@@ -137,16 +142,30 @@ class Recovery:
     log: Callable[[str], None] = print
     prediction_text: Callable[[], str] = str
     on_failure: Callable[[Failure], None] = lambda _failure: None
+    frameworks: tuple[str, ...] = ()
     snapshot: StateSnapshot = field(init=False)
     _tally: _Tally = field(default_factory=_Tally)
     _left: bool = field(default=False, init=False)
+    _said_unused: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.snapshot = StateSnapshot(self.model)
+        self.snapshot = StateSnapshot(self.model, self.frameworks)
 
     def of_this_rank(self) -> Recovery:
         """The same for what a rank does by itself (validation); out-of-memory errors are counted together."""
         return replace(self, ranks=SingleProcess())
+
+    def say_what_is_not_rolled_back(self) -> None:
+        """Name, before training, what a batch may change and an attempt could not put back."""
+        found = self.snapshot.beyond()
+        if found:
+            self.log(
+                _(
+                    "after an out-of-memory error, a batch that runs again would find these as the failed attempt left "
+                    "them: {names}",
+                    names=", ".join(found[:NAMED]) + (", ..." if len(found) > NAMED else ""),
+                )
+            )
 
     def counted(self) -> tuple[int, bool]:
         """Count one more out-of-memory error: the number of them, and whether that is too many."""
@@ -250,6 +269,21 @@ class Recovery:
             )
         )
         schedule.size = smaller
+
+    def say_unused(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Say once that parameters got no gradient on some rank, where DistributedDataParallel would have stopped."""
+        if not parameters or self._said_unused:
+            return
+        self._said_unused = True
+        names = [name for name, own in self.model.named_parameters() if any(own is one for one in parameters)]
+        self.log(
+            _(
+                "these weights got no gradient: {names}. DistributedDataParallel stops with an error there unless it "
+                "is given find_unused_parameters=True; while recovery is armed, gradients are averaged without it, and "
+                "the training goes on.",
+                names=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+            )
+        )
 
     # --- errors ---------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,16 @@ if TYPE_CHECKING:
 
 
 class PlanInstaller:
-    """The launch plan of one process, as it is carried out."""
+    """The launch plan of one process, as it is carried out.
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    Args:
+        plan: what is changed.
+        on_slice: see :func:`vram_guard.apply.sliced_forward.slice_forward`.
+    """
+
+    def __init__(self, plan: LaunchPlan, on_slice: Callable[[int, int, int], None] = lambda *_slice: None) -> None:
         self.plan = plan
+        self._on_slice = on_slice
         self._models: list[nn.Module] = []
         self._training = LoaderMatcher(plan.loader)
         self._scaled: set[int] = set()
@@ -38,8 +45,8 @@ class PlanInstaller:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
         from accelerate import Accelerator
 
-        wrap(Accelerator, "prepare", self._prepare)
-        wrap(Accelerator, "prepare_model", self._prepare)
+        wrap(Accelerator, "prepare", self.prepare)
+        wrap(Accelerator, "prepare_model", self.prepare)
         if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
             from torch.utils.data import DataLoader
 
@@ -54,7 +61,8 @@ class PlanInstaller:
 
     # --- prepare ----------------------------------------------------------------------------------------------
 
-    def _prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        """``Accelerator.prepare``, and what the plan puts on top of it."""
         import torch
 
         new = [
@@ -84,6 +92,7 @@ class PlanInstaller:
                 plan.micro_batch_size,
                 loss_weight=plan.loss_weight,
                 returns_loss=plan.returns_loss,
+                on_slice=self._on_slice,
             )
 
     def _layout_of(self, model: nn.Module) -> Layout | None:

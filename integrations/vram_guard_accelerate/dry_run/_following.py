@@ -55,7 +55,14 @@ class FollowingPhase(LoopPhase):
         if copy is not None:
             return self._copy(sample, copy.task, copy.parent)
         first = FirstBatch(
-            self.run.shape, self.run.script, loop.accelerator, tuple(loop.models), sample, self.run.sharding.server
+            self.run.shape,
+            self.run.script,
+            loop.accelerator,
+            tuple(loop.models),
+            sample,
+            self.run.sharding.server,
+            self.run.proof_server,
+            self._probe.requests,
         )
         try:
             with loop.tracer.paused():

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
-from vram_guard.techniques import install
+from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.dry_run._accumulated_batches import AccumulatedBatches
+from vram_guard_accelerate.dry_run._advancing_state import changed, state_of
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
@@ -49,6 +50,8 @@ class ForkedPhase(LoopPhase):
         self._returns_loss = True
         self._compares = task.compares_samples
         self._calls: list[ModelCall] = []
+        self._state: dict[str, object] = {}
+        """Of the models, after the first optimizer step."""
         self._change()
         loop.tracer.recorder.phase("forward", 1)
 
@@ -58,6 +61,8 @@ class ForkedPhase(LoopPhase):
         if request.precision != precision_of(accelerator):
             techniques.set_precision(accelerator, ACCELERATES[request.precision])
         self.run.observer.reads_losses = request.slices_of_model == 1 and not request.recipe
+        if self.run.observer.reads_losses:
+            self._watch()
         if request.slices > 1 and request.sliced_by == "loader":
             AccumulatedBatches(lambda: self.loop.batches).install(accelerator, self.loop.models)
         install(self.loop.root, request.recipe)
@@ -70,8 +75,14 @@ class ForkedPhase(LoopPhase):
                 request.batch_size,
                 returns_loss=not request.forward_again,
                 at_most=SLICES,
-                on_slice=self.loop.tracer.forward_begins,
+                on_slice=lambda *_slice: self.loop.tracer.forward_begins(),
             )
+
+    def _watch(self) -> None:
+        """Find out whose forward must not run twice: blocks that may be checkpointed, and models that run in slices."""
+        self.loop.tracer.watch(self.loop.root, [block.name for block in find_blocks(self.loop.root)])
+        for model in self.loop.models:
+            self.loop.tracer.watch(model, [""])
 
     # --- the places of the script ----------------------------------------------------------------------------
 
@@ -128,6 +139,8 @@ class ForkedPhase(LoopPhase):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Answer after the second step of every optimizer."""
         number = self.loop.count_step(optimizer)
+        if not self._state:
+            self._state = state_of(self.loop.models)
         if number > 2 or (number == 2 and not self.loop.optimizers_behind):
             self._parent.send(self._result())
 
@@ -157,6 +170,7 @@ class ForkedPhase(LoopPhase):
             losses=observer.returned.terms,
             counts_items=observer.returned.items,
             calls=tuple(self._calls),
+            advances=changed(self._state, state_of(self.loop.models)),
         )
         if not self._task.first_look:
             return TraceResult(timeline, facts)

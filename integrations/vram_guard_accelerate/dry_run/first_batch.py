@@ -60,6 +60,10 @@ class FirstBatch:
     sample: Sample
     fork_server: ForkServer | None
     """Makes copies in which the model is sharded; None where parameters may not be kept on the host."""
+    proof_server: ForkServer | None
+    """Makes copies that go on from ``prepare`` for real; None where nothing is proven by running."""
+    request: int
+    """The number of the batch that it asks for, among all since ``prepare``."""
 
     @property
     def root(self) -> nn.Module:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
+from vram_guard_accelerate.dry_run._fork_server import ForkServer
+from vram_guard_accelerate.dry_run._proving import ProvingPhase
+from vram_guard_accelerate.dry_run.forks import ForkEntered
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
+
+#: Bytes of weights and buffers. A model that is larger takes too long on a CPU, and its weights would stay in memory.
+LARGEST_PROVEN = 4 * 2**30
 
 
 class PreparingPhase(Phase):
@@ -21,6 +29,16 @@ class PreparingPhase(Phase):
         self._shim.begin()
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
-        """The first ``prepare``: from here on, the process is symbolic."""
-        self.run.phase = FollowingPhase(self.run, accelerator, self._shim.end())
+        """The first ``prepare``: from here on, the process is symbolic, and its copies that prove a plan are real."""
+        try:
+            if self._may_be_proven(args):
+                self.run.proof_server = ForkServer()
+            self.run.phase = FollowingPhase(self.run, accelerator, self._shim.end())
+        except ForkEntered as entered:
+            self.run.phase = ProvingPhase(self.run, entered.task, entered.parent)
         return self.run.phase.prepare(original, accelerator, args, kwargs)
+
+    def _may_be_proven(self, prepared: tuple[Any, ...]) -> bool:
+        models = [thing for thing in prepared if isinstance(thing, nn.Module)]
+        weights = sum(one.nbytes for model in models for one in (*model.parameters(), *model.buffers()))
+        return self.run.may_prove and self.run.sharding.copy is None and weights <= LARGEST_PROVEN

@@ -46,6 +46,8 @@ class LoopFacts:
     """Models are given the number of items that their loss is divided by."""
     calls: tuple[ModelCall, ...]
     """The ways in which models that are trained are called."""
+    advances: tuple[str, ...]
+    """Attributes and buffers of models that are others after every optimizer step: each call may move them on."""
 
 
 @dataclass(frozen=True)

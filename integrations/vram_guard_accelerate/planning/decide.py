@@ -19,10 +19,12 @@ from vram_guard_accelerate._settings import NOT_HERE, Settings
 from vram_guard_accelerate.apply.fsdp import wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
+from vram_guard_accelerate.dry_run.proofs import NAMED, Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
+from vram_guard_accelerate.planning._proven import Judge
 from vram_guard_accelerate.planning._sharding_notes import sharding_notes, why_not_sharded
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
-from vram_guard_accelerate.relaunch.equivalence import loss_weight
+from vram_guard_accelerate.relaunch.equivalence import loss_weight, uncounted_labels
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
 
@@ -65,15 +67,22 @@ def decide(
     if current is not None:
         current.check(first.precision, look.profile, first.shape.ranks)
     weight, unclear = _loss_weight(first, traces, look.facts, settings)
-    candidates = RelaunchCandidates(first, look, settings) if may_relaunch else None
+    proofs = Proofs(first, look, settings.proof_seconds)
+    judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
+    candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings, unclear) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
-    made = planner.in_slices()
-    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made)]
-    launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
-    if launch_plan.slices:
-        launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
+    while True:
+        made = planner.in_slices()
+        launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
+        if launch_plan.slices:
+            launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
+        verdict = judge.of(launch_plan)
+        if not verdict.refused:
+            break
+        planner = replace(planner, refused={**planner.refused, **verdict.refused})
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
     relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
         if not made.fits or (made.changed and not _grows(made)):
@@ -184,6 +193,9 @@ def _loss_weight(
         return settings.loss_weight, ""
     if not facts.losses or facts.counts_items or "accumulate" not in settings.techniques:
         return "mean", ""  # of a number that the loss is divided by, slices see by themselves whether it was used
+    uncounted = uncounted_labels(facts.losses)
+    if uncounted:
+        return "mean", uncounted
     size = next(size for size in TRACED_SIZES if size != first.sample.batch_size)
     return loss_weight(facts.losses, first.sample.batch_size, traces.facts_at(size).losses, size)
 
@@ -226,6 +238,13 @@ def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, u
             reason=unclear,
         )
     return traces.read_layouts()
+
+
+def _why_not_by_graph(facts: LoopFacts) -> str:
+    """The reason why slices are not proven where nothing is run; the loss itself was read before."""
+    if not facts.advances:
+        return ""
+    return _("every step moves on what the model keeps: {names}", names=", ".join(facts.advances[:NAMED]))
 
 
 def _why_not_mixed(first: FirstBatch) -> str:

@@ -63,7 +63,8 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
 
     # As in vram_guard.plan: of an unnamed GPU, the oldest generation with bfloat16 is assumed.
     shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
-    run = DryRun(shape, decided, may_shard="offload_parameters" in settings.techniques)
+    shards = "offload_parameters" in settings.techniques
+    run = DryRun(shape, decided, may_shard=shards, may_prove=settings.may_prove)
     forks.check_forks()
     run.phase = PreparingPhase(run)
     patches.install(run)

@@ -10,6 +10,7 @@ from vram_guard.language import _
 from vram_guard.plan.techniques import mixed_precision, splits_of
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
+from vram_guard_accelerate.dry_run.proofs import Proof
 from vram_guard_accelerate.dry_run.results import FirstLook
 from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
@@ -29,12 +30,14 @@ class RelaunchCandidates:
         first: the script, at its first training batch.
         look: what its loop was seen to do.
         settings: what may be changed.
+        halved: what came of a few samples, run whole and in halves.
     """
 
-    def __init__(self, first: FirstBatch, look: FirstLook, settings: Settings) -> None:
+    def __init__(self, first: FirstBatch, look: FirstLook, settings: Settings, halved: Callable[[], Proof]) -> None:
         self._first = first
         self._look = look
         self._settings = settings
+        self._halved = halved
         self.notes: list[str] = []
         """The reasons why the script's own options are not set, where they could have been."""
 
@@ -73,7 +76,7 @@ class RelaunchCandidates:
             found.append(Relaunch(replace(change, precision=self._mixed, precision_option=option), baseline))
         if change.splits == 1:
             smaller = self._smaller_batches(change, made, accumulated)
-            found += [Relaunch(one, baseline, one.splits) for one in smaller]
+            found += [Relaunch(one, baseline, one.splits, self._halved().samples) for one in smaller]
         return tuple(found)
 
     def _smaller_batches(self, change: LaunchChange, made: Plan, accumulated: Callable[[], Plan]) -> list[LaunchChange]:
@@ -98,12 +101,15 @@ class RelaunchCandidates:
             why = _("samples of a batch are compared with each other")
         else:
             why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
-        if why:
+        found = None if why else accumulated()
+        if found is not None:
+            slower = made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)
+            if not found.fits or found.splits == 1 or slower:
+                return []
+            why = self._halved().refutation
+        if found is None or why:
             note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=why)
             self.notes.append(note)
-            return []
-        found = accumulated()
-        if not found.fits or found.splits == 1 or (made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)):
             return []
         return [
             replace(

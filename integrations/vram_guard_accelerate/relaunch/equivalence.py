@@ -197,3 +197,16 @@ def loss_weight(
     if len(found) > 1:
         return "mean", _("some of the numbers that it returns are means over the batch, others sums")
     return (found.pop() if found else "mean"), ""
+
+
+def uncounted_labels(losses: Sequence[Sequence[Term]]) -> str:
+    """The reason why slices of a batch are not weighed by the labels that count; "" where they are."""
+    for term in (term for terms in losses for term in terms):
+        if term.weighed:
+            return _("it is a mean over labels whose classes have weights, and slices have different shares of these")
+        if term.ignored != IGNORED:
+            return _(
+                "it is a mean over labels without those that are {label}, of which slices have different shares",
+                label=term.ignored,
+            )
+    return ""

@@ -124,6 +124,8 @@ class Relaunch:
     baseline: Baseline
     splits: int = 1
     """By how much batches are smaller than the baseline's."""
+    proven: int = 0
+    """Samples that were run, whole and in halves, with equal results; 0: none, smaller batches are judged by losses."""
 
     @property
     def settled(self) -> set[str]:
@@ -180,6 +182,9 @@ class Relaunch:
         )
         if self.change.splits == 1:
             return [seen]
+        proven = _("smaller batches: proven by the loss graph")
+        if self.proven:
+            proven = _("smaller batches: proven by running {count} samples, whole and in halves", count=self.proven)
         smaller = _(
             "the script's own batches are smaller and its loader is {count} times as long: what it "
             "counts in batches (prints, limits, progress) comes {count} times as often; what it counts "
@@ -188,5 +193,5 @@ class Relaunch:
             count=self.change.splits,
         )
         if plan.timeline is None or not uses_batch_norm(plan.timeline):
-            return [seen, smaller]
-        return [seen, smaller, _("batch normalisation takes its statistics over the samples of a batch")]
+            return [seen, proven, smaller]
+        return [seen, proven, smaller, _("batch normalisation takes its statistics over the samples of a batch")]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.tensors import is_dense, tensors_in
 
@@ -13,6 +14,10 @@ _is_meta: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_meta.__get__  
 
 is_symbolic = _is_meta
 """True if a tensor is symbolic: torch's own answer, which the simulated device does not replace."""
+
+
+without_modes = _disable_current_modes
+"""A context for computations that are no part of a trace: operators run for real, and nobody sees them."""
 
 
 def any_symbolic(values: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from vram_guard.language import Message
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
-from vram_guard.timeline import Affine, Block, Category, Gate, Note, Phase, Tier
+from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note, Phase, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
@@ -34,6 +34,7 @@ class Recorder:
         self.phases: list[Phase] = []
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
+        self.collectives: list[Collective] = []
         self.modules: list[str] = [""]
         """Stack of the module paths whose forward is running; the last one is current."""
         self.in_backward = False
@@ -82,6 +83,11 @@ class Recorder:
         for event in self.events[start:]:
             if event >= 0 and self._categories[event] is None:
                 self._categories[event] = "activations" if event in alive else "temporaries"
+
+    def collective(self, name: str) -> None:
+        """A call that waits for other processes."""
+        if self.phases:
+            self.collectives.append(Collective(name, self.source(), self.phases[-1].name, self.phases[-1].step))
 
     # --- allocations --------------------------------------------------------------------------------------
 
@@ -134,6 +140,16 @@ class Recorder:
         """Bytes that are taken and never given back (library workspaces)."""
         if not self._closed:
             self._categories[self._allocate(size, operator)] = category
+
+    @property
+    def blocks_so_far(self) -> int:
+        """Number of blocks; the next one gets this index."""
+        return len(self._sizes)
+
+    def block_of(self, storage: int) -> int | None:
+        """The index of the block that a storage stands for (``_cdata``); None where it is not counted."""
+        ref = self._live.get(storage)
+        return None if ref is None else ref.block
 
     def _allocate(self, size: int, operator: str) -> int:
         block = len(self._sizes)

@@ -22,8 +22,11 @@ from vram_guard.simulate.operators import shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
+from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing._interrupts import Interrupts
+from vram_guard.simulate.tracing._noting import OperatorNotes
 from vram_guard.simulate.tracing._undo_log import UndoLog
+from vram_guard.techniques.purity import PurityWatch
 from vram_guard.tensors import is_dense, tensors_in
 from vram_guard.timeline import Timeline
 
@@ -51,6 +54,8 @@ class SymbolicMode(TorchDispatchMode):
         self.meter = CostMeter(recorder)
         self.waiting: dict[int, str] = {}
         """Storages of weights that are kept on the host -> the module they belong to."""
+        self._notes = OperatorNotes(recorder)
+        self.purity = PurityWatch(self._notes)
         self._plans: dict[Any, Runner] = {}
         self._rules: dict[Any, shape_rules.Rule | None] = {}
         self.operations = 0
@@ -80,6 +85,8 @@ class SymbolicMode(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             if self.waiting:
                 self._check_waiting(func, args)
+            if self._notes.open:
+                self._notes.runs(func, args, kwargs or {})
             out = plan(func, args, kwargs or {})
             if self.waiting and func._schema.name == "aten::_to_copy":
                 self._weights_arrive(args[0], out)
@@ -93,6 +100,8 @@ class SymbolicMode(TorchDispatchMode):
 
     def _plan_for(self, func: Any) -> Runner:
         name = func._schema.name
+        if _collectives.is_collective(func):
+            return self._collective
         if name in HANDLERS:
             return self._handled(HANDLERS[name])
         if name.startswith(_foreach):
@@ -121,6 +130,9 @@ class SymbolicMode(TorchDispatchMode):
             return out
 
         return run
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _collectives.answer(self.recorder, func, args, lambda: self._generic(func, args, kwargs))
 
     # --- the ways of running ---------------------------------------------------------------------------------
 
@@ -286,6 +298,8 @@ class SymbolicMode(TorchDispatchMode):
             work=self.meter.work(),
             host_blocks=recorder.host.blocks(),
             host_events=tuple(recorder.host.events),
+            changes=self.purity.changes(),
+            collectives=tuple(recorder.collectives),
         )
 
     # --- helpers ---------------------------------------------------------------------------------------------

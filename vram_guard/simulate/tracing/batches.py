@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.state.containers import children, rebuilt
 
 
 def leading_size(batch: Any) -> int:
@@ -19,7 +20,7 @@ def leading_size(batch: Any) -> int:
     Raises:
         InvalidInputError: there is no tensor, or the leading sizes disagree.
     """
-    sizes = Counter(leaf.shape[0] for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
+    sizes = Counter(leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     if not sizes:
         raise InvalidInputError(
             _("the example batch holds no tensor with a leading dimension; give a callable batch_size -> batch")
@@ -36,8 +37,29 @@ def leading_size(batch: Any) -> int:
     return size
 
 
-def _leaves(batch: Any) -> list[Any]:
-    return pytree.tree_leaves(_plain(batch))
+def leaves_of(batch: Any) -> Iterator[Any]:
+    """Everything in a batch that is no container: pytree's own, those registered with it, mappings and data classes."""
+    for leaf in pytree.tree_leaves(_plain(batch)):
+        parts = children(leaf)
+        if parts is None:
+            yield leaf
+        else:
+            for part in parts.values():
+                yield from leaves_of(part)
+
+
+def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The batch with ``function`` applied to its :func:`leaves_of`."""
+
+    def change(leaf: Any) -> Any:
+        parts = children(leaf)
+        if parts is None:
+            return function(leaf)
+        changed = {key: _mapped(function, part) for key, part in parts.items()}
+        same = all(changed[key] is part for key, part in parts.items())
+        return leaf if same else rebuilt(leaf, changed)
+
+    return pytree.tree_map(change, batch)
 
 
 def _plain(batch: Any) -> Any:
@@ -62,7 +84,7 @@ def resized(batch: Any, size: int) -> Any:
             return leaf[torch.arange(size) % before]
         return leaf
 
-    return pytree.tree_map(change, _plain(batch))
+    return _mapped(change, _plain(batch))
 
 
 def batch_source(batch: Any) -> Callable[[int], Any]:
@@ -75,13 +97,13 @@ def batch_source(batch: Any) -> Callable[[int], Any]:
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor of a batch."""
-    return (leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     """The batch with ``function`` applied to its tensors; custom containers through their own ``.to``-like map."""
     plain = _plain(batch)
-    moved = pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, plain)
+    moved = _mapped(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, plain)
     if plain is batch:
         return moved
     try:

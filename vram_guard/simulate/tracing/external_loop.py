@@ -119,6 +119,10 @@ class ExternalLoopTracer:
             make_buckets(model, self.recorder)
         self._stack.enter_context(module_paths(model, self.recorder))
 
+    def watch(self, model: nn.Module, names: Iterable[str]) -> None:
+        """The forwards of these modules are watched: what they change is in the timeline."""
+        self._mode.purity.install(model, names)
+
     def _in_place(self, tensor: torch.Tensor) -> None:
         twin = symbolic_like(tensor).requires_grad_(tensor.requires_grad and tensor.is_leaf)
         torch._C._swap_tensor_impl(tensor, twin)

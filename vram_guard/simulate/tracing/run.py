@@ -6,7 +6,7 @@ import contextlib
 import gc
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.private_api import check_torch
+from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.tracing._sharded import STREAMS, fsdp_traced
@@ -44,15 +45,21 @@ _META = torch.device("meta")
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 
 
-def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int]) -> Timeline:
+def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int], watched: Iterable[str] = ()) -> Timeline:
     """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
+
+    Args:
+        step: to trace.
+        batch_size: samples of a micro-batch.
+        capability: of the GPU that is meant.
+        watched: modules whose forwards are watched: what they change is in the result.
 
     Raises:
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
     with _alone() as interrupts:
-        return _Run(step, batch_size, capability, interrupts).timeline()
+        return _Run(step, batch_size, capability, interrupts, watched).timeline()
 
 
 def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> TrainingStep:
@@ -127,9 +134,15 @@ class _Run:
     """One trace: its recorder, its simulated device, and the loop."""
 
     def __init__(
-        self, step: TrainingStep, batch_size: int, capability: tuple[int, int], interrupts: Interrupts
+        self,
+        step: TrainingStep,
+        batch_size: int,
+        capability: tuple[int, int],
+        interrupts: Interrupts,
+        watched: Iterable[str] = (),
     ) -> None:
         self.step = step
+        self.watched = watched
         self.batch_size = batch_size
         self.capability = capability
         self.interrupts = interrupts
@@ -151,6 +164,7 @@ class _Run:
                 symbolic_model(model, TRUE_DTYPES.get(step.precision)) as moved,
                 module_paths(model, self.recorder),
                 _eager(model, self.recorder),
+                synchronised_norms(self.recorder),
                 self.mode,
                 _fake_tensors_refused(),
             ):
@@ -225,6 +239,7 @@ class _Run:
         if self.step.prepare is not None:
             self.step.prepare(model)
         self.take_off = install(model, self.step.recipe)
+        self.mode.purity.install(model, self.watched)
         for parameter in model.parameters():
             if parameter.requires_grad and not hasattr(parameter, "__tensor_flatten__"):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)

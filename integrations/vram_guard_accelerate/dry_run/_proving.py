@@ -1,0 +1,224 @@
+"""In a copy that began at ``prepare``: the script trains for real on a few samples, on the CPU, and is observed.
+
+One copy runs as the script is written, another one under the plan, through the installer of the real launch. Both begin
+from the same weights and random numbers, and get the same samples. Two known differences are taken out of both: random
+numbers are drawn sample by sample, and batch normalisation uses its running statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vram_guard.apply.microbatch import CannotSplitError, batch_size
+from vram_guard.apply.sliced_forward import by_name
+from vram_guard.language import _
+from vram_guard.proof.draws import RowDraws
+from vram_guard.proof.fixed_statistics import FixedStatistics
+from vram_guard.proof.observed import Observed, observe
+from vram_guard.state.containers import mapped
+from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.apply.applying import PlanInstaller
+from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
+from vram_guard_accelerate.dry_run._real_samples import few_samples
+from vram_guard_accelerate.dry_run.first_batch import root_of
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
+from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
+
+if TYPE_CHECKING:
+    from vram_guard_accelerate._launch_plan import LaunchPlan
+    from vram_guard_accelerate.dry_run.forks import ParentPipe
+
+_LESS_PRECISE = (torch.float32, torch.float16, torch.bfloat16)
+
+#: Tensors with more elements stay in single precision; a step that needs them is not run in double precision then.
+LARGEST_IN_DOUBLE = 2**26
+
+
+@dataclass(frozen=True)
+class ProofTask:
+    """Train on a few samples, up to a backward pass."""
+
+    samples: int
+    request: int
+    """The number, among all batches that are asked for from ``prepare`` on, of the training's first."""
+    backwards: int
+    """Backward passes for one batch."""
+    precise: bool
+    """In double precision, in which sums in another order do not differ visibly."""
+    plan: LaunchPlan | None = None
+    """What is installed; None: nothing, as the script is written."""
+    part: tuple[int, int] | None = None
+    """The first of the samples that the batch holds, and the first that it does not; None: it holds all of them."""
+    draws: Mapping[int, Any] = field(default_factory=dict)
+    """The random draws of the step as written, see :attr:`RowDraws.layout`."""
+
+
+@dataclass(frozen=True)
+class ProofStep:
+    """A step that was run."""
+
+    observed: Observed
+    draws: Mapping[int, Any]
+
+    def packed(self) -> bytes:
+        """As it travels, by torch's own function: a dry run has put one in its place that saves nothing."""
+        out = io.BytesIO()
+        getattr(torch.save, "__wrapped__", torch.save)(self, out)
+        return out.getvalue()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> ProofStep:
+        """What :meth:`packed` made."""
+        step: ProofStep = torch.load(io.BytesIO(data), weights_only=False)  # from our own copy
+        return step
+
+
+class ProvingPhase(Phase):
+    """The script from ``prepare`` on, for real.
+
+    Args:
+        run: the copy's.
+        task: what it is to do.
+        parent: the way back to who asked.
+    """
+
+    def __init__(self, run: DryRun, task: ProofTask, parent: ParentPipe) -> None:
+        super().__init__(run)
+        self._task = task
+        self._parent = parent
+        self._installer = PlanInstaller(task.plan, self._slice_begins) if task.plan else None
+        self._models: list[nn.Module] = []
+        self._calls = 0
+        self._asked = 0
+        self._training: Any = None
+        """The loader whose batches are trained on."""
+        self._batch: Any = None
+        self._first, self._end = task.part or (0, task.samples)
+        self._draws = RowDraws(task.samples, layout=task.draws)
+        self._before: Observed | None = None
+        self._losses: list[torch.Tensor] = []
+        self._depth = 0
+        side_effects.discard_file_writes()
+        _subprocess_policy.refuse_processes(stopped)
+        wrap(torch.autograd, "backward", self._backward)
+
+    @property
+    def forwards(self) -> int:
+        """Number of calls of prepared models."""
+        return self._calls
+
+    def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """The real one, and what the plan puts on top."""
+        new = [thing for thing in args if isinstance(thing, nn.Module) and not any(thing is m for m in self._models)]
+        self._models += new
+        if self._task.precise:
+            in_double_precision()
+        if self._installer is None:
+            prepared = original(accelerator, *args, **kwargs)
+        else:
+            prepared = self._installer.prepare(original, accelerator, *args, **kwargs)
+        for model in new:
+            model.register_forward_pre_hook(self._calling, with_kwargs=True)
+            model.register_forward_hook(self._called)
+        return prepared
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """The few samples for the training, again and again; what comes before it is as in the dry run."""
+        self._asked += 1
+        if self._asked == self._task.request:
+            self._training = batches.loader
+            self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
+            if self._task.precise:
+                self._batch = mapped(self._batch, _doubled)
+            self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
+            self._draws.__enter__()
+            self._draw_from_the_start()
+            self._before = self._observe()
+        return batches.next_beside_training() if batches.loader is not self._training else self._batch
+
+    # --- random numbers --------------------------------------------------------------------------------------------
+
+    def _draw_from_the_start(self, rows: int = 0) -> None:
+        """Slices draw more often than whole batches do: before and after a call, both go on from one place.
+
+        Args:
+            rows: of the call's arguments, where they are more than the samples (real and made ones, judged together).
+        """
+        if self._training is not None:
+            self._draws.samples = rows or self._task.samples
+            self._draws.begin(0 if rows else self._first, rows or self._end - self._first)
+
+    def _calling(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            rows = batch_size(by_name(args, kwargs))
+        except CannotSplitError:
+            rows = 0
+        self._draw_from_the_start(rows if rows > self._task.samples else 0)
+
+    def _called(self, *_call: Any) -> None:
+        self._calls += 1
+        self._draw_from_the_start()
+
+    def _slice_begins(self, first: int, samples: int, of: int) -> None:
+        if of == self._draws.samples:
+            self._draws.begin(first, samples)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The script's own, not those inside it (checkpointed blocks); the last one is the end."""
+        self._depth += 1
+        try:
+            original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth or self._training is None:
+            return
+        given = args[0] if args else kwargs["tensors"]
+        self._losses += [given] if isinstance(given, torch.Tensor) else list(given)
+        if len(self._losses) >= self._task.backwards:
+            self._draws.__exit__(None, None, None)
+            self._parent.send(ProofStep(self._observe(), self._draws.layout).packed())
+
+    def _observe(self) -> Observed:
+        root = root_of(tuple(self._models))
+        losses = [loss.detach() for loss in self._losses]
+        return observe(
+            root,
+            before=self._before,
+            loss=losses[0] if losses else None,
+            logged={str(at): loss for at, loss in enumerate(losses[1:], 1)},
+            # What stands in place of forwards is the plan's own.
+            closed=tuple({type(vars(module)["forward"]) for module in root.modules() if "forward" in vars(module)}),
+        )
+
+    def failed(self, error: BaseException, script: str) -> None:
+        """Send the reason."""
+        self._parent.send(DryRunFailure.of(error, script))
+
+    def ended(self) -> None:
+        """The same: there was no backward pass."""
+        self._parent.send(DryRunFailure.unsupported(_("the script ended before a backward pass")))
+
+
+def in_double_precision() -> None:
+    """Every floating-point tensor that is alive is made one of double precision, and those to come."""
+    torch.set_default_dtype(torch.float64)
+    for thing in gc.get_objects():
+        if isinstance(type(thing), type) and issubclass(type(thing), torch.Tensor):
+            with contextlib.suppress(RuntimeError):
+                thing.data = _doubled(thing.data)
+
+
+def _doubled(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype not in _LESS_PRECISE or leaf.numel() > LARGEST_IN_DOUBLE:
+        return leaf
+    return leaf.double() if leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf

@@ -1,0 +1,89 @@
+"""Acceptance of a plan whose step is the script's own: seen by running it, by the loss graph, or as the user said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vram_guard_accelerate._launch_plan import LaunchPlan
+    from vram_guard_accelerate._settings import Settings
+    from vram_guard_accelerate.dry_run.proofs import Proof, Proofs
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about a plan."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Technique -> why it would be another training; the plan is not to be used then."""
+    notes: tuple[str, ...] = ()
+    """The way in which it was proven, for a reader of the plan."""
+
+
+class Judge:
+    """Judges the plans of one script.
+
+    Args:
+        proofs: of what runs.
+        settings: what the user said.
+        why_not_by_graph: the reason why the loss graph does not prove slices; "" where it does.
+    """
+
+    def __init__(self, proofs: Proofs, settings: Settings, why_not_by_graph: Callable[[], str]) -> None:
+        self._proofs = proofs
+        self._settings = settings
+        self._why_not_by_graph = why_not_by_graph
+
+    def of(self, plan: LaunchPlan) -> Verdict:
+        """Whether this plan may be used. Techniques that leave every number as it is are not looked at."""
+        said = plan.slices and self._settings.loss_weight is not None
+        notes = (_("slices of a batch: as you said (--loss-weight {kind})", kind=plan.loss_weight),) if said else ()
+        ways = list(_parts(plan, with_slices=not said))
+        if not ways:
+            return Verdict(notes=notes)
+        whole = _whole(plan, with_slices=not said)
+        proof = self._proofs.of(whole)
+        if proof.why_not:
+            return self._by_graph(proof, slices=whole.slices, notes=notes)
+        if not proof.difference:
+            return Verdict(notes=(*notes, _proven_by_running(proof)))
+        found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
+        return Verdict(found or {ways[-1][0]: proof.refutation})
+
+    def _by_graph(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
+        if not slices:
+            return Verdict(notes=(*notes, _("checkpointed blocks were not run for a proof: {why}", why=proof.why_not)))
+        why = self._why_not_by_graph()
+        if why:
+            reason = _("{reason}, and a few samples were not run ({why})", reason=why, why=proof.why_not)
+            return Verdict({"accumulate": _("{reason}; pass --loss-weight", reason=reason)})
+        proven = _("slices of a batch: proven by the loss graph; a few samples were not run ({why})", why=proof.why_not)
+        return Verdict(notes=(*notes, proven))
+
+
+def _parts(plan: LaunchPlan, *, with_slices: bool) -> list[tuple[str, LaunchPlan]]:
+    """The plan technique by technique."""
+    found = []
+    if plan.slices and with_slices:
+        found.append(("accumulate", replace(plan, recipe=plan.recipe.with_(checkpoint=()))))
+    if plan.recipe.checkpoint:
+        found.append(("checkpoint", _whole(plan, with_slices=False)))
+    return found
+
+
+def _whole(plan: LaunchPlan, *, with_slices: bool) -> LaunchPlan:
+    return plan if with_slices else replace(plan, micro_batch_size=plan.grown_batch_size)
+
+
+def _proven_by_running(proof: Proof) -> str:
+    return _(
+        "the plan: proven by running {count} samples, as written and under it, with equal losses, gradients, weights, "
+        "buffers and attributes",
+        count=proof.samples,
+    )

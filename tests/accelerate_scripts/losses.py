@@ -1,0 +1,123 @@
+"""Models whose loss slices of a batch would change, and some whose loss they do not; run with the name of one."""
+
+import argparse
+import random
+
+import torch
+from accelerate import Accelerator
+from common import Block, Network, WithLoss, write
+from torch import nn
+from training import loop
+
+
+class Plain(WithLoss):
+    """A mean over samples."""
+
+    def loss(self, logits, labels):
+        return nn.functional.cross_entropy(logits, labels)
+
+    def forward(self, pixels, labels=None):
+        logits = self.network(pixels)
+        return {"loss": None if labels is None else self.loss(logits, labels), "logits": logits}
+
+
+class Dropping(Plain):
+    """Random numbers for every sample, in every block, and normalisation over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+        for block in self.network.blocks:
+            block.narrow = nn.Sequential(block.narrow, nn.Dropout(0.2))
+
+    def loss(self, logits, labels):
+        return super().loss(self.norm(logits), labels)
+
+
+class Contrastive(Plain):
+    """Each sample is told apart from all others of its batch."""
+
+    def loss(self, logits, labels):
+        found = nn.functional.normalize(logits, dim=-1)
+        return nn.functional.cross_entropy(5 * found @ found.t(), torch.arange(len(labels), device=labels.device))
+
+
+class Weighted(Plain):
+    """Some classes count more than others."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("classes", torch.linspace(0.1, 3, 10))
+
+    def loss(self, logits, labels):
+        return nn.functional.cross_entropy(logits, labels, self.classes)
+
+
+class Ignoring(Plain):
+    """The samples of one class, another one than torch's own -100, do not count."""
+
+    def loss(self, logits, labels):
+        return nn.functional.cross_entropy(logits, labels, ignore_index=0)
+
+
+class Counting(Plain):
+    """How often it was called is part of what it computes."""
+
+    calls = 0
+
+    def loss(self, logits, labels):
+        self.calls += 1
+        return super().loss(logits, labels) / (1 + 0.1 * self.calls)
+
+
+class Queued(Plain):
+    """The latest outputs stay in a buffer, which the next call compares with."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("latest", torch.zeros(10))
+
+    def loss(self, logits, labels):
+        apart = (logits - self.latest).square().mean()
+        self.latest.copy_(logits.detach().mean(0))
+        return super().loss(logits, labels) + 0.1 * apart
+
+
+class ByChance(Block):
+    """Draws from a generator of Python's, which checkpointing does not put back."""
+
+    def forward(self, x):
+        return super().forward(x * (1 + random.random()))
+
+
+class Drawing(Network):
+    """Blocks that draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ByChance(32) for _ in range(4))
+
+
+class Unhindered(Network):
+    """Blocks that do not."""
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--out")
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=40)
+    options = parser.parse_args()
+    accelerator = Accelerator()
+    model = globals()[options.model]
+
+    def loss_of(model, x, y):
+        return model(x, labels=y)["loss"]
+
+    outside = None if issubclass(model, Network) else loss_of
+    write(accelerator, options.out, **loop(options, accelerator, model=model, loss_of=outside))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Plans for a script are proven before they are used: by running a few samples, by the loss graph, or by a word."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+from accelerate_cases import ONE, TRAINER, TRAINING, difference, launch  # noqa: E402
+
+from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
+from vram_guard_accelerate._settings import Settings  # noqa: E402
+from vram_guard_accelerate.dry_run._real_samples import few_samples, most_different  # noqa: E402
+
+LOSSES = cases.HERE / "accelerate_scripts" / "losses.py"
+RUN = "the plan: proven by running {} samples"
+BY_GRAPH = "slices of a batch: proven by the loss graph"
+AS_SAID = "slices of a batch: as you said (--loss-weight mean)"
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Everything that is asked of dry runs here, answered in one process."""
+    folder = tmp_path_factory.mktemp("proofs")
+    asked = folder / "asked"
+    sliced = {"budget": "40MiB", "allow": ("accumulate",)}
+    for name in ("Plain", "Dropping", "Contrastive", "Weighted", "Ignoring", "Counting", "Queued"):
+        cases.request(asked / name, LOSSES, name, **sliced)
+    for name in ("Plain", "Counting", "Contrastive"):  # no time to run anything
+        cases.request(asked / f"{name}_heavy", LOSSES, name, **sliced, proof_seconds=1e-4)
+    cases.request(asked / "Contrastive_said", LOSSES, "Contrastive", **sliced, loss_weight="mean")
+    large = {"budget": "112MiB", "allow": ("checkpoint",)}
+    for name in ("Drawing", "Unhindered"):
+        cases.request(asked / name, LOSSES, name, "--batch_size", 64, "--samples", 128, **large)
+    for name in ("adversarial", "diffusion"):
+        cases.request(asked / name, TRAINING, name, "--out", "never.pt", budget="24MiB", allow=("accumulate",))
+    own = ("--output_dir", folder, "--report_to", "none", "--per_device_train_batch_size", 16, "--out", "never.pt")
+    cases.request(asked / "trainer", TRAINER, *own, budget="80MiB", allow=("accumulate",))
+    return cases.dry_runs(asked)
+
+
+@pytest.mark.parametrize("name", ["Plain", "Dropping", "adversarial", "diffusion", "trainer", "Unhindered"])
+def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name: str) -> None:
+    answer = answers[name]
+    assert answer["changed"], answer["notes"]
+    assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "technique", "named"),
+    [
+        ("Contrastive", "smaller micro-batches", "the gradient of network."),
+        ("Weighted", "smaller micro-batches", "labels whose classes have weights"),
+        ("Ignoring", "smaller micro-batches", "labels without those that are 0"),
+        ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
+        ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
+        ("Drawing", "checkpoint", "the gradient of "),
+    ],
+)
+def test_what_comes_to_something_else_is_refused_by_name(answers: Any, name: str, technique: str, named: str) -> None:
+    answer = answers[name]
+    assert not answer["changed"], answer["notes"]
+    (refusal,) = [note for note in answer["notes"] if note.startswith(f"{technique} ")]
+    assert "not possible here" in refusal
+    assert named in refusal
+
+
+def test_what_is_too_heavy_to_run_is_proven_by_the_loss_graph(answers: Any) -> None:
+    answer = answers["Plain_heavy"]
+    assert answer["launch_plan"]["micro_batch_size"] == 8
+    (note,) = [note for note in answer["notes"] if note.startswith(BY_GRAPH)]
+    assert "it would take" in note
+
+
+def test_what_neither_proves_is_not_cut(answers: Any) -> None:
+    refusals = [note for note in answers["Counting_heavy"]["notes"] if "micro-batches are not possible" in note]
+    assert "moves on what the model keeps: calls" in refusals[0]
+    assert "--loss-weight" in refusals[0]
+    assert not answers["Counting_heavy"]["changed"]
+
+
+def test_what_the_user_says_is_done_and_said(answers: Any) -> None:
+    answer = answers["Contrastive_said"]
+    assert answer["launch_plan"]["micro_batch_size"] == 8
+    assert AS_SAID in answer["notes"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_a_launch_whose_plan_is_refuted_starts_nothing_and_trains_as_written_under_another(
+    tmp_path: Path, cache: Path
+) -> None:
+    own = ("Counting", "--batch_size", 64, "--samples", 160)
+    options = ("--budget", "112MiB", "--margin", "0")
+    written, sliced, other = (tmp_path / f"{name}.pt" for name in ("written", "sliced", "other"))
+    plain = launch(*ONE, LOSSES, *own, "--out", written, cache=cache, guarded=False)
+    refuted = launch(*ONE, *options, "--allow", "accumulate", LOSSES, *own, "--out", sliced, cache=cache)
+    guarded = launch(*ONE, *options, "--allow", "accumulate,checkpoint", LOSSES, *own, "--out", other, cache=cache)
+    assert (plain.returncode, refuted.returncode, guarded.returncode) == (0, 1, 0), guarded.stderr
+    assert "the attribute calls is 2 instead of 1" in refuted.stderr
+    assert not sliced.exists()
+    assert RUN.format(4) in guarded.stderr
+    assert difference(torch.load(written), torch.load(other)) < 1e-6
+
+
+def test_a_launch_of_normalised_random_slices_is_proven_and_runs(tmp_path: Path, cache: Path) -> None:
+    options = ("--budget", "40MiB", "--margin", "0", "--allow", "accumulate")
+    done = launch(*ONE, *options, LOSSES, "Dropping", "--out", tmp_path / "out.pt", cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert RUN.format(4) in done.stderr
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_those_that_differ_most() -> None:
+    texts = [{"labels": [1, 1, 1]}, {"labels": [1, 1, 1]}, {"labels": [1, 1, -100]}, {"labels": [-100, -100, -100]}]
+    assert most_different(texts, 3) == [texts[0], texts[3], texts[2]]
+    assert most_different([0.5, 0.25, 0.125], 2) == [0.5, 0.25]
+    assert most_different(["cat", "dog"], 2) == ["cat", "dog"]
+
+
+def test_few_samples_of_loaders_of_all_kinds() -> None:
+    from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    numbers = TensorDataset(torch.arange(10.0))
+    assert few_samples(DataLoader(numbers, batch_size=8), 4)[0].tolist() == [0, 1, 2, 3]
+    assert few_samples(DataLoader(Stream(), batch_size=8), 4).tolist() == [0, 1, 2, 3]
+    ready = [torch.arange(8.0).reshape(8, 1), torch.zeros(8, 1)]
+    assert few_samples(DataLoader(ready, batch_size=None), 4).flatten().tolist() == [0, 1, 2, 3]
+    assert few_samples(DataLoader(ready, batch_size=None), 4, slice(2, 4)).flatten().tolist() == [2, 3]
+    with pytest.raises(UnsupportedStepError, match="its batch has 3 samples"):
+        few_samples(DataLoader(numbers, batch_size=3), 4)
+
+
+@pytest.mark.parametrize("seconds", [-1, True, "20", float("nan"), float("inf")])
+def test_seconds_that_make_no_sense(seconds: Any) -> None:
+    with pytest.raises(InvalidInputError, match="proof_seconds"):
+        Settings(proof_seconds=seconds)

@@ -1,0 +1,19 @@
+"""Trainings under MMEngine's Runner, with and without the guard: none differs in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("mmengine")
+
+from fidelity import mmengine_cases
+from fidelity.harness import check, every
+from fidelity.mmengine import CASES, SUITE
+
+assert mmengine_cases
+
+
+@every(SUITE, CASES)
+def test_no_silent_difference(suite, case, mode):
+    check(suite, case, mode)

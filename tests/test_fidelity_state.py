@@ -1,0 +1,16 @@
+"""State and randomness of a Lightning module's own, and blocks that are checkpointed: none differs in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from fidelity import lightning_blocks, lightning_state
+from fidelity.harness import check, every
+from fidelity.lightning import SUITE, of
+
+
+@every(SUITE, [*of(lightning_state), *of(lightning_blocks)])
+def test_no_silent_difference(suite, case, mode):
+    check(suite, case, mode)

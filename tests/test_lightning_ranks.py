@@ -1,0 +1,110 @@
+"""Two processes whose batches differ in size, and steps that talk to the other process themselves (gloo, CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+torch = pytest.importorskip("torch")
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("lightning_ranks_script.py")
+
+#: Guarded trainings, and those without the guard that they must be equal to.
+EQUAL = {
+    "uneven+split": "uneven+plain",
+    "uneven+split+recover": "uneven+plain",
+    "uneven+split+static+recover": "uneven+plain",
+    "seldom+split": "seldom+plain",
+}
+#: Trainings that would be another one in micro-batches, or would hang, with the reason that is given.
+REFUSED = {
+    "own+split": "the step itself calls all_reduce (tests/lightning_ranks_script.py:",
+    "gather+split": "the step itself calls barrier (tests/lightning_ranks_script.py:",
+    "uneven+split+static": "DistributedDataParallel(static_graph=True)",
+}
+#: Trainings in which a peer could wait for a rank that ran out of memory.
+NOT_ARMED = ("own+recover", "metric+recover")
+ARMED = "unused+recover"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
+    out = tmp_path_factory.mktemp("ranks")
+    cases = [*EQUAL, *dict.fromkeys(EQUAL.values()), *REFUSED, *NOT_ARMED, ARMED]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(out), *cases],
+            env={**os.environ, **address, "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        errors = [rank.communicate(timeout=280)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        paths = [out / f"{case}-{rank}.json" for rank in (0, 1)]
+        assert all(path.exists() for path in paths), errors[0][-2000:] + errors[1][-2000:]
+        found[case] = [
+            {**json.loads(path.read_text()), "weights": torch.load(path.with_suffix(".pt"), weights_only=True)}
+            for path in paths
+        ]
+    return found
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_ranks_with_batches_of_other_sizes_train_the_same(results: Any, case: str) -> None:
+    for mine, plain in zip(results[case], results[EQUAL[case]], strict=True):
+        assert "error" not in mine, mine["error"]
+        assert mine["splits"] == 2
+        assert mine["steps"] == plain["steps"] == 8
+        assert mine["logged"] == pytest.approx(plain["logged"], rel=1e-5)
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+    # Batches of 8, 8, 8, 8 here and of 3, 4, 8, 1 there: as many micro-batches, as long as they have two samples.
+    assert results[case][0]["seen"] == [4] * 16
+    assert results[case][1]["seen"] == [3, 2, 2, 4, 4, 1] * 2
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_ranks_would_do_more_often_is_refused_before_training(results: Any, case: str) -> None:
+    first, second = results[case]
+    assert "error" not in first, first["error"]
+    assert first["steps"] == second["steps"] == 8
+    assert first["seen"] == [8] * 8
+    assert any("smaller micro-batches are not possible" in line and REFUSED[case] in line for line in first["said"])
+
+
+@pytest.mark.parametrize("case", NOT_ARMED)
+def test_recovery_is_not_armed_where_a_peer_could_wait(results: Any, case: str) -> None:
+    assert [rank["armed"] for rank in results[case]] == [False, False]
+    assert [rank["steps"] for rank in results[case]] == [8, 8]
+
+
+def test_a_parameter_without_gradient_is_said_where_ddp_would_stop(results: Any) -> None:
+    first, second = results[ARMED]
+    assert first["armed"]
+    assert second["armed"]
+    said = [line for line in first["said"] if "got no gradient: unused.weight, unused.bias" in line]
+    assert len(said) == 1
+    assert not any("got no gradient" in line for line in results["uneven+split+recover"][0]["said"])

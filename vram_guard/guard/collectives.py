@@ -1,0 +1,72 @@
+"""Calls inside a step for which the processes wait for each other: they keep their order and their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vram_guard.guard.refusals import Refusal
+from vram_guard.language import _
+from vram_guard.timeline import SYNCHRONISED_NORM
+
+if TYPE_CHECKING:
+    from vram_guard.timeline import Collective, Timeline
+
+
+def collectives_of(timeline: Timeline | None) -> tuple[Collective, ...]:
+    """Those of the step as written, each line once."""
+    found = () if timeline is None else (one for one in timeline.collectives if one.step)
+    return tuple({(one.name, one.source, one.phase): one for one in found}.values())
+
+
+def repeated_in_parts(collectives: Sequence[Collective]) -> Refusal | None:
+    """Refuse micro-batches where each of them would call what a whole batch calls once.
+
+    Synchronised batch normalisation is not among these: it takes part in every forward as written, and the ranks
+    agree on the number of micro-batches.
+    """
+    own = [one for one in collectives if one.phase != "optimizer" and one.name != SYNCHRONISED_NORM]
+    if not own:
+        return None
+    return Refusal(
+        "accumulate",
+        _(
+            "the step itself calls {names}, for which the ranks wait for each other: every micro-batch would call it "
+            "again",
+            names=_in_words(own),
+        ),
+    )
+
+
+def why_not_recovered(collectives: Sequence[Collective]) -> str:
+    """The reason why a step may not be broken off on one rank ("" where it may)."""
+    if not collectives:
+        return ""
+    return _(
+        "the step itself calls {names}, where the other ranks would wait for one that ran out of memory",
+        names=_in_words(collectives),
+    )
+
+
+def static_graph(recovered: bool) -> Refusal:
+    """Refuse micro-batches under DistributedDataParallel with ``static_graph=True``, where they would break it.
+
+    Its reducer counts how often each gradient arrives, also where nothing is to be averaged yet.
+
+    Args:
+        recovered: while recovery is armed, gradients are averaged without that reducer, and nothing is refused.
+    """
+    return Refusal(
+        "accumulate",
+        ""
+        if recovered
+        else _(
+            "DistributedDataParallel(static_graph=True) counts gradients from the first backward on, and fails where "
+            "it is not to average yet (no_sync)"
+        ),
+    )
+
+
+def _in_words(collectives: Sequence[Collective]) -> str:
+    places = (f"{one.name} ({one.source})" if one.source else one.name for one in collectives)
+    return ", ".join(dict.fromkeys(places))

@@ -1,0 +1,122 @@
+"""Collectives of a traced step: no peer is talked to; every rank is taken to hold what this one holds.
+
+A trace runs on each rank by itself, perhaps in a copy of the process whose connections are dead. So what reaches
+``torch.distributed`` is answered here, and written down: who runs the step in parts, or again, has to know of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.patching import replaced
+from vram_guard.private_names import missing_names
+from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES
+from vram_guard.tensors import tensors_in
+from vram_guard.timeline import SYNCHRONISED_NORM
+
+#: c10d's operators by the names that ``torch.distributed`` gives them; others are known by their own.
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "recv_any_source_": "recv",
+}
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+#: Of these, the waiting for a result that an earlier one will bring.
+_WAITING = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def is_collective(func: Any) -> bool:
+    """True for operators that other processes take part in."""
+    return func.namespace == "c10d" or func.namespace in _FUNCTIONAL
+
+
+def answer(recorder: Recorder, func: Any, args: tuple[Any, ...], otherwise: Callable[[], Any]) -> Any:
+    """The result of a collective, as if every rank held what this one holds.
+
+    Args:
+        recorder: it is written down here, if there is another process in its group.
+        func: the operator, see :func:`is_collective`.
+        args: its arguments. Tensors with values (host memory) are gathered; a sum of them is left as one rank's.
+        otherwise: runs it; for those that talk to nobody.
+
+    Raises:
+        UnsupportedStepError: this torch does not let its process groups be stood in for.
+    """
+    import torch.distributed as dist
+
+    operator = func._schema.name.split("::")[1]
+    if func.namespace in _FUNCTIONAL:
+        if operator not in _WAITING:
+            recorder.collective(operator.rstrip("_"))
+        if all(is_symbolic(tensor) for tensor in tensors_in(args)) or operator in _WAITING:
+            return otherwise()  # torch's own code for shapes alone
+        raise UnsupportedStepError(
+            _("{operator} is called with a tensor in host memory: it cannot be run symbolically", operator=func)
+        )
+    if not func._schema.returns:  # monitored_barrier, check_for_nan
+        return None
+    missing = missing_names(COLLECTIVE_NAMES)
+    if missing:
+        raise UnsupportedStepError(
+            _(
+                "the step calls {operator}, which cannot be run symbolically: torch {version} has no {names}",
+                operator=_NAMES.get(operator, operator.rstrip("_")),
+                version=torch.__version__,
+                names=", ".join(name.dotted for name in missing),
+            )
+        )
+    from torch._C._distributed_c10d import FakeWork, ProcessGroup
+
+    group = next(ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+    if dist.get_backend(group) == "fake":  # a trace's own (FSDP on one device)
+        return otherwise()
+    if group.size() > 1:
+        recorder.collective(_NAMES.get(operator, operator.rstrip("_")))
+    if operator in _GATHERS:
+        _gather(*args[:2])
+    work = FakeWork().boxed()
+    return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+_GATHERS = ("allgather_", "_allgather_base_", "gather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_")
+
+
+def _gather(outputs: Any, inputs: Any) -> None:
+    """Every place of the outputs gets the input; symbolic tensors have nothing to copy."""
+    source = list(tensors_in((inputs,)))
+    for target in tensors_in((outputs,)):
+        if not is_symbolic(target) and not any(is_symbolic(tensor) for tensor in source) and source[0].numel():
+            target.view(-1, source[0].numel()).copy_(source[0].reshape(1, -1))
+
+
+@contextlib.contextmanager
+def synchronised_norms(recorder: Recorder) -> Iterator[None]:
+    """Inside the block synchronised batch normalisation is that of one process: its own kernels have no shapes."""
+
+    def forward(self: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        self._check_input_dim(inputs)
+        if self.training and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            recorder.collective(SYNCHRONISED_NORM)
+        return nn.modules.batchnorm._BatchNorm.forward(self, inputs)
+
+    with replaced(nn.SyncBatchNorm, {"forward": forward}):
+        yield
