@@ -172,10 +172,8 @@ class _Prover:
         if timeline is None or free is None:
             return ""
         each = 8 if way.double else 4
-        traced = (
-            replace(timeline, retrace=None).at(way.samples).peak_allocated
-        )  # a new trace would be too dear for that
-        scaled = traced * each // (4 if timeline.precision == "32-true" else 2)
+        law = replace(timeline, retrace=None)  # to trace anew for that would be too dear
+        scaled = law.at(way.samples).peak_allocated * each // (4 if timeline.precision == "32-true" else 2)
         model = self._captured.model
         copies = _COPIES * each * sum(part.numel() for part in (*model.parameters(), *model.buffers()))
         needed = int(_MORE_MEMORY * (scaled + copies))
