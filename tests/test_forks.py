@@ -36,6 +36,7 @@ def test_generators_go_on_in_the_copy_where_they_are_in_the_original() -> None:
     def draws(_say: object = None) -> tuple[float, ...]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
+    draws()  # numpy makes its generator when it is first asked for
     assert run_in_fork(draws) == draws()
 
 

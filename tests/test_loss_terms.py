@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of, reduction_of
 from vram_guard.apply.normalisers import Normaliser
+from vram_guard.proof.loss_graph import LossGraph
+from vram_guard.step import TrainingStep
 
 
 def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
@@ -228,3 +230,45 @@ def test_losses_of_transformers_are_told_apart() -> None:
             given = {"input_values": torch.randn(samples, 4000)} if expected == "sum" else {"input_ids": labels}
             terms.append(loss_terms(model.train()(**given, labels=labels).loss, behind=True))
         assert reduction_of(terms[0], 2, terms[1], 6, labels_counted=(-100,))[0] == expected
+
+
+def shifted_by_transformers(labels: torch.Tensor) -> torch.Tensor:
+    return functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+
+
+def without_padding(labels: torch.Tensor) -> torch.Tensor:
+    return shifted_by_transformers(labels.masked_fill(labels == 0, -100))
+
+
+def written_to_by_another_view(labels: torch.Tensor) -> torch.Tensor:
+    padded = functional.pad(labels, (0, 1), value=-100)
+    one, other = padded[..., 1:], padded[..., 1:]
+    one.masked_fill_(one == 0, -100)
+    return other.contiguous().view(-1)
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (shifted_by_transformers, Normaliser(("labels",), shifted=True)),
+        (lambda labels: labels.clone().flatten(), Normaliser(("labels",))),
+        (without_padding, None),
+        (lambda labels: shifted_by_transformers(labels.clamp(max=12)), None),
+        (written_to_by_another_view, None),
+    ],
+)
+def test_labels_that_a_trace_has_copied_are_known_again_unless_something_was_computed(
+    made: Any, expected: Normaliser | None
+) -> None:
+    """The batch of the trace holds neither a zero nor a number above 12: what is done to those shows in no value."""
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(1, 13).repeat(size, 1)
+        return {"ids": tokens, "labels": tokens.clone()}
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(model(batch["ids"]).flatten(0, 1), made(batch["labels"]))
+
+    found, why = LossGraph(TrainingStep(model, batch, loss, torch.optim.SGD)).reduction(4)
+    assert found == expected, why

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from vram_guard.forks.fork import can_fork
+from vram_guard.proof import prove as proving
 from vram_guard_lightning import VramGuard
 
 pytestmark = [
@@ -189,6 +190,29 @@ def test_where_running_would_take_too_long_the_graph_proves(tmp_path: Any, capsy
     guarded, said = trained(contrastive, pinned(proof_seconds=0), tmp_path)
     assert "the loss is not known to be" in said
     assert same(plain, guarded)
+
+
+def test_where_memory_does_not_suffice_the_graph_proves(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(proving, "host_share", lambda *_: 1000)
+    trained(mean, pinned(), tmp_path)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "proven by the loss graph" in out
+    assert "of host memory, and 1000 B are free" in out
+
+
+def test_weights_without_arithmetic_count_in_the_estimate(tmp_path: Any, capsys: Any) -> None:
+    """A table of 8 million weights, of which a sample looks up five: copying it is what takes time."""
+
+    class Table(Net):
+        def __init__(self) -> None:
+            super().__init__(mean)
+            self.table = nn.Embedding(2**20, WIDTH)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return mean(self, self.head(self.table(batch[1])), batch[1])
+
+    trainer_for(pinned(proof_seconds=0.05), tmp_path, 1).fit(Table(), data())
+    assert "running 4 samples would take" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_step_that_does_not_run_on_a_few_samples_falls_back_to_the_graph(tmp_path: Any, capsys: Any) -> None:

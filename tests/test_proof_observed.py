@@ -554,3 +554,15 @@ def test_an_outcome_travels_over_a_pipe():
     assert came.attributes.keys() == seen.attributes.keys()
     found = differences(seen, dataclasses.replace(came, loss=2.0), tolerance=DOUBLE)
     assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_tensors_are_sent_without_a_copy() -> None:
+    model = nn.Linear(1000, 100, dtype=torch.bfloat16)
+    model.shift, model.mask = torch.tensor(1 + 2j).conj(), torch.zeros(0, 3, dtype=torch.bool)
+    seen = observe(model)
+    buffers: list[pickle.PickleBuffer] = []
+    sent = pickle.dumps(seen, protocol=5, buffer_callback=buffers.append)
+    assert len(sent) < 10_000 < sum(buffer.raw().nbytes for buffer in buffers)
+    received = pickle.loads(sent, buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    assert torch.equal(received.weights["weight"], model.weight)
+    assert (received.attributes["shift"], received.attributes["mask"].shape) == (1 - 2j, (0, 3))

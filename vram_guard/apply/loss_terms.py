@@ -348,7 +348,32 @@ def _labels_in(batch: Any, labels: torch.Tensor, ignored: int) -> Normaliser | N
         for path, part in tensors
         if part.dim() > 1 and is_view_of(labels, part[..., 1:])
     ]
+    found = found or [
+        one
+        for path, part in tensors
+        for one in (Normaliser(path, ignored=ignored), Normaliser(path, ignored=ignored, shifted=True))
+        if _holds_values_of(labels, part, one)
+    ]
     return found[0] if found else None  # of two that share memory, one is as good as the other
+
+
+def _holds_values_of(labels: torch.Tensor, part: torch.Tensor, counted: Normaliser) -> bool:
+    """Check whether labels are a part of the batch that was copied in a trace, cut and filled up with ignored ones."""
+    from vram_guard.simulate.device.constants import compute, of_same_origin
+
+    with _disable_current_modes():
+        if not of_same_origin(labels, part):
+            return False
+        mine, its = compute(labels), compute(part)
+        if mine is None or its is None:
+            return False
+        if counted.shifted:
+            if its.dim() < 2:
+                return False
+            its = its[..., 1:]
+            if its.numel() < mine.numel():  # as Transformers does it
+                its = torch.nn.functional.pad(its, (0, 1), value=counted.ignored)
+        return torch.equal(mine.flatten(), its.flatten().to(mine))
 
 
 def _counted(node: Any) -> torch.Tensor | None:

@@ -105,13 +105,13 @@ def run_in_fork(
         _work_in_copy(work, there)
     there.close()
     with here:
-        kind, value = _answer(here, process, progress or (lambda _line: None), most_seconds)
+        kind, value, buffers = _answer(here, process, progress or (lambda _line: None), most_seconds)
     if kind == "error":
         caught, text = value
         if any(part in str(caught) for part in _REFUSED_IN_FORKS):
             raise ForkRefusedError(str(caught))
         raise caught from _RemoteTraceback(text)
-    return pickle.loads(value)  # type: ignore[no-any-return]  # noqa: S301 - from our own copy
+    return pickle.loads(value, buffers=buffers)  # type: ignore[no-any-return]  # noqa: S301 - from our own copy
 
 
 # --- in the copy ---------------------------------------------------------------------------------------------------
@@ -124,7 +124,11 @@ def _work_in_copy(work: Callable[[Progress], Any], home: Connection) -> None:
         renew_in_copy()
         gc.freeze()  # finalizers of the original's objects are not run here
         _isolation.isolate(home.fileno())
-        home.send(_outcome(work, home))
+        buffers: list[pickle.PickleBuffer] = []
+        outcome = _outcome(work, home, buffers)
+        home.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))
+        for buffer in buffers:
+            _send_array(home.fileno(), buffer.raw())
         code = 0
     except BaseException:  # noqa: BLE001 - nothing of a copy may go on in the original's name
         with contextlib.suppress(Exception):
@@ -133,9 +137,11 @@ def _work_in_copy(work: Callable[[Progress], Any], home: Connection) -> None:
         os._exit(code)
 
 
-def _outcome(work: Callable[[Progress], Any], home: Connection) -> tuple[str, Any]:
+def _outcome(work: Callable[[Progress], Any], home: Connection, buffers: list[pickle.PickleBuffer]) -> tuple[str, Any]:
     try:
-        return "value", pickle.dumps(work(lambda line: home.send(("progress", line))))
+        value = work(lambda line: home.send(("progress", line, [])))
+        # Arrays may be as large as a model: they are not copied into the pickle.
+        return "value", pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     except SystemExit as ended:
         error: Exception = UnsupportedStepError(
             _("the training's own code ended the process (exit code {code})", code=ended.code)
@@ -144,6 +150,12 @@ def _outcome(work: Callable[[Progress], Any], home: Connection) -> tuple[str, An
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         text = "".join(traceback.format_exception(caught))
         return "error", (_picklable(caught), text)
+
+
+def _send_array(home: int, content: memoryview) -> None:
+    """Not by the Connection, which copies, and takes several times as long to read."""
+    while content:
+        content = content[os.write(home, content) :]
 
 
 def _picklable(error: Exception) -> Exception:
@@ -162,12 +174,14 @@ def _picklable(error: Exception) -> Exception:
 # --- in the original -----------------------------------------------------------------------------------------------
 
 
-def _answer(pipe: Connection, process: int, progress: Progress, most_seconds: float) -> tuple[str, Any]:
-    """The copy's last message; the copy is gone afterwards."""
+def _answer(
+    pipe: Connection, process: int, progress: Progress, most_seconds: float
+) -> tuple[str, Any, list[bytearray]]:
+    """The copy's last message, and the arrays that follow it; the copy is gone afterwards."""
     try:
-        for kind, value in _messages(pipe, process, most_seconds):
+        for kind, value, sizes in _messages(pipe, process, most_seconds):
             if kind != "progress":
-                return kind, value
+                return kind, value, [_array(pipe, size) for size in sizes]
             progress(value)
     except (EOFError, OSError, pickle.UnpicklingError):
         pass  # it died
@@ -185,7 +199,18 @@ def _answer(pipe: Connection, process: int, progress: Progress, most_seconds: fl
     )
 
 
-def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[tuple[str, Any]]:
+def _array(pipe: Connection, size: int) -> bytearray:
+    content = bytearray(size)
+    missing = memoryview(content)
+    while missing:
+        got = os.readv(pipe.fileno(), [missing])
+        if not got:
+            raise EOFError
+        missing = missing[got:]
+    return content
+
+
+def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[tuple[str, Any, list[int]]]:
     """Messages as they arrive.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -67,10 +66,9 @@ class Observed:
     """Attributes that were not looked into: too many, too deep, too long."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # One run of bytes, also where multiprocessing would share a tensor's memory, which ends with its process.
-        buffer = io.BytesIO()
-        torch.save(vars(self), buffer)
-        return _received, (buffer.getvalue(),)
+        # As arrays, which pickle sends without a copy; multiprocessing would share a tensor's memory, which ends with
+        # its process.
+        return _received, ({name: _sent(value) for name, value in vars(self).items()},)
 
     @property
     def is_telling(self) -> bool:
@@ -79,8 +77,31 @@ class Observed:
         return any(norms) and all(map(math.isfinite, norms))
 
 
-def _received(sent: bytes) -> Observed:
-    return Observed(**torch.load(io.BytesIO(sent), weights_only=False))
+class _Array(NamedTuple):
+    """A tensor's content."""
+
+    content: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _sent(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _sent(held) for name, held in value.items()}
+    if isinstance(value, torch.Tensor) and not value.is_quantized:
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return _Array(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+    return value
+
+
+def _received(fields: dict[str, Any]) -> Observed:
+    return Observed(**{name: _put_together(value) for name, value in fields.items()})
+
+
+def _put_together(value: Any) -> Any:
+    if isinstance(value, _Array):
+        return torch.from_numpy(value.content).view(value.dtype).reshape(value.shape)
+    return {name: _put_together(held) for name, held in value.items()} if isinstance(value, dict) else value
 
 
 def observe(

@@ -160,10 +160,11 @@ class RehearsedStep(ExitStack):
         observed = observe(
             self._model,
             before=self._before,
-            gradients=self._gradients,
+            gradients={},
             loss=loss,
             logged=logged,
             hooks=self._hooks,
             closed=self._closed,
         )
-        return Rehearsed(observed, dict(self._draws.layout), random)
+        # These are copies already, and as large as the model.
+        return Rehearsed(replace(observed, gradients=self._gradients), dict(self._draws.layout), random)
