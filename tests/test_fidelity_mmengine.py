@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("lightning")
 pytest.importorskip("mmengine")
+from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it knows what MMEngine's own imports warn of
 
 from fidelity import mmengine_cases
 from fidelity.harness import check, every

@@ -113,7 +113,7 @@ def decide_alone(
     plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     notes = [*captured.notes, *(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
-    notes += [proof.words] if proof.words else []
+    notes += [one for one in (proof.words, *proof.notes) if one]
     splitter = spare = None
     if "accumulate" not in refused:
         spare = splitter_of(make, plan.batch_size, plan.micro_batch_size)

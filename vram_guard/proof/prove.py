@@ -61,6 +61,8 @@ class Proof:
     """For a reader of the prediction; "" where nothing was to be proven."""
     loss_weight: LossWeight | None = None
     """Of micro-batches, where it was found out; None: as the user said."""
+    notes: tuple[str, ...] = ()
+    """What is other than as written all the same."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ class _Prover:
             if not found or not all(one.kind in _OF_WEIGHTS for one in found):
                 break
         if not found:
-            return Proof(self._words(whole, samples, weight), None if self._said is not None else weight)
+            draws = _("micro-batches draw other random numbers than a whole batch, from the same distributions")
+            notes = (draws,) if whole.random and self._splits else ()
+            return Proof(self._words(samples, weight), None if self._said is not None else weight, notes)
         return self._blamed(whole, way, found)
 
     def _needed(self, samples: int) -> float:
@@ -274,14 +278,12 @@ class _Prover:
             return Proof(_("micro-batches as you said (loss_weight); {difference}", difference=words))
         return Disproof(technique, words)
 
-    def _words(self, whole: Rehearsed, samples: int, weight: LossWeight) -> str:
+    def _words(self, samples: int, weight: LossWeight) -> str:
         said = _("proven by running {count} samples: the step learns the same", count=samples)
         if isinstance(weight, Normaliser):
             said += _("; the losses of micro-batches are weighted by {count}", count=weight.words())
         elif self._said is not None and self._splits:
             said += _("; the losses of micro-batches are weighted as you said")
-        if whole.random and self._splits:
-            said += _("; its random draws were made the same here, and micro-batches draw others")
         return said
 
     # --- by the graph of the loss ----------------------------------------------------------------------------------
