@@ -60,6 +60,14 @@ class Ignoring(Plain):
         return nn.functional.cross_entropy(logits, labels, ignore_index=0)
 
 
+class Masked(Plain):
+    """The same, as a mask of the model's own leaves them out."""
+
+    def loss(self, logits, labels):
+        of_each = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return (of_each * (labels > 0)).sum() / (labels > 0).sum()
+
+
 class Counting(Plain):
     """How often it was called is part of what it computes."""
 
