@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from vram_guard.apply.microbatch import CannotSplitError, Layout, Splitter
 from vram_guard.apply.normalisers import Normaliser, find_normaliser
 from vram_guard.apply.outputs import tensors_of
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
+from vram_guard.state.containers import mapped
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -60,13 +62,16 @@ class ReturnedWeights:
         losses = [at for at, one in enumerate(tensors_of(out)) if _is_loss(one)]
         if number in self._of or not losses:
             return
-        called = by_name(*given)
+        called = mapped(by_name(*given), _leaf)
         try:
             parts = Splitter(self._samples, self._samples // 2, layout=layout).split(called)
         except CannotSplitError as error:
             self._of[number] = [WeightFound(None, str(error))]
             return
         samples = parts[0].batch_samples
+        if len(parts) == 1:
+            self._of[number] = [WeightFound(None, _("its batch has {count} samples", count=samples))]
+            return
         firsts = {id(part.data): sum(before.samples for before in parts[:at]) for at, part in enumerate(parts)}
         sizes = {id(part.data): part.samples for part in parts}
 
@@ -88,6 +93,11 @@ class ReturnedWeights:
         if any(one != found[0] for one in found):
             return WeightFound(None, _("the numbers that models return are divided by different counts of the batch"))
         return found[0]
+
+
+def _leaf(value: Any) -> Any:
+    """A tensor with its own gradient: that of what it was computed from is the script's to ask for."""
+    return value.detach().requires_grad_() if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 def _is_loss(tensor: torch.Tensor) -> bool:
