@@ -88,7 +88,7 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
     [
         ("Contrastive", "smaller micro-batches", "joins samples of the batch"),
         ("Contrastive_heavy", "smaller micro-batches", "joins samples of the batch"),
-        ("Weighted_heavy", "smaller micro-batches", "a mean over labels of classes with weights"),
+        ("Weighted_heavy", "smaller micro-batches", "micro-batches have different shares"),
         ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
         ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
         ("Drawing", "checkpoint", "the gradient of "),
