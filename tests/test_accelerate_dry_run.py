@@ -201,7 +201,7 @@ def test_a_loss_that_sums_over_the_batch_is_added_up(answers: Any) -> None:
     assert answers["summed"]["fits"]
     assert answers["summed"]["launch_plan"]["micro_batch_size"] < 16
     assert answers["summed"]["launch_plan"]["loss_weight"] == "sum"
-    assert answers["sliced_inside"]["launch_plan"]["loss_weight"] == "mean"
+    assert answers["sliced_inside"]["launch_plan"]["loss_weight"]["path"] == ["labels"]
 
 
 def test_a_loss_of_which_it_cannot_be_told_is_not_sliced(answers: Any) -> None:

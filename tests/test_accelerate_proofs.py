@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, TRAINER, TRAINING, difference, launch  # noqa: E402
 
+from vram_guard.apply.normalisers import Normaliser  # noqa: E402
+from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
+from vram_guard_accelerate._launch_plan import LaunchPlan  # noqa: E402
 from vram_guard_accelerate._settings import Settings  # noqa: E402
 from vram_guard_accelerate.dry_run._real_samples import few_samples, most_different  # noqa: E402
 
 LOSSES = cases.HERE / "accelerate_scripts" / "losses.py"
+SEGMENTATION = cases.HERE / "accelerate_scripts" / "segmentation.py"
 RUN = "the plan: proven by running {} samples"
 BY_GRAPH = "slices of a batch: proven by the loss graph"
 AS_SAID = "slices of a batch: as you said (--loss-weight mean)"
@@ -33,9 +38,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("proofs")
     asked = folder / "asked"
     sliced = {"budget": "40MiB", "allow": ("accumulate",)}
-    for name in ("Plain", "Dropping", "Contrastive", "Weighted", "Ignoring", "Counting", "Queued"):
+    for name in ("Plain", "Dropping", "Contrastive", "Weighted", "Ignoring", "Masked", "Counting", "Queued"):
         cases.request(asked / name, LOSSES, name, **sliced)
-    for name in ("Plain", "Counting", "Contrastive"):  # no time to run anything
+    cases.request(asked / "segmentation", SEGMENTATION, budget="26MiB", allow=("accumulate",))
+    for name in ("Plain", "Counting", "Contrastive", "Weighted", "Ignoring"):  # no time to run anything
         cases.request(asked / f"{name}_heavy", LOSSES, name, **sliced, proof_seconds=1e-4)
     cases.request(asked / "Contrastive_said", LOSSES, "Contrastive", **sliced, loss_weight="mean")
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
@@ -55,12 +61,34 @@ def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name:
     assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
 
 
+WEIGHED = {
+    "Weighted": "the class weights of the labels other than -100 in batch['labels']",
+    "Ignoring": "the number of values other than 0 in batch['labels']",
+    "Masked": "the sum of batch['0']['mask']",
+    "segmentation": "the number of values other than 255 in batch['labels']",
+}
+
+
+@pytest.mark.parametrize(("name", "count"), WEIGHED.items())
+def test_slices_are_weighed_by_what_the_loss_is_divided_by(answers: Any, name: str, count: str) -> None:
+    answer = answers[name]
+    assert answer["launch_plan"]["micro_batch_size"] < 16, answer["notes"]
+    assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
+    assert f"micro-batches are weighed by {count}" in answer["notes"]
+
+
+def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any) -> None:
+    notes = answers["Ignoring_heavy"]["notes"]
+    assert any(note.startswith(BY_GRAPH) for note in notes), notes
+    assert f"micro-batches are weighed by {WEIGHED['Ignoring']}" in notes
+
+
 @pytest.mark.parametrize(
     ("name", "technique", "named"),
     [
-        ("Contrastive", "smaller micro-batches", "the gradient of network."),
-        ("Weighted", "smaller micro-batches", "labels whose classes have weights"),
-        ("Ignoring", "smaller micro-batches", "labels without those that are 0"),
+        ("Contrastive", "smaller micro-batches", "joins samples of the batch"),
+        ("Contrastive_heavy", "smaller micro-batches", "joins samples of the batch"),
+        ("Weighted_heavy", "smaller micro-batches", "micro-batches have different shares"),
         ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
         ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
         ("Drawing", "activation checkpointing", "the gradient of "),
@@ -94,6 +122,14 @@ def test_what_the_user_says_is_done_and_said(answers: Any) -> None:
     assert AS_SAID in answer["notes"]
 
 
+def test_what_the_loss_is_divided_by_travels_with_the_plan() -> None:
+    count = Normaliser(("0", "items", 1), ignored=255, shifted=True, weights=(0.5, 2.0))
+    plan = LaunchPlan(micro_batch_size=4, loss_weight=count)
+    assert from_json(LaunchPlan, to_json(plan)) == plan
+    assert from_json(LaunchPlan, to_json(replace(plan, loss_weight="sum"))).loss_weight == "sum"
+    assert from_json(LaunchPlan, '{"micro_batch_size": 4, "loss_weight": "mean"}').loss_weight == "mean"  # of before
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -120,6 +156,29 @@ def test_a_launch_of_normalised_random_slices_is_proven_and_runs(tmp_path: Path,
     done = launch(*ONE, *options, LOSSES, "Dropping", "--out", tmp_path / "out.pt", cache=cache)
     assert done.returncode == 0, done.stderr
     assert RUN.format(4) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "budget"),
+    [
+        ("Weighted", (LOSSES, "Weighted"), "40MiB"),
+        ("Ignoring", (LOSSES, "Ignoring"), "24MiB"),  # of some slices, no label counts
+        ("Masked", (LOSSES, "Masked"), "40MiB"),
+        ("segmentation", (SEGMENTATION,), "26MiB"),
+    ],
+)
+def test_a_launch_that_weighs_its_slices_is_the_same_training(
+    tmp_path: Path, cache: Path, name: str, script: tuple[Any, ...], budget: str
+) -> None:
+    written, sliced = tmp_path / "written.pt", tmp_path / "sliced.pt"
+    plain = launch(*ONE, *script, "--out", written, cache=cache, guarded=False)
+    options = ("--budget", budget, "--margin", "0", "--allow", "accumulate")
+    guarded = launch(*ONE, *options, *script, "--out", sliced, cache=cache)
+    assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
+    assert f"micro-batches are weighed by {WEIGHED[name]}" in guarded.stderr
+    one, other = torch.load(written), torch.load(sliced)
+    assert difference(one, other) < 1e-5
+    assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)
 
 
 # --- samples ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vram_guard.apply.microbatch import probe_layout
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH, slice_forward
 from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError
 
@@ -118,6 +119,37 @@ def test_a_loss_that_is_a_sum_is_added_up(x: torch.Tensor) -> None:
         loss.backward()
     same_gradients(whole, sliced)
     assert sliced.calls == [4, 3, 3]
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+@pytest.mark.parametrize("returns_loss", [True, False])
+def test_a_slice_in_which_nothing_counts_changes_nothing(x: torch.Tensor, empty: int, returns_loss: bool) -> None:
+    """Its own loss is 0 / 0, and so are that one's gradients."""
+
+    class Masked(Net):
+        def forward(self, x: torch.Tensor, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+            out = super().forward(x)
+            of_each = out.square().mean(-1)
+            return {"loss": (of_each * labels).sum() / labels.sum(), "outputs": out}
+
+    whole = Masked().double()
+    sliced = copy.deepcopy(whole)
+    slice_forward(sliced, 10, 5, loss_weight=Normaliser(("labels",), "sum"), returns_loss=returns_loss)
+    mask = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 0, 0]).double().roll(5 * (1 - empty))
+    losses = [model(x, labels=mask)["loss"] for model in (whole, sliced)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    same_gradients(whole, sliced)
+
+
+def test_a_loss_that_is_weighed_by_a_part_that_a_call_lacks_is_refused(x: torch.Tensor) -> None:
+    _, sliced = twins("loss")
+    slice_forward(sliced, 10, 5, loss_weight=Normaliser(("labels",)))
+    with pytest.raises(UnsupportedTechniqueError, match=r"the number of values other than -100 in batch\['labels'\]"):
+        sliced(x, Y)
+    with torch.no_grad():
+        assert len(sliced(x, Y)["logits"]) == 10
 
 
 def test_loss_and_outputs_may_both_carry_gradient(x: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 #: Where the processes of a launch find their plan, as :mod:`vram_guard.codec` writes it.
@@ -36,7 +37,8 @@ class LaunchPlan:
         batch_option: the script's own option that is set to ``grown_batch_size``; "": the loader is made larger.
         accumulation_option: the script's own option that is set to ``accumulation``, where its batches become smaller.
         accumulation: batches of an optimizer step, under that.
-        loss_weight: the reduction of the losses that models return over the samples of a batch.
+        loss_weight: the reduction of the losses that models return over the samples of a batch, or the count in a
+            model's arguments that they are divided by.
         returns_loss: whether the number that a model returns is what is differentiated.
         layouts: how the arguments of each model are cut into slices, as :meth:`Layout.to_json` writes it; None: each
             call is read by itself.
@@ -56,7 +58,7 @@ class LaunchPlan:
     batch_option: str = ""
     accumulation_option: str = ""
     accumulation: int = 1
-    loss_weight: Literal["mean", "sum"] = "mean"
+    loss_weight: Literal["mean", "sum"] | Normaliser = "mean"
     returns_loss: bool = True
     layouts: tuple[object, ...] = ()
     loader: LoaderPlace = LoaderPlace()

@@ -60,6 +60,21 @@ class Ignoring(Plain):
         return nn.functional.cross_entropy(logits, labels, ignore_index=0)
 
 
+class Masked(WithLoss):
+    """A mean over the positions that a mask leaves."""
+
+    def forward(self, pixels, labels=None):
+        x = self.network.first(pixels["values"] if labels is not None else pixels)
+        for block in self.network.blocks:
+            x = block(x)
+        if labels is None:
+            return x
+        of_each = nn.functional.cross_entropy(
+            self.network.last(x).transpose(1, 2), labels[:, None].expand(x.shape[:2]), reduction="none"
+        )
+        return {"loss": (of_each * pixels["mask"]).sum() / pixels["mask"].sum()}
+
+
 class Counting(Plain):
     """How often it was called is part of what it computes."""
 
@@ -110,13 +125,15 @@ def main():
     parser.add_argument("--samples", type=int, default=40)
     options = parser.parse_args()
     accelerator = Accelerator()
-    model = globals()[options.model]
+    model_class = globals()[options.model]
 
     def loss_of(model, x, y):
+        if model_class is Masked:
+            x = {"values": x, "mask": x[:, :, 0] > 0}
         return model(x, labels=y)["loss"]
 
-    outside = None if issubclass(model, Network) else loss_of
-    write(accelerator, options.out, **loop(options, accelerator, model=model, loss_of=outside))
+    outside = None if issubclass(model_class, Network) else loss_of
+    write(accelerator, options.out, **loop(options, accelerator, model=model_class, loss_of=outside))
 
 
 if __name__ == "__main__":

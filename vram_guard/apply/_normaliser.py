@@ -51,6 +51,15 @@ class Normaliser:
         values = torch.as_tensor(batch).detach()
         return values[..., 1:] if self.shifted else values
 
+    def is_in(self, batch: Any) -> bool:
+        """Check whether a batch has the part that is counted in."""
+        for key in self.path:
+            parts = children(batch) or {}
+            if key not in parts:
+                return False
+            batch = parts[key]
+        return isinstance(batch, torch.Tensor)
+
     def counted(self, values: torch.Tensor) -> torch.Tensor:
         """How much each value counts."""
         if self.counts == "sum":
@@ -62,15 +71,14 @@ class Normaliser:
     def words(self) -> str:
         """The count in the reader's language."""
         where = "batch" + "".join(f"[{key!r}]" for key in self.path) + ("[..., 1:]" if self.shifted else "")
+        ignored = f"{self.ignored:.12g}"
         if self.counts == "sum":
             return _("the sum of {where}", where=where)
         if self.counts == "positive":
             return _("the number of values above zero in {where}", where=where)
         if self.weights is not None:
-            return _(
-                "the class weights of the labels other than {ignored} in {where}", ignored=self.ignored, where=where
-            )
-        return _("the number of values other than {ignored} in {where}", ignored=self.ignored, where=where)
+            return _("the class weights of the labels other than {ignored} in {where}", ignored=ignored, where=where)
+        return _("the number of values other than {ignored} in {where}", ignored=ignored, where=where)
 
 
 def _weights_of(labels: torch.Tensor, weights: tuple[float, ...], counted: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vram_guard.apply._autocast import autocast_now, no_autocast
+from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply._slice_gradients import SummedGradients, memory_of
 from vram_guard.apply.loss_weight import loss_weights, mean_shares
 from vram_guard.apply.microbatch import MicroBatch
@@ -44,7 +45,7 @@ class SlicedModel:
 
     model: nn.Module
     as_written: Callable[..., Any]
-    loss_weight: Literal["mean", "sum"]
+    loss_weight: Literal["mean", "sum"] | Normaliser
     returns_loss: bool
     scale: Callable[[], float]
     at_most: int | None
@@ -75,8 +76,15 @@ class SlicedRun:
         self._sliced = sliced
         self._slices = slices[: sliced.at_most]
         self._items = called.get(ITEMS_IN_BATCH)
-        summed = sliced.loss_weight == "sum"
-        self._shares = loss_weights(slices, "sum") if summed else mean_shares(sliced.model, slices, called)
+        weight = sliced.loss_weight
+        self._uncounted = isinstance(weight, Normaliser) and not weight.is_in(called)
+        """True if the losses of this call cannot be weighed as the others."""
+        if weight == "mean" or self._uncounted:
+            self._shares = mean_shares(sliced.model, slices, called)
+        else:
+            self._shares = loss_weights(slices, weight)
+        # A trace knows no values.
+        self._empty = _without_weight(self._shares) if sliced.at_most is None else frozenset[int]()
         self._weights = self._shares if self._items is None or sliced.divides is False else [1.0] * len(slices)
         self._positional = [str(at) for at in range(positional)]
         self._parameters = parameters
@@ -133,17 +141,32 @@ class SlicedRun:
         ]
         if items is not None and len(scalars) == 1:
             self._look_whether_divided(scalars[0][1], items)
-        weight = self._weights[len(self._random) - 1]
+        number = len(self._random) - 1
+        weight = self._weights[number]
         self._merging.add(detached(out), first, part.samples, weight)
         if len(scalars) != 1 or not self._sliced.returns_loss:
             return  # the graph dies with this frame: the backward pass makes it again
+        if self._uncounted:
+            raise UnsupportedTechniqueError(
+                _(
+                    "the model returns a loss that is divided by {count}, and this call has no such part: it cannot "
+                    "run in slices of its batch",
+                    count=self._sliced.loss_weight.words() if isinstance(self._sliced.loss_weight, Normaliser) else "",
+                )
+            )
         self._scalar, loss = scalars[0]
         del out, scalars
+        if self._is_empty(number):
+            return
         # In float16, gradients of a loss that is not scaled would vanish.
         self._scale = self._sliced.scale()
         with torch.enable_grad():
             loss = loss * (weight * self._scale)
         self._gathered.add(self._gradients([loss], [None], own), first, part.samples)
+
+    def _is_empty(self, number: int) -> bool:
+        """Nothing counts in a slice: its loss is 0 / 0, and so are the loss's gradients."""
+        return self._weights is self._shares and number in self._empty
 
     def _watched_items(self) -> torch.Tensor | None:
         """The number that losses are divided by, which records whether it is used; None where that is known."""
@@ -222,7 +245,7 @@ class SlicedRun:
             wanted = [
                 (out, self._merging.share(at, gradient, first, part.samples, self._weights[number]))
                 for at, (out, gradient) in enumerate(zip(made, gradients, strict=True))
-                if gradient is not None and out.requires_grad
+                if gradient is not None and out.requires_grad and (out.dim() or not self._is_empty(number))
             ]
             del made
             if wanted:
@@ -240,6 +263,13 @@ class SlicedRun:
         with no_autocast():
             found = iter(torch.autograd.grad(outputs, sources, shares, allow_unused=True))
         return [*(None if tensor is None else next(found) for tensor in own), *found]
+
+
+def _without_weight(weights: list[Any]) -> frozenset[int]:
+    """The slices in which nothing counts; one look at a GPU for all of them."""
+    if not all(isinstance(weight, torch.Tensor) for weight in weights):
+        return frozenset()
+    return frozenset(at for at, weight in enumerate(torch.stack(weights).tolist()) if weight == 0)
 
 
 def needs_gradient(leaf: Any) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply._slice_run import ITEMS_IN_BATCH, SlicedModel, SlicedRun, needs_gradient
 from vram_guard.apply.loss_weight import split_or_warn
 from vram_guard.apply.microbatch import Layout, Splitter
@@ -43,7 +44,7 @@ def slice_forward(
     micro_batch_size: int,
     *,
     layout: Layout | None = None,
-    loss_weight: Literal["mean", "sum"] = "mean",
+    loss_weight: Literal["mean", "sum"] | Normaliser = "mean",
     returns_loss: bool = True,
     scale: Callable[[], float] = lambda: 1.0,
     at_most: int | None = None,
@@ -58,7 +59,8 @@ def slice_forward(
         layout: how the arguments are cut, of :func:`by_name`; None: as a full batch shows, and where that reads in two
             ways the batch stays whole.
         loss_weight: what a loss that the model returns is over the samples of its batch; a mean leaves out labels that
-            are ignored, and what the model divides by ``num_items_in_batch`` is neither, and seen.
+            are ignored, and what the model divides by ``num_items_in_batch`` is neither, and seen. A count is one in
+            the arguments, of :func:`by_name`.
         returns_loss: whether the one number that the model returns, if it does, is what is differentiated. Where it is
             computed beside the outputs that are, nothing is done for it beforehand.
         scale: the factor by which losses are scaled in float16 (``GradScaler.get_scale``).

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch import nn
 from vram_guard.apply.microbatch import CannotSplitError, batch_size
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
+from vram_guard.patching import replace_attributes
 from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.proof.observed import Observed, observe
@@ -28,11 +28,13 @@ from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._real_samples import few_samples
+from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
 
 if TYPE_CHECKING:
+    from vram_guard.apply.microbatch import Layout
     from vram_guard_accelerate._launch_plan import LaunchPlan
     from vram_guard_accelerate.dry_run.forks import ParentPipe
 
@@ -59,6 +61,8 @@ class ProofTask:
     """The first of the samples that the batch holds, and the first that it does not; None: it holds all of them."""
     draws: Mapping[int, Any] = field(default_factory=dict)
     """The random draws of the step as written, see :attr:`RowDraws.layout`."""
+    layouts: tuple[Layout | None, ...] | None = None
+    """How the models' arguments are cut, where it is asked what the losses that they return are divided by."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,6 @@ class ProofStep:
 
     observed: Observed
     draws: Mapping[int, Any]
-
-    def packed(self) -> bytes:
-        """As it travels, by torch's own function: a dry run has put one in its place that saves nothing."""
-        out = io.BytesIO()
-        getattr(torch.save, "__wrapped__", torch.save)(self, out)
-        return out.getvalue()
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> ProofStep:
-        """What :meth:`packed` made."""
-        step: ProofStep = torch.load(io.BytesIO(data), weights_only=False)  # from our own copy
-        return step
 
 
 class ProvingPhase(Phase):
@@ -106,6 +98,7 @@ class ProvingPhase(Phase):
         self._before: Observed | None = None
         self._losses: list[torch.Tensor] = []
         self._depth = 0
+        self._weights = ReturnedWeights(task.samples, self._pass_begins)
         side_effects.discard_file_writes()
         _subprocess_policy.refuse_processes(stopped)
         wrap(torch.autograd, "backward", self._backward)
@@ -127,7 +120,7 @@ class ProvingPhase(Phase):
             prepared = self._installer.prepare(original, accelerator, *args, **kwargs)
         for model in new:
             model.register_forward_pre_hook(self._calling, with_kwargs=True)
-            model.register_forward_hook(self._called)
+            model.register_forward_hook(self._called, with_kwargs=True)
         return prepared
 
     def next_batch(self, batches: BatchIterator) -> Any:
@@ -163,9 +156,16 @@ class ProvingPhase(Phase):
             rows = 0
         self._draw_from_the_start(rows if rows > self._task.samples else 0)
 
-    def _called(self, *_call: Any) -> None:
+    def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._calls += 1
+        if self._task.layouts is not None and self._training is not None:
+            number = next(at for at, one in enumerate(self._models) if one is model)
+            self._weights.look(number, model, self._task.layouts[number], (args, kwargs), out)
         self._draw_from_the_start()
+
+    def _pass_begins(self, first: int, samples: int, of: int) -> None:
+        self._draws.samples = of
+        self._draws.begin(first, samples)
 
     def _slice_begins(self, first: int, samples: int, of: int) -> None:
         if of == self._draws.samples:
@@ -186,7 +186,11 @@ class ProvingPhase(Phase):
         self._losses += [given] if isinstance(given, torch.Tensor) else list(given)
         if len(self._losses) >= self._task.backwards:
             self._draws.__exit__(None, None, None)
-            self._parent.send(ProofStep(self._observe(), self._draws.layout).packed())
+            if self._task.layouts is not None:
+                self._parent.send(self._weights.found())
+            # Observations travel by torch's own function: a dry run has put one in its place that saves nothing.
+            replace_attributes(torch, {"save": getattr(torch.save, "__wrapped__", torch.save)})
+            self._parent.send(ProofStep(self._observe(), self._draws.layout))
 
     def _observe(self) -> Observed:
         root = root_of(tuple(self._models))

@@ -310,7 +310,7 @@ class ReturnedLosses:
         self._numbers |= {number_of(one) or 0 for one in out if one.dim() == 0}
         if id(model) not in self._of:
             self._of[id(model)] = tuple(
-                loss_terms(one, behind=True)
+                loss_terms(one, behind=True, batch=called)
                 for one in out
                 if one.dim() == 0 and one.requires_grad and one.is_floating_point()
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vram_guard.apply.microbatch import Layout
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof.differences import TOLERANCES, differences
@@ -19,6 +20,7 @@ from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._proving import ProofStep, ProofTask
+from vram_guard_accelerate.dry_run._returned_weights import WeightFound
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook
 
@@ -77,6 +79,22 @@ class Proofs:
         else:
             self._steps = _Steps(first.proof_server, ProofTask(possible[0], first.request, _backwards(look), True))
 
+    def loss_weight(self, layouts: Sequence[Layout | None]) -> WeightFound:
+        """The weight of the losses that models return, as calls with a few samples and with parts of them show it.
+
+        Args:
+            layouts: of each model's arguments.
+        """
+        if self._steps is None:
+            return WeightFound(None, self._why_not)
+        deadline = time.monotonic() + self._seconds
+        try:
+            return self._steps.loss_weight(deadline, tuple(layouts))
+        except UnsupportedStepError as error:
+            if not self._steps.ran:  # nor would it for a proof
+                self._steps, self._why_not = None, self._words(error, deadline)
+            return WeightFound(None, self._words(error, deadline))
+
     def of(self, plan: LaunchPlan) -> Proof:
         """Compare a plan's step with the script's own."""
 
@@ -109,10 +127,13 @@ class Proofs:
         except _FailedStepError as error:
             found = [str(error)]
         except UnsupportedStepError as error:  # it took too long, or died, or does not run on the CPU as written
-            late = time.monotonic() >= deadline
-            return Proof(why_not=_("it took more than {seconds} s", seconds=self._seconds) if late else str(error))
+            return Proof(why_not=self._words(error, deadline))
         more = [_("and {count} more", count=len(found) - NAMED)] if len(found) > NAMED else []
         return Proof(self._steps.samples, "; ".join([*found[:NAMED], *more]))
+
+    def _words(self, error: UnsupportedStepError, deadline: float) -> str:
+        late = time.monotonic() >= deadline
+        return _("it took more than {seconds} s", seconds=self._seconds) if late else str(error)
 
 
 class _FailedStepError(Exception):
@@ -131,6 +152,19 @@ class _Steps:
     def samples(self) -> int:
         """Number of samples that a step is run on."""
         return self._task.samples
+
+    @property
+    def ran(self) -> bool:
+        """True once the step as written has been run."""
+        return self._written is not None
+
+    def loss_weight(self, deadline: float, layouts: tuple[Layout | None, ...]) -> WeightFound:
+        """The weight of the losses that models return."""
+        self._run_as_written(deadline)
+        (found,) = self._answers(deadline, replace(self._task, layouts=layouts))
+        if isinstance(found, WeightFound):
+            return found
+        raise UnsupportedStepError(found.message if isinstance(found, DryRunFailure) else "")
 
     def up_to_the_first_backward(self) -> _Steps:
         """Shorter ones: what an optimizer does after the first backward pass depends on what is in the batch."""
@@ -157,7 +191,7 @@ class _Steps:
                 self._written, self._task = step.observed, replace(self._task, draws=step.draws)
             elif self._task.precise:
                 self._task = replace(self._task, precise=False)
-            else:
+            elif isinstance(step, DryRunFailure):
                 raise UnsupportedStepError(step.message)
 
     def run(self, deadline: float, *changes: dict[str, Any]) -> list[Observed]:
@@ -169,11 +203,10 @@ class _Steps:
                 raise _FailedStepError(step.message)
         return [step.observed for step in steps if isinstance(step, ProofStep)]
 
-    def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | DryRunFailure]:
+    def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | WeightFound | DryRunFailure]:
         copies = [self._server.fork(task) for task in tasks]
-        answers = [copy.answer(max(0.0, deadline - time.monotonic())) for copy in copies]
         with without_modes():
-            return [ProofStep.unpacked(each) if isinstance(each, bytes) else each for each in answers]
+            return [copy.answer(max(0.0, deadline - time.monotonic())) for copy in copies]
 
 
 def _added(parts: Sequence[Observed], weight: float) -> Observed:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
 from vram_guard.guard.refusals import Refusal, splitting_notes
@@ -21,10 +23,10 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.proofs import NAMED, Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.planning._proven import Judge
+from vram_guard_accelerate.planning._proven import Judge, Verdict
 from vram_guard_accelerate.planning._sharding_notes import sharding_notes, why_not_sharded
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
-from vram_guard_accelerate.relaunch.equivalence import loss_weight, uncounted_labels
+from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
 
@@ -66,23 +68,27 @@ def decide(
     look = traces.first_look()
     if current is not None:
         current.check(first.precision, look.profile, first.shape.ranks)
-    weight, unclear = _loss_weight(first, traces, look.facts, settings)
     proofs = Proofs(first, look, settings.proof_seconds)
+    weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
     judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
     candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
-    refused = {name: why for name, why in _refused(first, traces, look.facts, settings, unclear) if name not in without}
+    refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
     while True:
         made = planner.in_slices()
-        launch_plan = replace(_launch_plan(made, first), loss_weight=weight, returns_loss=look.facts.returns_loss)
+        launch_plan = replace(_launch_plan(made, first), returns_loss=look.facts.returns_loss)
         if launch_plan.slices:
-            launch_plan = replace(launch_plan, layouts=tuple(one and one.to_json() for one in traces.layouts))
-        verdict = judge.of(launch_plan)
+            weight, unclear = weigh()
+            layouts = tuple(one and one.to_json() for one in traces.layouts)
+            launch_plan = replace(launch_plan, loss_weight=weight, layouts=layouts)
+        verdict = Verdict({"accumulate": unclear}) if launch_plan.slices and unclear else judge.of(launch_plan)
         if not verdict.refused:
             break
         planner = replace(planner, refused={**planner.refused, **verdict.refused})
     notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
+    if isinstance(launch_plan.loss_weight, Normaliser):
+        notes.append(_("micro-batches are weighed by {count}", count=launch_plan.loss_weight.words()))
     relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
         if not made.fits or (made.changed and not _grows(made)):
@@ -186,25 +192,33 @@ def _grows(made: Plan) -> bool:
 
 
 def _loss_weight(
-    first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: Settings
-) -> tuple[Literal["mean", "sum"], str]:
-    """The reduction of the losses that models return; and the reason why that is unknown ("" where it is known)."""
+    first: FirstBatch, traces: ForkedTraces, proofs: Proofs, facts: LoopFacts, settings: Settings
+) -> tuple[Literal["mean", "sum"] | Normaliser, str]:
+    """The reduction of the losses that models return, or what they are divided by.
+
+    And the reason why slices are not possible as that is unknown ("" where it is known).
+    """
     if settings.loss_weight is not None:
         return settings.loss_weight, ""
-    if not facts.losses or facts.counts_items or "accumulate" not in settings.techniques:
+    if not facts.losses or facts.counts_items:
         return "mean", ""  # of a number that the loss is divided by, slices see by themselves whether it was used
-    uncounted = uncounted_labels(facts.losses)
-    if uncounted:
-        return "mean", uncounted
+    found = proofs.loss_weight(traces.layouts)
+    if found.weight is not None:
+        return found.weight, ""
     size = next(size for size in TRACED_SIZES if size != first.sample.batch_size)
-    return loss_weight(facts.losses, first.sample.batch_size, traces.facts_at(size).losses, size)
+    weight, why = loss_weight(facts.losses, first.sample.batch_size, traces.facts_at(size).losses, size)
+    if not why:
+        return weight, ""
+    return weight, _(
+        "cannot tell whether the model's loss is a mean or a sum: {reason}; pass --loss-weight", reason=why
+    )
 
 
 # --- what cannot be done ----------------------------------------------------------------------------------------
 
 
 def _refused(
-    first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: Settings, unclear: str
+    first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: Settings
 ) -> Iterator[tuple[str, str]]:
     """Techniques that cannot be applied to this script, each with the reason."""
     clips = _("the script clips gradients, which a fused optimizer unscales itself")
@@ -214,7 +228,7 @@ def _refused(
         "precision": _why_not_mixed(first),
         "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",
-        "accumulate": _why_not_sliced(first, traces, facts, unclear) if settings.asks("accumulate") else "",
+        "accumulate": _why_not_sliced(first, traces, facts) if settings.asks("accumulate") else "",
     }
     return ((name, reason) for name, reason in reasons.items() if reason)
 
@@ -227,16 +241,11 @@ def _why_not_grown(first: FirstBatch) -> str:
     )
 
 
-def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, unclear: str) -> str:
+def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -> str:
     if facts.updates_others:
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:
         return _("a model that torch.compile compiles as a whole is not cut open")
-    if unclear:
-        return _(
-            "cannot tell whether the model's loss is a mean or a sum: {reason}; pass --loss-weight",
-            reason=unclear,
-        )
     return traces.read_layouts()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vram_guard.apply.loss_terms import reduction_of
 from vram_guard.apply.loss_weight import IGNORED
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.language import _, marked
 from vram_guard_accelerate.dry_run.loop_profile import UNKNOWN_RATES
 
@@ -173,8 +174,8 @@ def _times(one: Sequence[Term], other: Sequence[Term]) -> float:
 
 def loss_weight(
     one: Sequence[Sequence[Term]], samples: int, other: Sequence[Sequence[Term]], other_samples: int
-) -> tuple[Literal["mean", "sum"], str]:
-    """The reduction of the losses that models return over the samples of a batch.
+) -> tuple[Literal["mean", "sum"] | Normaliser, str]:
+    """The reduction of the losses that models return over the samples of a batch, or what they are divided by.
 
     Args:
         one: the terms of each loss, for a batch of ``samples``.
@@ -187,26 +188,14 @@ def loss_weight(
     """
     if len(one) != len(other):
         return "mean", _("it returns different numbers at different batch sizes")
-    found: set[Literal["mean", "sum"]] = set()
-    for terms, twins in zip(one, other, strict=True):
-        # Of means over labels, slices are weighed by those that count.
-        kind, why = reduction_of(terms, samples, twins, other_samples, labels_counted=(IGNORED,))
-        if not isinstance(kind, str):
-            return "mean", why
-        found.add(kind)
-    if len(found) > 1:
-        return "mean", _("some of the numbers that it returns are means over the batch, others sums")
-    return (found.pop() if found else "mean"), ""
-
-
-def uncounted_labels(losses: Sequence[Sequence[Term]]) -> str:
-    """The reason why slices of a batch are not weighed by the labels that count; "" where they are."""
-    for term in (term for terms in losses for term in terms):
-        if term.weighed:
-            return _("it is a mean over labels whose classes have weights, and slices have different shares of these")
-        if term.ignored != IGNORED:
-            return _(
-                "it is a mean over labels without those that are {label}, of which slices have different shares",
-                label=term.ignored,
-            )
-    return ""
+    # Of means over labels that are no arguments as they are, slices are weighed by their labels where they have some.
+    for labels_counted in ((), (IGNORED,)):
+        found = [
+            reduction_of(terms, samples, twins, other_samples, labels_counted=labels_counted)
+            for terms, twins in zip(one, other, strict=True)
+        ]
+        why = next((why for kind, why in found if kind is None), "")
+        kinds = {kind for kind, _why in found if kind is not None}
+        if not why and len(kinds) < 2:
+            return (kinds.pop() if kinds else "mean"), ""
+    return "mean", why or _("some of the numbers that it returns are means over the batch, others sums")
