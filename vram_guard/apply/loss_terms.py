@@ -240,7 +240,7 @@ def _further(node: Any, factor: float) -> Iterator[tuple[Any, float, tuple[int, 
     behind = [other for other, _input in node.next_functions]
     if kind == "Neg":
         yield behind[0], -factor, ()
-    elif kind in _SAME and len(behind) == 1:
+    elif len(behind) == 1 and (kind in _SAME or (kind in ("Mean", "Sum") and _of_one_number(node))):
         yield behind[0], factor, ()
     elif kind in ("Add", "Sub", "Rsub") and behind:
         yield from _added(kind, behind, factor, float(getattr(node, "_saved_alpha", 1.0)))
@@ -248,6 +248,11 @@ def _further(node: Any, factor: float) -> Iterator[tuple[Any, float, tuple[int, 
         scale = _constant(node, behind)
         if scale is not None:
             yield scale[0], factor * scale[1] if kind == "Mul" else factor / scale[1], scale[2]
+
+
+def _of_one_number(node: Any) -> bool:
+    """True for the mean or sum of a number alone, as MMEngine takes it of every loss."""
+    return len(node._saved_self_sym_sizes) == 0 if hasattr(node, "_saved_self_sym_sizes") else False  # noqa: SLF001
 
 
 def _added(kind: str, behind: list[Any], factor: float, alpha: float) -> Iterator[tuple[Any, float, tuple[int, ...]]]:

@@ -243,9 +243,13 @@ class _Prover:
             return [self._said]
 
         def look(_progress: object) -> LossWeight | None:
-            batch = self._captured.distinct_batch(way.samples)
-            parts = Splitter(way.samples, self._micro(way.samples), layout=way.layout).split(batch)
-            return find_normaliser(self._captured.loss_of, batch, parts)[0]
+            for samples in dict.fromkeys((way.samples, min(SAMPLES, way.samples))):  # as many classes would mislead
+                batch = self._captured.distinct_batch(samples)
+                parts = Splitter(samples, self._micro(samples), layout=way.layout).split(batch)
+                weight, _why = find_normaliser(self._captured.loss_of, batch, parts)
+                if weight is not None:
+                    return weight
+            return None
 
         try:
             found = run_in_fork(look)

@@ -72,7 +72,8 @@ class BatchPass:
         weights = loss_weights(self.parts, self.loss_weight)
         if not isinstance(self.loss_weight, Normaliser):
             return self.parts, weights
-        pairs = [pair for pair in zip(self.parts, weights, strict=True) if float(pair[1]) != 0]
+        # Numbers of Python: a count in double precision would make losses of single precision double.
+        pairs = [(part, float(weight)) for part, weight in zip(self.parts, weights, strict=True) if float(weight) != 0]
         return [part for part, _weight in pairs], [weight for _part, weight in pairs]
 
 

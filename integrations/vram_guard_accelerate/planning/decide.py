@@ -88,7 +88,7 @@ def decide(
         planner = replace(planner, refused={**planner.refused, **verdict.refused})
     notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
     if isinstance(launch_plan.loss_weight, Normaliser):
-        notes.append(_("micro-batches are weighed by {count}", count=launch_plan.loss_weight.words()))
+        notes.append(_("the losses of micro-batches are weighted by {count}", count=launch_plan.loss_weight.words()))
     relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
         if not made.fits or (made.changed and not _grows(made)):
