@@ -74,13 +74,13 @@ def test_slices_are_weighed_by_what_the_loss_is_divided_by(answers: Any, name: s
     answer = answers[name]
     assert answer["launch_plan"]["micro_batch_size"] < 16, answer["notes"]
     assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
-    assert f"micro-batches are weighed by {count}" in answer["notes"]
+    assert f"the losses of micro-batches are weighted by {count}" in answer["notes"]
 
 
 def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any) -> None:
     notes = answers["Ignoring_heavy"]["notes"]
     assert any(note.startswith(BY_GRAPH) for note in notes), notes
-    assert f"micro-batches are weighed by {WEIGHED['Ignoring']}" in notes
+    assert f"the losses of micro-batches are weighted by {WEIGHED['Ignoring']}" in notes
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_launch_that_weighs_its_slices_is_the_same_training(
     options = ("--budget", budget, "--margin", "0", "--allow", "accumulate")
     guarded = launch(*ONE, *options, *script, "--out", sliced, cache=cache)
     assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
-    assert f"micro-batches are weighed by {WEIGHED[name]}" in guarded.stderr
+    assert f"the losses of micro-batches are weighted by {WEIGHED[name]}" in guarded.stderr
     one, other = torch.load(written), torch.load(sliced)
     assert difference(one, other) < 1e-5
     assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)
