@@ -132,7 +132,7 @@ def train(out: Path, errors: int, ranks: int, *, disturbed: bool) -> None:
 
     _training.capture = refuse
     Storm.plan, Storm.batch, Storm.raised = planned(errors, ranks), -1, 0
-    guard = VramGuard(budget="64GiB", allow=("accumulate",), remember=False, max_recoveries=errors)
+    guard = VramGuard(budget="64GiB", allow=("accumulate",), remember=False, max_recoveries=errors, loss_weight="mean")
     draw = torch.Generator().manual_seed(3)
     samples = torch.randn(len(Storm.plan) * BATCH * ranks, 6, dtype=torch.float64, generator=draw)
     data = torch.utils.data.TensorDataset(samples, samples.flip(1).tanh())

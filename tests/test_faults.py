@@ -210,7 +210,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "one rank fails while planning": (
         "all stop with the same error, no hang",
-        ("lightning_ddp::test_one_rank_fails_and_all_stop_with_the_same_error",),
+        ("lightning_ddp::test_one_rank_cannot_plan_and_all_train_as_written",),
     ),
     "accumulation keeps the effective batch": (
         "learning rate untouched; changed: scaled once; resumed: not again",

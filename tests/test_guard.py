@@ -145,9 +145,13 @@ def test_without_a_prediction() -> None:
     with pytest.raises(UnsupportedStepError, match="rank 1 could not plan: odd"):
         judge_failure(unsupported, "strict")
     wrong = Outcome[Any](None, Failure("ValueError", "odd", 0), ValueError("odd"))
+    for mode in ("fit", "report"):  # whether the user's code is wrong, the training itself shows
+        assert judge_failure(wrong, mode).endswith("ValueError: odd\n")
     with pytest.raises(ValueError, match="odd"):
-        judge_failure(wrong, "fit")
-    assert judge_failure(wrong, "report").endswith("ValueError: odd\n")
+        judge_failure(wrong, "strict")
+    setting = Outcome[Any](None, Failure("InvalidInputError", "odd", 0), InvalidInputError("odd"))
+    with pytest.raises(InvalidInputError, match="odd"):
+        judge_failure(setting, "fit")
 
 
 # --- changes ------------------------------------------------------------------------------------------------

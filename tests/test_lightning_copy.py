@@ -73,7 +73,7 @@ class Small(lightning.LightningModule):
 def fitted(tmp_path: Path, guard: VramGuard | None, name: str, module: Any = None) -> tuple[torch.Tensor, Drawing, str]:
     torch.manual_seed(0)
     data, helper = Drawing(tmp_path / f"{name}.txt"), Counting()
-    module = module or Small(helper)
+    module = (module or Small)(helper)
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -115,13 +115,13 @@ class Dying(Small):
 def test_a_copy_that_dies_is_said_and_the_training_goes_on_unguarded(tmp_path: Path) -> None:
     plain, _, _ = fitted(tmp_path, None, "plain")
     guard = VramGuard(budget="1GiB", remember=False)
-    weights, _, said = fitted(tmp_path, guard, "guarded", Dying(Counting()))
+    weights, _, said = fitted(tmp_path, guard, "guarded", Dying)
     assert "killed by signal 11" in said
     assert "left unchanged" in said
     assert guard.plan is None
     assert torch.equal(plain, weights)
     with pytest.raises(UnsupportedStepError, match="killed by signal 11"):
-        fitted(tmp_path, VramGuard(budget="1GiB", mode="strict", remember=False), "strict", Dying(Counting()))
+        fitted(tmp_path, VramGuard(budget="1GiB", mode="strict", remember=False), "strict", Dying)
 
 
 def test_where_there_is_no_fork_it_is_said_what_is_not_put_back(
@@ -148,7 +148,7 @@ def test_what_a_used_gpu_forbids_in_a_copy_is_done_in_the_process(
 
     process = os.getpid()
     guard = VramGuard(budget="1GiB", remember=False)
-    fitted(tmp_path, guard, "guarded", Refusing(Counting()))
+    fitted(tmp_path, guard, "guarded", Refusing)
     assert "was looked at in its own process (Cannot re-initialize CUDA" in " ".join(capsys.readouterr().out.split())
     assert guard.plan is not None
 
@@ -192,7 +192,7 @@ def test_two_traces_in_two_threads_wait_for_each_other() -> None:
     def peak() -> int:
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
         step = TrainingStep(net, torch.ones(4, 64), lambda net, x: net(x).sum(), torch.optim.Adam)
-        return trace(step, 32).replay(32).peak_allocated
+        return trace(step).replay(32).peak_allocated
 
     alone, found = peak(), list[int]()
     threads = [threading.Thread(target=lambda: found.append(peak())) for _ in range(3)]

@@ -69,8 +69,8 @@ def test_the_least_memory_counts_and_the_training_stays_the_same(
         )
 
 
-def test_one_rank_fails_and_all_stop_with_the_same_error(tmp_path: Path) -> None:
+def test_one_rank_cannot_plan_and_all_train_as_written(tmp_path: Path) -> None:
     results, _ = run("one fails", tmp_path / "fails", 2**30)
-    assert results[1]["error"] == "ValueError: this rank cannot think"
-    assert results[0]["error"] == "VramGuardError: rank 1 could not plan: ValueError: this rank cannot think"
-    assert results[0]["rates"] == results[1]["rates"] == []
+    assert [result.get("error") for result in results] == [None, None]
+    assert [result["plan"] for result in results] == [None, None]
+    assert results[0]["rates"] == results[1]["rates"] != []

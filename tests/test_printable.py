@@ -145,7 +145,7 @@ def test_a_guarded_training(tmp_path: Path, capsys: Any) -> None:
             self.extra = Forging()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) + 0 * self.extra(torch.ones(len(batch[0]), 64)).sum()
+            return super().training_step(batch, batch_idx) + 0 * self.extra(torch.ones(len(batch[0]), 64, device=batch[0].device)).sum()
 
     fitting = VramGuard(budget="1GiB", pin={"checkpoint": [f"extra.{name}" for name in NAMES]})
     cases.make_trainer("lightning.pytorch", tmp_path, [fitting], max_epochs=1).fit(Module(), cases.loader(16))

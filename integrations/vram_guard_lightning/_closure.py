@@ -61,7 +61,8 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
 
 def _synchronised(trainer: Trainer) -> bool:
     """True where batch normalisation waits for the other ranks in every forward."""
-    parts = trainer.lightning_module.modules()
+    module = trainer.lightning_module
+    parts = [] if module is None else module.modules()
     wanted = getattr(trainer.strategy, "_layer_sync", None) is not None
     return wanted or any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts)
 

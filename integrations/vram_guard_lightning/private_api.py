@@ -70,7 +70,14 @@ RECOVERY: tuple[PrivateName, ...] = (
     PrivateName("strategies:DDPStrategy._ddp_kwargs", "whether DDP was given a static graph"),
 )
 
-TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY)))
+REHEARSAL: tuple[PrivateName, ...] = (
+    PrivateName("trainer.trainer:Trainer._accelerator_connector", "another strategy, for one process without a GPU"),
+    PrivateName("loops.fit_loop:_FitLoop._combined_loader", "batches in place of the training's loader"),
+    PrivateName("trainer.call:_call_callback_hooks", "on_fit_start, before the loop runs"),
+    PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
+)
+
+TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *REHEARSAL)))
 
 
 def missing(namespace: ModuleType, names: tuple[PrivateName, ...] = TABLE) -> list[str]:

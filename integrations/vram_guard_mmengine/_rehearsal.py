@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
 
 from vram_guard import techniques
 from vram_guard.errors import UnsupportedStepError
@@ -56,7 +57,7 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
         model.double()
         batch = pytree.tree_map_only(torch.Tensor, _doubled, batch)
     _quiet(runner)
-    runner._train_dataloader = _Batches(loader, batch)
+    runner._train_dataloader = _loader_of(loader, batch)
     runner.optim_wrapper = _plain_wrapper(runner.optim_wrapper)
     runner.register_hook(_StepHook(step), priority="LOWEST")
     try:
@@ -67,24 +68,27 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
     raise UnsupportedStepError(_("the loop ended before an optimizer step"))
 
 
-class _Batches:
-    """The same batch for as long as the loop asks for one, in place of the training's loader."""
+class _Repeated(Dataset[Any]):
+    """The same batch for as long as the loop asks for one; otherwise the training's data set."""
 
     def __init__(self, loader: Any, batch: Any) -> None:
         self._batch = batch
-        self.dataset = getattr(loader, "dataset", None)
-        self.sampler, self.batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        self.metainfo = getattr(getattr(loader, "dataset", None), "metainfo", {})
         try:
             self._length = len(loader)
         except TypeError:  # a stream
             self._length = 1000
 
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._batch
+    def __getitem__(self, _number: int) -> Any:
+        return self._batch
 
     def __len__(self) -> int:
         return max(self._length, MOST_ACCUMULATED)
+
+
+def _loader_of(loader: Any, batch: Any) -> DataLoader[Any]:
+    """In place of the training's loader."""
+    return DataLoader(_Repeated(loader, batch), batch_size=1, collate_fn=lambda batches: batches[0])
 
 
 class _StepHook(Hook):  # type: ignore[misc]

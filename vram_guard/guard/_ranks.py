@@ -44,6 +44,11 @@ class Failure:
         """True if the training cannot be predicted; False if it is wrong."""
         return self.kind == errors.UnsupportedStepError.__name__
 
+    @property
+    def foreign(self) -> bool:
+        """True if the user's own code, or a library, raised it."""
+        return not hasattr(errors, self.kind)
+
     def as_error(self) -> errors.VramGuardError:
         """The same error for a rank where it did not happen."""
         known = getattr(errors, self.kind, None)

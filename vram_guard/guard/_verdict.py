@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.errors import DoesNotFitError, InvalidInputError
+from vram_guard.errors import DoesNotFitError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def judge_failure(outcome: Outcome[Any], mode: Mode) -> str:
     failure = outcome.failure
     if failure is None:
         return ""
-    if mode == "strict" or (mode == "fit" and failure.kind == InvalidInputError.__name__):
+    if mode == "strict" or (mode == "fit" and not (failure.unsupported or failure.foreign)):
         outcome.unwrap()
     said = _("no prediction for this training, which is left unchanged: {why}", why=failure.message)
     if failure.unsupported or outcome.error is None:
