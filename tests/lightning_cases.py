@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+
 def noted(module: nn.Module) -> list[Any]:
     """What a test takes down about a module, where no proof looks: state would advance with every micro-batch."""
     return noted.of.setdefault(module, [])  # type: ignore[attr-defined, no-any-return]

@@ -37,7 +37,11 @@ def main(case: str, out: Path) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if case == "one fails" and rank == 1:
         _decide._plan = broken_plan
-    guard = VramGuard(budget=budget(case, rank), margin=0, allow=("accumulate",), loss_weight="mean") if case != "plain" else None
+    guard = (
+        VramGuard(budget=budget(case, rank), margin=0, allow=("accumulate",), loss_weight="mean")
+        if case != "plain"
+        else None
+    )
     module = cases.make_module("lightning.pytorch", scheduler="one_cycle", width=512, hidden=2048, optimizer="sgd")
     data = cases.loader(dataset=cases.Vectors(4096 * 2 + 333, 512), batch_size=2048)
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=200))

@@ -84,7 +84,12 @@ class Module(pl.LightningModule):
 
 def main(case: str, out: Path) -> None:
     kind, _, more = case.partition("+")
-    settings: dict[str, Any] = {"budget": "64GiB", "remember": False, "loss_weight": "mean", "recover": "recover" in more}
+    settings: dict[str, Any] = {
+        "budget": "64GiB",
+        "remember": False,
+        "loss_weight": "mean",
+        "recover": "recover" in more,
+    }
     if "split" in more:
         settings["pin"] = {"micro_batch_size": 4}
     callbacks = [VramGuard(**settings)] if "plain" not in more else []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from vram_guard import TrainingStep, trace
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks import fork
-from vram_guard.forks.fork import can_fork, run_in_fork
+from vram_guard.forks.fork import can_fork
 from vram_guard_lightning import VramGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -203,28 +204,35 @@ def test_two_traces_in_two_threads_wait_for_each_other() -> None:
     assert found == [alone] * 3
 
 
+BUSY = """
+import logging, threading
+from vram_guard.forks.fork import run_in_fork
+
+logging.basicConfig()
+over = threading.Event()
+
+def busy():
+    while not over.is_set():
+        logging.warning("at work")
+        print("at work")
+
+def work(_say):
+    logging.warning("in the copy")
+    print("in the copy")
+    return 1
+
+threads = [threading.Thread(target=busy) for _ in range(3)]
+for thread in threads:
+    thread.start()
+try:
+    assert sum(run_in_fork(work, most_seconds=60) for _ in range(25)) == 25
+finally:
+    over.set()
+"""
+
+
 @forks
 def test_copies_are_made_while_other_threads_log_and_print() -> None:
     """Locks that these threads hold at the fork are not waited for."""
-    over = threading.Event()
-    logger = logging.getLogger("busy")
-
-    def busy() -> None:
-        while not over.is_set():
-            logger.warning("at work")
-            print("at work")
-
-    def work(_say: object) -> int:
-        logger.warning("in the copy")
-        print("in the copy")
-        return 1
-
-    threads = [threading.Thread(target=busy) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        assert sum(run_in_fork(work, most_seconds=60) for _ in range(25)) == 25
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]

@@ -482,7 +482,9 @@ def make_pooling(seen: list[int]) -> Any:
 
 def test_a_batch_of_three_pictures_of_three_channels_is_cut_by_pictures(tmp_path: Any) -> None:
     trained, seen = [], [list[int](), list[int]()]
-    for guard, sizes in zip((None, VramGuard(budget="64GiB", pin={"micro_batch_size": 1}, loss_weight="mean")), seen, strict=True):
+    for guard, sizes in zip(
+        (None, VramGuard(budget="64GiB", pin={"micro_batch_size": 1}, loss_weight="mean")), seen, strict=True
+    ):
         data = cases.loader(dataset=Channels(12, 3), batch_size=3, collate_fn=of_lists)
         trained.append(fit(tmp_path, guard, module=make_pooling(sizes), data=data)[0])
     assert seen[0] == [3] * 12
@@ -506,7 +508,9 @@ def test_pictures_that_run_out_of_memory_are_cut_by_pictures(tmp_path: Any) -> N
         return Breaking()
 
     trained, seen = [], [list[int](), list[int]()]
-    for guard, sizes in zip((None, VramGuard(budget="64GiB", allow=("accumulate",), loss_weight="mean")), seen, strict=True):
+    for guard, sizes in zip(
+        (None, VramGuard(budget="64GiB", allow=("accumulate",), loss_weight="mean")), seen, strict=True
+    ):
         data = cases.loader(dataset=Channels(12, 3), batch_size=3, collate_fn=of_lists)
         with pytest.warns(UserWarning, match="again in micro-batches of 1") if guard else contextlib.nullcontext():
             trained.append(fit(tmp_path, guard, module=breaking(sizes, armed=guard is not None), data=data)[0])

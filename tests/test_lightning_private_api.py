@@ -49,7 +49,7 @@ def test_what_a_release_changed_is_named(path: str, says: str) -> None:
 
 def test_private_names_in_the_sources_are_in_the_table() -> None:
     """Attributes with a leading underscore of anything but self, in every module of the package."""
-    listed = {name.path.rpartition(".")[2] for name in private_api.TABLE}
+    listed = {re.split(r"[.:]", name.path)[-1] for name in private_api.TABLE}
     own = {"_fields"}
     paths = sorted(Path(vram_guard_lightning.__file__).parent.rglob("*.py"))
     own |= {path.stem for path in paths}  # inner modules of our own

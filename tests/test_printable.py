@@ -145,7 +145,8 @@ def test_a_guarded_training(tmp_path: Path, capsys: Any) -> None:
             self.extra = Forging()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) + 0 * self.extra(torch.ones(len(batch[0]), 64, device=batch[0].device)).sum()
+            ones = torch.ones(len(batch[0]), 64, device=batch[0].device)
+            return super().training_step(batch, batch_idx) + 0 * self.extra(ones).sum()
 
     fitting = VramGuard(budget="1GiB", pin={"checkpoint": [f"extra.{name}" for name in NAMES]})
     cases.make_trainer("lightning.pytorch", tmp_path, [fitting], max_epochs=1).fit(Module(), cases.loader(16))
@@ -167,14 +168,15 @@ def test_a_guarded_training(tmp_path: Path, capsys: Any) -> None:
 
 def test_the_log_of_mmengine(tmp_path: Path) -> None:
     pytest.importorskip("mmengine")
+    from vram_guard_mmengine._training import RunnerTraining  # noqa: I001 - first: it knows what MMEngine's imports warn of
     from mmengine.logging import MMLogger
-
-    from vram_guard_mmengine._training import RunnerTraining
 
     class Runner:
         logger = MMLogger("printable", log_file=str(tmp_path / "log.log"))
 
     RunnerTraining(Runner()).warn(FORGED)
+    for handler in Runner.logger.handlers:
+        handler.close()
     assert_plain((tmp_path / "log.log").read_text().replace("\x1b[", "", 0))
 
 

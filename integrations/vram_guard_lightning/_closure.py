@@ -61,7 +61,7 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
 
 def _synchronised(trainer: Trainer) -> bool:
     """True where batch normalisation waits for the other ranks in every forward."""
-    module = trainer.lightning_module
+    module: torch.nn.Module | None = getattr(trainer, "lightning_module", None)  # None before fit
     parts = [] if module is None else module.modules()
     wanted = getattr(trainer.strategy, "_layer_sync", None) is not None
     return wanted or any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.printing import print_json, print_now
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -34,7 +34,7 @@ def answer(options: argparse.Namespace) -> int:
     if options.json:
         print_json(comparison_dict(found))
     else:
-        print(render(found), end="")  # noqa: T201 - the command line prints
+        print_now([render(found).rstrip("\n")])
     return EXIT_DONE if found.all_fit else EXIT_DOES_NOT_FIT
 
 

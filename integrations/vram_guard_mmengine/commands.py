@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.cli.options import DEVICE, add_options
+from vram_guard.cli.printing import print_now
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -70,11 +71,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     path = write_base(Path(options.configs), force=options.force)
-    print(  # noqa: T201 - the command line prints
-        _("wrote {path}", path=path),
-        _("Add it to a config's _base_ list, or import it inside read_base(); its comments name settings."),
-        sep="\n",
-    )
+    hint = _("Add it to a config's _base_ list, or import it inside read_base(); its comments name settings.")
+    print_now([_("wrote {path}", path=path), hint])
     return 0
 
 
