@@ -94,7 +94,7 @@ class RehearsedStep(ExitStack):
         self._gradients: dict[str, torch.Tensor] = {}
         self._waiting: set[int] = set()
         self._reader = Splitter(rehearsal.samples, rehearsal.samples, layout=rehearsal.layout)
-        self._row = 0
+        self._row = self._forwards = 0
         self._draws = RowDraws(rehearsal.samples, layout=rehearsal.draws)
         self._before: Observed | None = None
         self._generators = RandomState(of_torch=False)
@@ -116,6 +116,9 @@ class RehearsedStep(ExitStack):
             samples = self._reader.count(batch)
         except CannotSplitError:
             samples = self.rehearsal.samples
+        if not self._forwards and not self.rehearsal.draws:
+            self._draws.layout.clear()  # a loader draws its workers' seed: that is no draw of the step
+        self._forwards += 1
         if self._row >= self.rehearsal.samples:
             self._row = 0
         self._draws.begin(self._row, samples)
