@@ -54,7 +54,7 @@ class Captured(CapturedTraining):
 
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_lightning._rehearsal`."""
-        return _rehearsal.rehearse(self.trainer, self.model, self.distinct_batch, rehearsal)
+        return _rehearsal.rehearse(self.trainer, self.model, self.sample.distinct, rehearsal)
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         """As training_step returns it, which gets the batch as Lightning would hand it over."""

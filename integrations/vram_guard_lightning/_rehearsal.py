@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.proof.rehearsal import Rehearsal, Rehearsed, RehearsedStep
+from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard_lightning import _apply, _closure, _namespaces
 
 if TYPE_CHECKING:
@@ -42,13 +42,6 @@ COUNTED = (
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
 
-#: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
-MOST_ACCUMULATED = 2
-
-
-class _SteppedSignal(BaseException):
-    """Ends the loop after its first optimizer step."""
-
 
 def rehearse(
     trainer: Trainer, module: LightningModule, make_batch: Callable[[int], Any], rehearsal: Rehearsal
@@ -76,8 +69,7 @@ def rehearse(
     loop._data_source = type(loop._data_source)(_Batches(batch), "")
     loop._combined_loader = None
     trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, MOST_ACCUMULATED)
-    stop = _Stop(step)
-    trainer.callbacks.append(_callback(namespace, stop))  # type: ignore[attr-defined]
+    trainer.callbacks.append(_callback(namespace, step))  # type: ignore[attr-defined]
     if rehearsal.splitter is not None:
         step.applied.callback(_closure.install(trainer, rehearsal.splitter, rehearsal.loss_weight))
     strategy: Any = trainer.strategy
@@ -85,14 +77,14 @@ def rehearse(
     _apply.after_setup(trainer, rehearsal.recipe, step.applied)
     step.follow(getattr(optimizer, "optimizer", optimizer) for optimizer in strategy.optimizers)
     _count(step, trainer, module)
-    _mark_forwards(step, module)
+    step.mark_forwards(module, "training_step")
     call: Any = import_module(f"{namespace.__name__}.trainer.call")
     call._call_callback_hooks(trainer, "on_fit_start")
     call._call_lightning_module_hook(trainer, "on_fit_start")
     try:
         step.begin()
         loop.run()
-    except _SteppedSignal:
+    except SteppedSignal:
         return step.result(logged={**trainer.callback_metrics, **_computed(metrics)})
     raise UnsupportedStepError(_("the loop ended before an optimizer step"))
 
@@ -152,44 +144,17 @@ def _quiet(trainer: Trainer) -> None:
     trainer.num_sanity_val_steps = 0
 
 
-class _Stop:
-    """Ends the run once every optimizer has stepped, when the batch's hooks have run."""
-
-    def __init__(self, step: RehearsedStep) -> None:
-        self._step = step
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
-        if self._step.stepped:
-            raise _SteppedSignal
-
-
-def _callback(namespace: Any, stop: _Stop) -> Any:
-    """A callback of the Trainer's own namespace, called last."""
-    return type(
-        "StopAfterStep", (namespace.Callback,), {"on_train_batch_end": lambda _self, *_args, **_kwargs: stop()}
-    )()
+def _callback(namespace: Any, step: RehearsedStep) -> Any:
+    """A callback of the Trainer's own namespace that ends the run when a batch's other hooks have run."""
+    hooks = {"on_train_batch_end": lambda _self, *_args, **_kwargs: step.end_if_stepped()}
+    return type("StopAfterStep", (namespace.Callback,), hooks)()
 
 
 def _count(step: RehearsedStep, trainer: Trainer, module: LightningModule) -> None:
     """The hooks that user code has overridden."""
     owners = [module, *trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]  # type: ignore[attr-defined]
     for owner in owners:
-        names = [name for name in COUNTED if hasattr(type(owner), name) and _is_users(getattr(type(owner), name))]
+        names = [
+            name for name in COUNTED if hasattr(type(owner), name) and not _namespaces.is_lightnings(type(owner), name)
+        ]
         step.count_calls(owner, names, "" if owner is module else f"{type(owner).__name__}.")
-
-
-def _is_users(method: Any) -> bool:
-    known = ("lightning", "pytorch_lightning", "vram_guard_lightning")
-    return (getattr(method, "__module__", None) or "").partition(".")[0] not in known
-
-
-def _mark_forwards(step: RehearsedStep, module: LightningModule) -> None:
-    """Each call of training_step is one pass over a batch or a micro-batch."""
-    training_step = module.training_step
-
-    @functools.wraps(training_step)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        step.forward_begins(args[0] if args else kwargs.get("batch"))
-        return training_step(*args, **kwargs)
-
-    step.applied.replace(module, "training_step", marked)

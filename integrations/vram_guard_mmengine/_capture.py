@@ -61,7 +61,7 @@ class Captured(CapturedTraining):
 
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_mmengine._rehearsal`."""
-        return _rehearsal.rehearse(self.runner, self.sample.loader, self.distinct_batch, rehearsal)
+        return _rehearsal.rehearse(self.runner, self.sample.loader, self.sample.distinct, rehearsal)
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         """As train_step hands it to the optimizer wrapper."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from vram_guard import techniques
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.proof.rehearsal import Rehearsal, Rehearsed, RehearsedStep
+from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard_mmengine import _optim, _split_step
 
 # ruff: noqa: ARG002, SLF001 - MMEngine decides what hooks get; the runner has no public names for what is not built
@@ -26,13 +25,6 @@ WATCHING = (
     *("CheckpointHook", "LoggerHook", "IterTimerHook", "EarlyStoppingHook", "ProfilerHook", "NPUProfilerHook"),
     *("SyncBuffersHook", "NaiveVisualizationHook", "PrepareTTAHook", "VramGuardHook"),
 )
-
-#: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
-MOST_ACCUMULATED = 2
-
-
-class _SteppedSignal(BaseException):
-    """Ends the loop after its first optimizer step."""
 
 
 def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehearsal: Rehearsal) -> Rehearsed:
@@ -62,7 +54,7 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
     runner.register_hook(_StepHook(step), priority="LOWEST")
     try:
         runner.train()  # the guard is active: as written
-    except _SteppedSignal:
+    except SteppedSignal:
         hub = runner.message_hub.log_scalars
         return step.result(logged={name: buffer.current() for name, buffer in hub.items() if "time" not in name})
     raise UnsupportedStepError(_("the loop ended before an optimizer step"))
@@ -100,14 +92,7 @@ class _StepHook(Hook):  # type: ignore[misc]
     def before_train(self, runner: Any) -> None:
         """The plan's appliers, and what takes the step down."""
         step, model, rehearsal = self._step, runner.model, self._step.rehearsal
-        train_step = model.train_step
-
-        @functools.wraps(train_step)
-        def marked(data: Any, *args: Any, **kwargs: Any) -> Any:
-            step.forward_begins(data)
-            return train_step(data, *args, **kwargs)
-
-        step.applied.replace(model, "train_step", marked)
+        step.mark_forwards(model, "train_step")
         if rehearsal.splitter is not None:
             step.applied.callback(_split_step.install(model, rehearsal.splitter, rehearsal.loss_weight))
         step.applied.callback(techniques.install(model, rehearsal.recipe))
@@ -116,8 +101,7 @@ class _StepHook(Hook):  # type: ignore[misc]
 
     def after_train_iter(self, runner: Any, *_args: Any, **_kwargs: Any) -> None:
         """Go on until the optimizer has stepped."""
-        if self._step.stepped:
-            raise _SteppedSignal
+        self._step.end_if_stepped()
 
 
 def _doubled(tensor: torch.Tensor) -> torch.Tensor:

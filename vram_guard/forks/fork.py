@@ -128,7 +128,7 @@ def _work_in_copy(work: Callable[[Progress], Any], home: Connection) -> None:
         outcome = _outcome(work, home, buffers)
         home.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))
         for buffer in buffers:
-            _send_array(home.fileno(), buffer.raw())
+            write_all(home.fileno(), buffer.raw())
         code = 0
     except BaseException:  # noqa: BLE001 - nothing of a copy may go on in the original's name
         with contextlib.suppress(Exception):
@@ -152,10 +152,10 @@ def _outcome(work: Callable[[Progress], Any], home: Connection, buffers: list[pi
         return "error", (_picklable(caught), text)
 
 
-def _send_array(home: int, content: memoryview) -> None:
-    """Not by the Connection, which copies, and takes several times as long to read."""
+def write_all(pipe: int, content: memoryview) -> None:
+    """Send bytes as they lie: a Connection copies them, and takes several times as long to read."""
     while content:
-        content = content[os.write(home, content) :]
+        content = content[os.write(pipe, content) :]
 
 
 def _picklable(error: Exception) -> Exception:

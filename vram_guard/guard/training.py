@@ -67,10 +67,6 @@ class CapturedTraining(ABC):
         """A batch as :attr:`step` gets it, as the loader delivered it."""
         return batch
 
-    def distinct_batch(self, samples: int) -> Any:
-        """A batch of so many different samples, as the loader delivers it; called in a copy of the process."""
-        return self.sample.distinct(samples)
-
     def objection(self, plan: Plan) -> Refusal | None:  # noqa: ARG002 - for those who know one
         """A technique of the plan that only the trace has shown to be impossible."""
         return None

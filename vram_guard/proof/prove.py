@@ -49,9 +49,6 @@ _COPIES = 5
 #: CPU are others than on a GPU).
 _MORE_MEMORY = 1.2
 
-#: Differences that another weight of the micro-batches' losses may take away.
-_OF_WEIGHTS = (Kind.GRADIENT, Kind.WEIGHT, Kind.LOSS, Kind.LOGGED, Kind.ATTRIBUTE, Kind.BUFFER)
-
 
 @dataclass(frozen=True)
 class Proof:
@@ -159,13 +156,9 @@ class _Prover:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
         layout = self._layout()
         whole, way = self._as_written(Rehearsal(samples, samples, layout))
-        weights = self._weights(way) if self._splits else [self._said or "mean"]
-        found: tuple[Difference, ...] = ()
-        for weight in weights:
-            changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
-            found = self._differences(whole, changed)
-            if not found or not all(one.kind in _OF_WEIGHTS for one in found):
-                break
+        weight = self._said or (self._weight(way) if self._splits else "mean")
+        changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
+        found = self._differences(whole, changed)
         if not found:
             draws = _("micro-batches draw other random numbers than a whole batch, from the same distributions")
             notes = (draws,) if whole.random and self._splits else ()
@@ -237,14 +230,12 @@ class _Prover:
     def _most_seconds(self) -> float:
         return 10 * max(self._seconds, 1.0)
 
-    def _weights(self, way: Rehearsal) -> list[LossWeight]:
-        """Weights to be tried: what the graph of the loss says, which also holds where these samples do not show it."""
-        if self._said is not None:
-            return [self._said]
+    def _weight(self, way: Rehearsal) -> LossWeight:
+        """The weight to try: the loss graph's, which also holds where these samples do not show it."""
 
         def look(_progress: object) -> LossWeight | None:
             for samples in dict.fromkeys((way.samples, min(SAMPLES, way.samples))):  # as many classes would mislead
-                batch = self._captured.distinct_batch(samples)
+                batch = self._captured.sample.distinct(samples)
                 parts = Splitter(samples, self._micro(samples), layout=way.layout).split(batch)
                 weight, _why = find_normaliser(self._captured.loss_of, batch, parts)
                 if weight is not None:
@@ -255,7 +246,7 @@ class _Prover:
             found = run_in_fork(look)
         except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal shows what holds
             found = None
-        return ["mean"] if found is None else [found]
+        return found or "mean"
 
     def _differences(self, whole: Rehearsed, changed: Rehearsal) -> tuple[Difference, ...]:
         cut = changed.samples, changed.samples - changed.micro_batch_size or changed.samples

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from vram_guard.apply.microbatch import Layout as BatchLayout
 
 
+#: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
+MOST_ACCUMULATED = 2
+
+
+class SteppedSignal(BaseException):
+    """Ends a framework's loop after its first optimizer step."""
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """One way to run the step."""
@@ -110,8 +118,27 @@ class RehearsedStep(ExitStack):
         self.enter_context(FixedStatistics(self._model))
         self.enter_context(self._draws)
 
-    def forward_begins(self, batch: Any) -> None:
-        """A batch, or a micro-batch of it, is about to go through the model."""
+    def mark_forwards(self, owner: Any, name: str) -> None:
+        """Each call of this method, whose first argument is a batch, is one pass over a batch or a micro-batch."""
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def marked(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._forward_begins(batch)
+            return method(batch, *args, **kwargs)
+
+        self.applied.replace(owner, name, marked)
+
+    def end_if_stepped(self) -> None:
+        """Called after each loaded batch.
+
+        Raises:
+            SteppedSignal: every optimizer has stepped.
+        """
+        if self.stepped:
+            raise SteppedSignal
+
+    def _forward_begins(self, batch: Any) -> None:
         try:
             samples = self._reader.count(batch)
         except CannotSplitError:
@@ -153,7 +180,7 @@ class RehearsedStep(ExitStack):
 
         return counted
 
-    def result(self, logged: Mapping[str, Any] | None = None, loss: Any = None) -> Rehearsed:
+    def result(self, logged: Mapping[str, Any]) -> Rehearsed:
         """What the step did."""
         for path, times in (opened_for_writing() - self._opened).items():
             self._hooks[_("writing to {path}", path=path)] = times
@@ -164,7 +191,6 @@ class RehearsedStep(ExitStack):
             self._model,
             before=self._before,
             gradients={},
-            loss=loss,
             logged=logged,
             hooks=self._hooks,
             closed=self._closed,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.forks.fork import write_all
 from vram_guard.language import _
 
 
@@ -29,10 +30,8 @@ class ParentPipe:
 
     def send(self, answer: Any) -> NoReturn:
         """Send the answer and end this copy at once, without the script's own exit handlers."""
-        data = memoryview(pickle.dumps(answer))
         try:
-            while data:
-                data = data[os.write(self.pipe, data) :]
+            write_all(self.pipe, memoryview(pickle.dumps(answer)))
         finally:
             os._exit(0)
 
