@@ -140,7 +140,9 @@ def cuda_composites(capability: tuple[int, int]) -> Iterator[None]:
                 for key in ("Meta", "AutogradMeta"):
                     # Library.impl refuses Meta kernels of composites; the C++ object it wraps does not.
                     registry.impl(name, key, kernel)
-            if operator("_fused_rms_norm_backward") is not None:  # with a kernel of its own, autograd does not decompose
+            if (
+                operator("_fused_rms_norm_backward") is not None
+            ):  # with a kernel of its own, autograd does not decompose
                 registry.impl("_fused_rms_norm", "Meta", _fused_rms_norm)
         yield
     finally:
