@@ -14,6 +14,7 @@ HANDLERS: dict[str, Handler] = {
     "aten::logsumexp": kernels.logsumexp,
     "aten::convolution": _convolutions.convolution,
     "aten::convolution_backward": _convolutions.convolution_backward,
+    "aten::embedding": kernels.embedding,
     "aten::embedding_dense_backward": kernels.embedding_backward,
     "aten::_softmax_backward_data": kernels.softmax_backward,
     "aten::native_group_norm_backward": _norms.group_norm_backward,
