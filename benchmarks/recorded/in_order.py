@@ -2,8 +2,8 @@
 
 The recorded and the predicted step are two sequences of requested sizes in bytes, before the allocator rounds them. The
 longest common subsequence is the largest number of recorded allocations that the prediction has too, in the same order
-and of the same size to the byte. The share is its length over the longer sequence's: an allocation that is missing counts
-against the prediction, and so does one that is too much.
+and of the same size to the byte. The share is its length over the longer sequence's: an allocation that is missing
+counts against the prediction, and so does one that is too much.
 """
 
 from __future__ import annotations

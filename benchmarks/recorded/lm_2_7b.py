@@ -182,8 +182,7 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             features = layer(features)
         features = self.norm(features)
-        features = self.head(features)
-        return features
+        return self.head(features)  # type: ignore[no-any-return]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -206,7 +205,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-4})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, _closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:

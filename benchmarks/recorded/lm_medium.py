@@ -186,7 +186,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-3})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, _closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness.records import Row
+from benchmarks.harness.workers import ask
 from benchmarks.recorded import lm_2_7b, lm_medium
 from benchmarks.recorded.in_order import share_in_order
+from benchmarks.recorded.loops import PROGRAMS
 from benchmarks.recorded.recordings import path_of, recordings, source_of
 from vram_guard.allocator import compare, replay
 from vram_guard.simulate import trace_at
@@ -41,7 +43,7 @@ class Names:
 
 
 def medium_training(context: int, precision: str) -> Run:
-    """``memory_profile`` of Wedsonlin/assignment2-systems: five steps, gradients freed after each, then the recorded."""
+    """``memory_profile`` of Wedsonlin/assignment2-systems: five steps before the recorded one."""
     names = Names()
 
     def batch(size: int) -> dict[str, torch.Tensor]:
@@ -130,7 +132,8 @@ def predicted(name: str) -> Row:
     """The reserved peak of a recorded run, recorded and predicted, in bytes.
 
     ``details``: ``allocated`` and ``predicted_allocated``: peaks in bytes; ``allocations`` of the recorded step;
-    ``in_order``: their share that the prediction finds, see :mod:`benchmarks.recorded.in_order`.
+    ``in_order``: their share that the prediction finds, see :mod:`benchmarks.recorded.in_order`; ``program`` and
+    ``program_allocated``: peaks of the source's whole program, where :func:`with_programs` was asked.
     """
     started = time.perf_counter()
     run = RUNS[name]()
@@ -154,8 +157,22 @@ def predicted(name: str) -> Row:
             "predicted_allocated": answer.peak_allocated,
             "allocations": len(recorded),
             "in_order": share_in_order(recorded, asked_for),
+            "program": None,
+            "program_allocated": None,
         },
     )
+
+
+def with_programs(rows: list[Row]) -> list[Row]:
+    """The same rows; those whose source's whole program is described say under "program" what it comes to."""
+    wanted = {row.name: PROGRAMS[row.name] for row in rows if row.name in PROGRAMS}
+    answers = {
+        program: ask(program[0], *program[1], limit=None).checked() for program in dict.fromkeys(wanted.values())
+    }
+    for row in rows:
+        if row.name in wanted:
+            row.details["program"], row.details["program_allocated"] = answers[wanted[row.name]][row.name]
+    return rows
 
 
 def _bounds(timeline: Timeline, step: int) -> tuple[int, int]:

@@ -43,7 +43,8 @@ def recordings(path: Path) -> list[Recording]:
     """The history of every device that has one; the file may be gzipped.
 
     Raises:
-        InvalidInputError: the file is missing, truncated, no snapshot, or holds no history; the message says what to do.
+        InvalidInputError: the file is missing, truncated, no snapshot, or without a history; the message says what to
+            do.
     """
     return read_recordings(_unpacked(path) if path.suffix == ".gz" else path)
 

@@ -36,6 +36,6 @@ def _row(name: str, source: str, recording: Recording) -> Row:
             "segments": len(recording.final),
             "same_segments": found.same_segments,
             "same_addresses": found.first_displaced_block is None,
-            "difference": "" if first is None else f"entry {first.event}: {first.recorded}, simulated {first.simulated}",
+            "difference": "" if first is None else f"entry {first.event}: {first.recorded}, not {first.simulated}",
         },
     )

@@ -103,7 +103,9 @@ class _Layout:
         block = self.live[before]
         size = address - before
         slack = size - self.rules.round_size(block.requested)
-        if block.granted is None and 0 < slack <= SMALL_REQUEST and self._stretch_at(before) is self._stretch_at(address):
+        # A remainder of no more than that is left on a large block.
+        is_slack = block.granted is None and 0 < slack <= SMALL_REQUEST
+        if is_slack and self._stretch_at(before) is self._stretch_at(address):
             self.live[before] = block._replace(granted=size)
 
     def _stretch_at(self, address: int) -> Segment | None:

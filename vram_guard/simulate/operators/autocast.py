@@ -70,8 +70,8 @@ _KEYS = DispatchKeySet(_KEY)
 class CastCache:
     """Low-precision copies of leaf weights, kept until the outermost autocast region ends.
 
-    As ``cached_cast`` in ``autocast_mode.cpp``: only float32 leaves that require grad and are no views. In inference mode
-    weights are cast every time (seen in a history recorded on a GPU with torch 2.11, and on the CPU with 2.13).
+    As ``cached_cast`` in ``autocast_mode.cpp``: only float32 leaves that require grad and are no views. In inference
+    mode weights are cast every time (seen in a history recorded on a GPU with torch 2.11, and on the CPU with 2.13).
     """
 
     def __init__(self) -> None:
