@@ -15,6 +15,7 @@ from vram_guard.plan.every_gpu import on_every_gpu
 from vram_guard.scratch import (
     Card,
     EmbeddingGradient,
+    PartialGradient,
     RadixSort,
     Reduction,
     reduced_iterator,
@@ -319,3 +320,50 @@ def test_the_first_workspace_comes_after_the_product() -> None:
     first = next(at for at, block in enumerate(made) if block.category == "workspace")
     assert made[first - 1].operator == made[first].operator == "aten.mm.default"
     assert made[first - 1].bytes_at(4) == 4 * 64 * 4
+
+
+# --- gradients of norms ---------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_norms_over_many_rows_are_summed_in_parts() -> None:
+    def sizes(rows: int, columns: int, card: Card = A100) -> list[int]:
+        parts = ("rows", "result", "buffer", "semaphores")
+        return [PartialGradient(part, columns, 4, 4).bytes((rows,), card) for part in parts]
+
+    assert sizes(65_536, 256) == [0] * 4, "not above the threshold"
+    # 8 blocks of columns leave room for 4,096 of rows; 65,568 rows are 2,049 blocks of 32.
+    assert sizes(65_568, 256) == [2049 * 256 * 4, 1024, *reduction((2049, 256), {0})[:2]]
+    assert sizes(2**20, 256)[0] == 4096 * 256 * 4
+    assert sizes(2**20, 1728) == [0] * 4, "54 blocks of columns are half of an A100"
+    assert sizes(2**20, 1728, H100)[0] > 0
+
+
+@pytest.mark.parametrize(("norm", "weights"), [(nn.LayerNorm, 2), (getattr(nn, "RMSNorm", nn.LayerNorm), 1)])
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm_backward"), reason="a kernel of torch 2.8 and 2.9")
+def test_a_trace_has_the_parts_of_both_gradients(norm: Any, weights: int) -> None:
+    timeline = traced(norm(256), lambda size: torch.zeros(size, 256), lambda m, x: m(x).square().sum())
+    for operator in ("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"):
+        blocks = scratches(timeline, operator)
+        if blocks:
+            assert [block.bytes_at(65_536) for block in blocks] == [0] * 4 * weights
+            found = [block.bytes_at(2**20) for block in blocks]
+            assert found[:weights] == [4096 * 256 * 4] * weights
+            assert found[weights : weights + 3] == [1024, *reduction((4096, 256), {0})[:2]]
+            return
+    pytest.fail("no parts")
+
+
+def test_a_group_norm_holds_two_numbers_by_channel_for_a_moment() -> None:
+    timeline = traced(nn.GroupNorm(2, 8), lambda size: torch.zeros(size, 8, 4, 4, dtype=torch.float32))
+    made = [
+        b for b in timeline.blocks if b.operator == "aten.native_group_norm.default" and b.category == "temporaries"
+    ]
+    assert [block.bytes_at(5) for block in made if block.bytes_at(5) == 5 * 8 * 4] == [5 * 8 * 4] * 4  # two steps
+
+
+def test_norms_of_all_gradients_are_gathered_chunk_by_chunk() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 10))
+    timeline = traced(model, lambda size: torch.zeros(size, 1000), clip_grad_norm=1.0)
+    sizes = [b.bytes_at(4) for b in timeline.blocks if "_foreach_norm" in b.operator]
+    chunks = math.ceil(1000 * 1000 / 65536)
+    assert sizes[:5] == [4 * chunks * 4, 4, 4, 4, 4]

@@ -17,6 +17,7 @@ HANDLERS: dict[str, Handler] = {
     "aten::embedding": kernels.embedding,
     "aten::embedding_dense_backward": kernels.embedding_backward,
     "aten::_softmax_backward_data": kernels.softmax_backward,
+    "aten::native_group_norm": _norms.group_norm,
     "aten::native_group_norm_backward": _norms.group_norm_backward,
     "aten::native_layer_norm": _norms.layer_norm,
     "aten::native_layer_norm_backward": _norms.layer_norm_backward,

@@ -18,7 +18,7 @@ from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import reductions, shape_rules
+from vram_guard.simulate.operators import foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
@@ -280,6 +280,7 @@ class SymbolicMode(TorchDispatchMode):
             return func(*args, **kwargs)
         name = str(func)
         scalars = "norm" in name or "max" in func._schema.name.rsplit("_", 1)[-1]
+        held = foreach.norm_parts(self.recorder, func, first)
         made = []
         for tensor in first:
             out = tensor.new_empty(()) if scalars and "maximum" not in name else torch.empty_like(tensor)
@@ -288,6 +289,7 @@ class SymbolicMode(TorchDispatchMode):
             else:
                 self.recorder.track(out, name)
             made.append(out)
+        self.recorder.release(held)
         return made
 
     # --- the answer ------------------------------------------------------------------------------------------
