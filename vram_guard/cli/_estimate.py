@@ -141,7 +141,8 @@ def _symbolic(step: TrainingStep, batch: int, budget: Budget) -> SymbolicAnswer:
     from vram_guard.report.symbolic import SymbolicAnswer
     from vram_guard.simulate import trace
 
-    timeline = trace(step, compute_capability=budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
+    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
     return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
 
 
