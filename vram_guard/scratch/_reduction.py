@@ -2,8 +2,8 @@
 
 Where each thread would have to add up 256 values or more and the results alone do not fill the card, a reduction is
 divided among thread blocks, which leave their parts in a buffer and count themselves in semaphores. How many blocks
-there are depends on the card. Releases from 2.4 to 2.15 decide alike: they differ in how many elements a thread reads at
-a time, which matters only where so few are reduced that nothing is spread.
+there are depends on the card. Releases from 2.4 to 2.15 decide alike: they differ in how many elements a thread reads
+at a time, which matters only where so few are reduced that nothing is spread.
 """
 
 from __future__ import annotations
