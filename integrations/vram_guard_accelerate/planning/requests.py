@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vram_guard.budget import Budget
+from vram_guard.releases.installed import Releases
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._script_files import FileState
 from vram_guard_accelerate._settings import Settings
@@ -61,6 +62,8 @@ class DryRunAnswer:
     """The files that it was made from."""
     fits: bool
     changed: bool
+    releases: Releases
+    """Those that the script runs with."""
     seconds: Mapping[str, float]
     """Of the script until its first batch, and of the planning."""
     host_memory: Mapping[str, int]
