@@ -19,6 +19,7 @@ from vram_guard.releases._requirements import (
     exactly,
     requirement_lines,
     requirements_file,
+    texts,
 )
 
 #: Locks name every package with its hashes: those of large projects have some MB.
@@ -90,19 +91,13 @@ def _pipfile(path: Path) -> Allowed:
 
 def _pyproject(path: Path) -> Allowed:
     project = load_toml(path).get("project", {})
-    wanted = _texts(path, project.get("dependencies", []) if isinstance(project, dict) else [])
+    wanted = texts(path, project.get("dependencies", []) if isinstance(project, dict) else [])
     return requirement_lines([(str(path), one) for one in wanted], path)
 
 
 def _conda(path: Path) -> Allowed:
-    return conda_requirements(_texts(path, load_config(path).get("dependencies", [])), path)
-
-
-def _texts(path: Path, entries: object) -> list[Any]:
-    if not isinstance(entries, list):
-        raise InvalidInputError(_("{path} holds no list of packages", path=path))
-    return entries
+    return conda_requirements(texts(path, load_config(path).get("dependencies", [])), path)
 
 
 def _entries(path: Path, entries: object) -> list[Mapping[str, Any]]:
-    return [entry for entry in _texts(path, entries) if isinstance(entry, Mapping)]
+    return [entry for entry in texts(path, entries) if isinstance(entry, Mapping)]

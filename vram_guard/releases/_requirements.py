@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -128,7 +128,7 @@ def conda_requirements(entries: Iterable[object], path: Path) -> Allowed:
     found: Allowed = {}
     for entry in entries:
         if isinstance(entry, Mapping):
-            found |= requirement_lines([(str(path), one) for one in entry.get("pip") or ()], path)
+            found |= requirement_lines([(str(path), one) for one in texts(path, entry.get("pip", []))], path)
             continue
         named = re.match(r"(?:[^\s:]+::)?([A-Za-z0-9][\w.-]*)\s*([^\[\s]*(?:\s*,[^\[\s]*)*)", str(entry).strip())
         name = "" if named is None else canonicalize_name(named[1])
@@ -171,18 +171,34 @@ def checked(name: str, allowed: SpecifierSet, where: str) -> SpecifierSet:
         InvalidInputError: no release can be in the set.
     """
     allowed = SpecifierSet(re.sub(r"\+[\w.]+", "", str(allowed)))
-    # Between its bounds a set has no holes: some release is in it if a bound is, or one just above a bound.
+    # Sets have no holes between their bounds: one with a release in it has a bound, one just above, or the next number.
     bounds = [Version(one.version.removesuffix(".*")) for one in allowed if one.operator != "==="]
-    around = [
-        Version("0"),
-        *bounds,
-        *(Version(f"{bound.epoch}!{bound.base_version.rpartition('!')[2]}.0.0.1") for bound in bounds),
-    ]
+    around = [Version("0"), *bounds, *(Version(text) for bound in bounds for text in _above(bound))]
     if bounds and not any(allowed.contains(one, prereleases=True) for one in around):
         raise InvalidInputError(
             _("{where}: no release of {package} can be {wanted}", where=where, package=name, wanted=allowed)
         )
     return allowed
+
+
+def _above(bound: Version) -> tuple[str, str]:
+    """1.2.0.0.1 and 1.3 of 1.2."""
+    *first, last = bound.release
+    return (
+        f"{bound.epoch}!{'.'.join(map(str, bound.release))}.0.0.1",
+        f"{bound.epoch}!{'.'.join(map(str, [*first, last + 1]))}",
+    )
+
+
+def texts(path: Path, entries: object) -> list[Any]:
+    """The entries of a list in a file.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    if not isinstance(entries, list):
+        raise InvalidInputError(_("{path} holds no list of packages", path=path))
+    return entries
 
 
 def _first(error: Exception) -> str:

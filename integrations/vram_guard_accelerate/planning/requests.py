@@ -62,12 +62,12 @@ class DryRunAnswer:
     """The files that it was made from."""
     fits: bool
     changed: bool
-    releases: Releases
-    """Those that the script runs with."""
     seconds: Mapping[str, float]
     """Of the script until its first batch, and of the planning."""
     host_memory: Mapping[str, int]
     """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
+    releases: Releases
+    """Those that the script ran with."""
 
     @property
     def slowdown(self) -> float:

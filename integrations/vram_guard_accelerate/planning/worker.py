@@ -57,9 +57,9 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
                 changed=found.plan.changed or found.launch_plan.resumes_grown,
-                releases=Releases.here(),
                 seconds={"script": stood - began, "plan": time.monotonic() - stood},
                 host_memory={"script": memory, "plan": _memory()},
+                releases=Releases.here(),
             )
         )
 
