@@ -111,6 +111,14 @@ def test_it_runs_there_with_what_is_there(environment, project):
     ]
 
 
+def test_a_cache_that_cannot_be_written(environment, project, monkeypatch):
+    (project / "cache").write_text("a file")
+    (project / "tmp").mkdir()
+    monkeypatch.setitem(OWN, "TMPDIR", str(project / "tmp"))
+    done = run("--python", environment, "--version")
+    assert (done.returncode, done.stdout.split()[-1]) == (0, vram_guard.__version__), done.stderr
+
+
 def test_exit_codes_and_the_language_pass_through(environment):
     done = run("--lang", "zh", f"--python={environment}/bin/python", *PLAN, "--budget", "1MiB", "--allow", "", input="")
     assert done.returncode == 1, done.stderr
@@ -171,7 +179,7 @@ def test_where_a_process_cannot_be_replaced_it_is_waited_for(environment, projec
 
 
 def test_what_is_missing_there_is_named_with_the_command_that_installs_it(tmp_path):
-    made(tmp_path / "bare", seen=False, torch="2.1.0", rich="13.0", safetensors="0.5.0")
+    made(tmp_path / "bare", seen=False, torch="2.1.0", rich="13.0", safetensors="local")
     done = run("--python", tmp_path / "bare", "doctor")
     assert done.returncode == 3
     python = tmp_path / "bare" / "bin" / "python"

@@ -80,14 +80,15 @@ def test_requirements_as_pip_reads_them(tmp_path):
     path = write(tmp_path, "requirements.txt", REQUIREMENTS.replace("\n", "\r\n"))
     write(tmp_path, "constraints.txt", "transformers!=4.41.0\n")
     write(tmp_path, "more/models.txt", "open_clip_torch==2.29.0\n-r ../requirements.txt\n--requirement=last.txt")
-    write(tmp_path, "more/last.txt", "accelerate~=1.2")
+    write(tmp_path, "more/last.txt", "accelerate~=1.2,\\\n!=1.2.1\nlightning==2.5.0.dev20241112")
     found = asked(path)
     assert {name: set(one.split(",")) for name, one in found.items()} == {
         "torch": {"2.5.1"},
         "transformers": {">=4.40", "<5", "!=4.41.0"},
         "torchvision": {"0.20.1"},
         "open-clip-torch": {"2.29.0"},
-        "accelerate": {"~=1.2"},
+        "accelerate": {"~=1.2", "!=1.2.1"},
+        "lightning": {"2.5.0.dev20241112"},
     }
 
 
@@ -102,11 +103,11 @@ TABLES += '[[{table}]]\nname = "numpy"\nversion = "zero"\n'
 PIPFILE = '{"_meta": {}, "default": {"torch": {"version": "==2.5.1", "markers": "python_version >= \'3\'"}, '
 PIPFILE += '"trl": {"git": "x"}}, "develop": {"timm": {"version": "==1"}}}'
 CONDA = "name: x\ndependencies:\n  - python=3.11\n  - conda-forge::pytorch=2.1.0=py3.11_cuda12.1_cudnn8.9.2_0\n"
-CONDA += "  - pytorch-cuda=12.1\n  - timm >=0.9,<1\n  - torchvision 0.16.*\n  - accelerate=1.1|=1.2\n  - peft\n"
-CONDA += "  - pip:\n      - transformers==4.45.2\n      - -r more.txt\n"
+CONDA += "  - pytorch-cuda=12.1\n  - timm >=0.9,<1\n  - torchvision 0.16.*\n  - accelerate=1.1|=1.2\n"
+CONDA += "  - peft\n  - trl==0.11\n  - pip:\n      - transformers==4.45.2\n      - -r more.txt\n"
 PROJECT = '[project]\ndependencies = ["torch>=2.1,<2.3", "transformers", "x @ file:///y"]\n'
 PROJECT += '[project.optional-dependencies]\nvideo = ["diffusers==0.1"]\n'
-TWICE = {"torch": "2.5.1 | 2.5.1", "open-clip-torch": "2.29.0"}
+TWICE = {"torch": "2.5.1", "open-clip-torch": "2.29.0"}
 
 
 @pytest.mark.parametrize(
@@ -126,12 +127,15 @@ TWICE = {"torch": "2.5.1 | 2.5.1", "open-clip-torch": "2.29.0"}
                 "torchvision": "0.16.*",
                 "accelerate": "1.1.* | 1.2.*",
                 "peft": "",
+                "trl": "0.11",
                 "transformers": "4.45.2",
                 "diffusers": "0.31.0",
             },
         ),
         ("pyproject.toml", PROJECT, {"torch": "<2.3,>=2.1", "transformers": ""}),
         ("pyproject.toml", "[tool.other]\nx = 1\n", {}),
+        ("environment.yml", "name: x\ndependencies:\n  - pytorch=2.1\n  - pip:\n", {"torch": "2.1.*"}),
+        ("environment.yml", "name: x\ndependencies:\n", {}),
     ],
     ids=lambda value: value if isinstance(value, str) and "\n" not in value and "{" not in value else "",
 )

@@ -19,6 +19,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
 from vram_guard import __version__
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
 from vram_guard.language import _
@@ -113,8 +116,6 @@ def check_environment(interpreter: Path) -> None:
         UnsupportedStepError: its Python is too old.
         MissingLibraryError: it lacks what vram_guard imports, or has a release that is too old.
     """
-    from packaging.requirements import Requirement
-
     needed = list(map(Requirement, NEEDED))
     found = _probed(interpreter, [one.name for one in needed])
     python = tuple(found["python"])
@@ -131,7 +132,7 @@ def check_environment(interpreter: Path) -> None:
     releases: Mapping[str, str] = found["releases"]
     minor = {"python_version": ".".join(map(str, python[:2])), "python_full_version": release}
     here = [one for one in needed if one.marker is None or one.marker.evaluate(minor)]
-    wrong = [one for one in here if not one.specifier.contains(releases.get(one.name, "0"), prereleases=True)]
+    wrong = [one for one in here if not _met(one, releases.get(one.name))]
     if wrong:
         asked = [f"{one.name}{one.specifier}" for one in wrong]
         raise MissingLibraryError(
@@ -144,7 +145,15 @@ def check_environment(interpreter: Path) -> None:
         )
 
 
-def _lack(needed: Any, release: str | None) -> str:
+def _met(needed: Requirement, release: str | None) -> bool:
+    """True for a release of another form too: how old it is cannot be told."""
+    try:
+        return release is not None and needed.specifier.contains(Version(release), prereleases=True)
+    except InvalidVersion:
+        return True
+
+
+def _lack(needed: Requirement, release: str | None) -> str:
     wanted = f"{needed.name}{needed.specifier}"
     return wanted if release is None else _("{wanted} (it has {release})", wanted=wanted, release=release)
 
@@ -204,12 +213,19 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _linked() -> Path:
-    """A folder with links to the packages; kept, for nobody is left to remove it."""
-    sources = _sources()
-    state = json.dumps([__version__, {name: str(path) for name, path in sources.items()}, _metadata()])
+    """A folder with links to the packages; it stays, for nobody is left to remove it."""
+    state = json.dumps([__version__, {name: str(path) for name, path in _sources().items()}, _metadata()])
     base = cache_folder()
-    parent = Path(tempfile.mkdtemp(prefix="vram-guard-")) if base is None else base / "python"
-    folder = parent / hashlib.sha256(state.encode()).hexdigest()[:16]
+    try:
+        if base is not None:
+            return _made(base / "python", hashlib.sha256(state.encode()).hexdigest()[:16])
+    except OSError:  # a home that cannot be written, a file system without links
+        pass
+    return _made(Path(tempfile.mkdtemp(prefix="vram-guard-")), "python")
+
+
+def _made(parent: Path, name: str) -> Path:
+    folder = parent / name
     if not folder.is_dir():
         parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=parent))

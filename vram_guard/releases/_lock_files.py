@@ -71,7 +71,8 @@ def _lock(path: Path) -> Allowed:
         if name not in RELEVANT or version is None:  # a package of the project's own has no release
             continue
         try:
-            found[name] = (*found.get(name, ()), exactly(Version(str(version))))
+            # Builds of one release for several platforms stand there by themselves.
+            found[name] = tuple(dict.fromkeys((*found.get(name, ()), exactly(Version(str(version))))))
         except InvalidVersion:
             raise InvalidInputError(
                 _("{path}: {package} has no release {version}", path=path, package=name, version=repr(version))
@@ -96,7 +97,7 @@ def _pyproject(path: Path) -> Allowed:
 
 
 def _conda(path: Path) -> Allowed:
-    return conda_requirements(texts(path, load_config(path).get("dependencies", [])), path)
+    return conda_requirements(texts(path, load_config(path).get("dependencies") or []), path)
 
 
 def _entries(path: Path, entries: object) -> list[Mapping[str, Any]]:

@@ -128,7 +128,7 @@ def conda_requirements(entries: Iterable[object], path: Path) -> Allowed:
     found: Allowed = {}
     for entry in entries:
         if isinstance(entry, Mapping):
-            found |= requirement_lines([(str(path), one) for one in texts(path, entry.get("pip", []))], path)
+            found |= requirement_lines([(str(path), one) for one in texts(path, entry.get("pip") or [])], path)
             continue
         named = re.match(r"(?:[^\s:]+::)?([A-Za-z0-9][\w.-]*)\s*([^\[\s]*(?:\s*,[^\[\s]*)*)", str(entry).strip())
         name = "" if named is None else canonicalize_name(named[1])
