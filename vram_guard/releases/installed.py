@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-#: Import name -> name of the distribution, of the packages whose release changes what a training step takes: they
-#: define operators, models, losses, optimizers, or the loop around them.
+#: Module -> name of its distribution, of the packages whose release changes what a training step takes: they define
+#: operators, models, losses, optimizers, or the loop around them. Of packages that others import only to see what is
+#: there, the module that every model comes from.
 PACKAGES: Final[Mapping[str, str]] = {
     "torch": "torch",
     "torchvision": "torchvision",
-    "torchaudio": "torchaudio",
-    "torchmetrics": "torchmetrics",
     "torchao": "torchao",
     "lightning": "lightning",
     "pytorch_lightning": "pytorch-lightning",
@@ -25,8 +24,8 @@ PACKAGES: Final[Mapping[str, str]] = {
     "mmseg": "mmsegmentation",
     "mmpretrain": "mmpretrain",
     "accelerate": "accelerate",
-    "transformers": "transformers",
-    "diffusers": "diffusers",
+    "transformers.modeling_utils": "transformers",
+    "diffusers.models.modeling_utils": "diffusers",
     "peft": "peft",
     "trl": "trl",
     "timm": "timm",
@@ -61,12 +60,10 @@ class Releases:
     @classmethod
     def here(cls) -> Releases:
         """Those of this process: of the packages in :data:`PACKAGES` that are imported."""
-        imported = [
-            (name, found) for module, name in PACKAGES.items() if (found := sys.modules.get(module)) is not None
-        ]
-        releases = [(name, release) for name, module in imported if (release := _release(name, module))]
+        imported = [(name, module) for module, name in PACKAGES.items() if sys.modules.get(module) is not None]
+        found = [(name, _release(name, module.partition(".")[0])) for name, module in imported]
         cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
-        return cls(".".join(map(str, sys.version_info[:3])), tuple(releases), cuda)
+        return cls(".".join(map(str, sys.version_info[:3])), tuple(one for one in found if one[1]), cuda)
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -79,11 +76,11 @@ class Releases:
 
 
 @cache
-def _release(name: str, module: Any) -> str:
+def _release(name: str, module: str) -> str:
     """The installed release as its metadata has it, which is what lock files speak of; "" where it is not known."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(name)
     except PackageNotFoundError:
-        return str(getattr(module, "__version__", ""))
+        return str(getattr(sys.modules[module], "__version__", ""))
