@@ -110,6 +110,22 @@ def test_requirements_that_a_windows_shell_wrote(tmp_path, encoding):
 TABLES = '[[{table}]]\nname = "torch"\nversion = "2.5.1"\n[[{table}]]\nname = "torch"\nversion = "2.5.1+cu124"\n'
 TABLES += '[[{table}]]\nname = "Open_CLIP.torch"\nversion = "2.29.0"\n[[{table}]]\nname = "trl"\n'
 TABLES += '[[{table}]]\nname = "numpy"\nversion = "zero"\n'
+PIXI = """version: 6
+environments:
+  default:
+    packages:
+      linux-64:
+      - conda: https://conda.example.org/conda-forge/linux-64/pytorch-2.5.1-cuda126_py312h1763f6d_306.conda
+      - conda: https://conda.example.org/conda-forge/noarch/pytorch-lightning-2.4.0-pyhd8ed1ab_0.tar.bz2
+      - conda: https://conda.example.org/nvidia/linux-64/pytorch-cuda-12.4-hc786d27_7.tar.bz2
+      - pypi: https://files.example.org/ab/open_clip_torch-2.29.0-py3-none-any.whl
+      - pypi: https://files.example.org/torchvision-0.20.1%2Bcu124-cp311-cp311-linux_x86_64.whl#sha256=cc
+      - pypi: https://files.example.org/timm-1.0.9.tar.gz
+      - pypi: ./
+packages:
+- conda: https://conda.example.org/conda-forge/win-64/pytorch-2.5.0-cpu_py312h_0.conda
+  sha256: aa
+"""
 PIPFILE = '{"_meta": {}, "default": {"torch": {"version": "==2.5.1", "markers": "python_version >= \'3\'"}, '
 PIPFILE += '"trl": {"git": "x"}}, "develop": {"timm": {"version": "==1"}}}'
 CONDA = "name: x\ndependencies:\n  - python=3.11\n  - conda-forge::pytorch=2.1.0=py3.11_cuda12.1_cudnn8.9.2_0\n"
@@ -128,6 +144,16 @@ TWICE = {"torch": "2.5.1", "open-clip-torch": "2.29.0"}
         ("pdm.lock", TABLES.format(table="package"), TWICE),
         ("pylock.toml", TABLES.format(table="packages"), TWICE),
         ("Pipfile.lock", PIPFILE, {"torch": "2.5.1"}),
+        (
+            "pixi.lock",
+            PIXI,
+            {
+                "torch": "2.5.1 | 2.5.0",
+                "pytorch-lightning": "2.4.0",
+                "open-clip-torch": "2.29.0",
+                "torchvision": "0.20.1",
+            },
+        ),
         (
             "environment.yml",
             CONDA,
@@ -186,6 +212,7 @@ BAD = [
     ("requirements.txt", b"x" * (2**20 + 1), "larger than 1 MiB"),
     ("uv.lock", b'[[package]]\nname = "torch"\nversion = "2.5', "is not valid TOML"),
     ("uv.lock", b'[[package]]\nname = "torch"\nversion = "two"\n', "torch has no release 'two'"),
+    ("pixi.lock", b"- conda: https://x.org/pytorch-two-py3_0.conda\n", "torch has no release 'two'"),
     ("uv.lock", b"package = 3\n", "holds no list of packages"),
     ("uv.lock", b"x = " + b"[" * 5000, "is not valid TOML"),
     ("Pipfile.lock", b'{"default": []}', "holds no list of packages"),

@@ -36,7 +36,7 @@ _MARKERS: Final[Mapping[str, str]] = {
 }
 
 #: conda's names of packages that PyPI has under another.
-_CONDA: Final = {"pytorch": "torch", "pytorch-gpu": "torch", "pytorch-cpu": "torch"}
+CONDA_NAMES: Final = {"pytorch": "torch", "pytorch-gpu": "torch", "pytorch-cpu": "torch"}
 
 _INCLUDE: Final = re.compile(r"(?:-r|-c|--requirement|--constraint)(?:\s+|=|(?=[^-\s]))(\S.*)")
 _WHEEL: Final = re.compile(r"([^/\s]+\.whl)(?:[?#]\S*)?(?:\s+(;.*))?$")
@@ -132,7 +132,7 @@ def conda_requirements(entries: Iterable[object], path: Path) -> Allowed:
             continue
         named = re.match(r"(?:[^\s:]+::)?([A-Za-z0-9][\w.-]*)\s*([^\[\s]*(?:\s*,[^\[\s]*)*)", str(entry).strip())
         name = "" if named is None else canonicalize_name(named[1])
-        name = _CONDA.get(name, name)
+        name = CONDA_NAMES.get(name, name)
         if named is None or name not in RELEVANT:
             continue
         try:
