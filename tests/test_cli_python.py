@@ -179,19 +179,19 @@ def test_where_a_process_cannot_be_replaced_it_is_waited_for(environment, projec
 
 
 def test_what_is_missing_there_is_named_with_the_command_that_installs_it(tmp_path):
-    made(tmp_path / "bare", seen=False, torch="2.1.0", rich="13.0", safetensors="local")
-    done = run("--python", tmp_path / "bare", "doctor")
+    made(tmp_path / "bare env", seen=False, torch="2.1.0", rich="13.0", safetensors="local")
+    done = run("--python", tmp_path / "bare env", "doctor")
     assert done.returncode == 3
-    python = tmp_path / "bare" / "bin" / "python"
+    python = tmp_path / "bare env" / "bin" / "python"
     assert f"{python} lacks what vram_guard needs there: torch>=2.4 (it has 2.1.0), nvidia-ml-py>=12" in done.stderr
-    assert f"{python} -m pip install 'torch>=2.4' 'nvidia-ml-py>=12' 'PyYAML>=6' 'packaging>=23'" in done.stderr
+    assert f"'{python}' -m pip install 'torch>=2.4' 'nvidia-ml-py>=12' 'PyYAML>=6' 'packaging>=23'" in done.stderr
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
     ("script", "said", "code"),
     [
-        ("""echo '{"python": [3, 8, 19], "releases": {}}'""", "is Python 3.8.19; vram_guard needs 3.10 or later", 3),
+        ("""echo '{"python": [3, 8, 19], "releases": {}}'""", "is Python 3.8.19; vram_guard needs 3.10 or later", 2),
         ("echo no module named site >&2; exit 1", "is no Python interpreter that works: no module named site", 2),
         ("exit 7", "is no Python interpreter that works: exit code 7", 2),
         ("echo '[]'", "is no Python interpreter that works", 2),

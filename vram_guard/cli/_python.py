@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from vram_guard import __version__
-from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
+from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.watch.corrections import cache_folder
 
@@ -75,8 +76,7 @@ def run_in(python: str, arguments: Sequence[str]) -> int:
         arguments: of the command.
 
     Raises:
-        InvalidInputError: there is no interpreter, or it does not run.
-        UnsupportedStepError: its Python is too old.
+        InvalidInputError: there is no interpreter, it does not run, or is too old.
         MissingLibraryError: it lacks what vram_guard imports.
     """
     interpreter = interpreter_of(python)
@@ -112,8 +112,7 @@ def check_environment(interpreter: Path) -> None:
     """Check that an interpreter can run vram_guard.
 
     Raises:
-        InvalidInputError: it does not run.
-        UnsupportedStepError: its Python is too old.
+        InvalidInputError: it does not run, or is too old.
         MissingLibraryError: it lacks what vram_guard imports, or has a release that is too old.
     """
     needed = list(map(Requirement, NEEDED))
@@ -121,9 +120,9 @@ def check_environment(interpreter: Path) -> None:
     python = tuple(found["python"])
     release = ".".join(map(str, python))
     if python < OLDEST_PYTHON:
-        raise UnsupportedStepError(
+        raise InvalidInputError(
             _(
-                "{path} is Python {release}; vram_guard needs {oldest} or later",
+                "--python: {path} is Python {release}; vram_guard needs {oldest} or later",
                 path=interpreter,
                 release=release,
                 oldest=".".join(map(str, OLDEST_PYTHON)),
@@ -140,7 +139,7 @@ def check_environment(interpreter: Path) -> None:
                 "{path} lacks what vram_guard needs there: {missing}. Install it: {command}",
                 path=interpreter,
                 missing=", ".join(map(_lack, wrong, [releases.get(one.name) for one in wrong])),
-                command=" ".join([str(interpreter), "-m pip install", *(f"'{one}'" for one in asked)]),
+                command=shlex.join([str(interpreter), "-m", "pip", "install", *asked]),
             )
         )
 
