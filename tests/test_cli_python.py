@@ -101,6 +101,8 @@ def test_it_runs_there_with_what_is_there(environment, project):
     assert answer["report"]["estimate"]["releases"] == {**Releases.here().as_dict(), "timm": "1.0.9"} | {
         name: release for name, release in answer["report"]["estimate"]["releases"].items() if name != "timm"
     }
+    # Its own lines are no part of the user's code there either, where it lies behind links.
+    assert answer["report"]["estimate"]["peak"]["source"] == ""
     assert "typed: früh" in done.stderr
     assert "timm 1.0.9 is installed, requirements.txt asks for 1.0.8" in done.stderr
     (folder,) = (project / "cache" / "python").iterdir()
