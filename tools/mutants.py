@@ -63,6 +63,7 @@ ROOMS = {
     ],
     "vram_guard/optimize": ["test_optimize*"],
     "vram_guard/plan": ["test_codec*", "test_plan_*", "test_variants*", "test_cost*", "test_plan"],
+    "vram_guard/releases": ["test_releases*"],
     "vram_guard/report": ["test_report*", "test_compare*"],
     "vram_guard/simulate": [
         "test_shape_rules*",

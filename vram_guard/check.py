@@ -127,5 +127,6 @@ def raise_unless_it_fits(
         _("  at the peak: {held}", held=held),
         _("  the peak is in: {place}", place=", ".join(filter(None, place))),
         _("  the largest batch size that fits: {most}", most=most),
+        _("  predicted with: {releases}", releases=timeline.releases),
     ]
     raise DoesNotFitError("\n".join(lines))

@@ -10,6 +10,7 @@ from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.releases.installed import Releases
 from vram_guard.scratch import Card, Rule
 
 if TYPE_CHECKING:
@@ -236,6 +237,8 @@ class Estimate:
     """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
+    releases: Releases | None = field(default=None, compare=False)
+    """The releases that this holds for; None where that is not known."""
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
         """True if the step is known to stay within the budget.
@@ -291,6 +294,8 @@ class Timeline:
     """What the forwards of watched modules change; empty where none were watched."""
     collectives: tuple[Collective, ...] = ()
     """The calls of both steps for which several processes wait for each other, in order."""
+    releases: Releases = field(default_factory=Releases.here, repr=False, compare=False)
+    """The releases that it was traced with."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -466,6 +471,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         notes=timeline.notes,
         out_of_memory=_out_of_memory_point(timeline, batch_size, result),
         host_peak=timeline.host_peak(batch_size),
+        releases=timeline.releases,
     )
 
 
@@ -524,6 +530,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         host_events=low.host_events,
         changes=low.changes,
         collectives=low.collectives,
+        releases=low.releases,
     )
 
 

@@ -17,8 +17,9 @@ from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.timeline import Affine, Block, Category, Collective, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
-#: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
-_OWN_ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
+#: This package's folder, as code objects have it (links and all); the file is at
+#: ``vram_guard/simulate/memory/recorder.py``.
+_OWN_ROOT = str(Path(__file__).parents[2]) + os.sep
 #: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
 
