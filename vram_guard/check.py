@@ -96,7 +96,7 @@ def checked(
 
     timeline = trace(step, compute_capability=resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
-    return estimate, timeline, resolved.for_tier(estimate.tier)
+    return estimate, timeline, resolved.for_peak(estimate.peak_range)
 
 
 def raise_unless_it_fits(

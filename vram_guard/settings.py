@@ -37,6 +37,7 @@ KINDS: Final[Mapping[str, str]] = {
     "allow": "names",
     "blocks": "names",
     "budget": "amount",
+    "cudnn": "text",
     "disable": "switch",
     "gpu": "text",
     "gpu_memory": "amount",

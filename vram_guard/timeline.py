@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
+from vram_guard.budget.margins import Network, PeakRange
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -26,6 +27,10 @@ Category = Literal[
     "workspace",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+#: Which workspaces of convolutions count: those of known size; also those of unknown size, each with the most that it
+#: may take; or none.
+Workspaces = Literal["known", "most", "none"]
 
 PhaseName = Literal["setup", "batch", "forward", "backward", "optimizer"]
 
@@ -68,9 +73,13 @@ class Block(NamedTuple):
     gate: Gate | None = None
     optional: bool = False
     """A library's workspace: where it does not fit, the library takes a way that needs none."""
+    unknown: bool = False
+    """A workspace of unknown size, ``size`` at most: it counts in the upper end of a peak's range alone."""
 
     def bytes_at(self, batch_size: int) -> int:
-        """Requested bytes at this batch size; 0 where the gate is shut."""
+        """Requested bytes at this batch size; 0 where the gate is shut, or the size is unknown."""
+        if self.unknown:
+            return 0
         if self.gate is not None and self.gate.quantity.at(batch_size) <= self.gate.threshold:
             return 0
         return self.size.base + self.size.per_sample * batch_size
@@ -170,9 +179,13 @@ class Note(NamedTuple):
         return f"{self.message} ({self.source})" if self.source else self.message
 
 
-def peak_fits(peak_reserved: int, tier: Tier, budget: Budget) -> bool:
-    """True if a predicted peak is known to stay within a budget: with its tier's margin; a lower bound never is."""
-    return tier != "formula" and peak_reserved <= budget.for_tier(tier).usable
+class CudnnAnswers(NamedTuple):
+    """The cuDNN that was asked for the workspaces of a step's convolutions."""
+
+    release: str
+    """"9.26.0"; "" where it could not be loaded."""
+    refused: str = ""
+    """Why it gave no answers, with its status where it has one; "" where it answered."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,19 @@ class Estimate:
     """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
+    peak_upper: int = 0
+    """The reserved peak with the most that convolutions' workspaces of unknown size may take; 0 where none is unknown."""
+    network: Network | None = None
+    """The kind of network, by the operators of the step; None: not known."""
+    cudnn: CudnnAnswers | None = None
+    """The cuDNN that was asked for workspaces; None: none was."""
+    cudnn_bytes: int = 0
+    """Bytes that its answers add to the reserved peak."""
+
+    @property
+    def peak_range(self) -> PeakRange:
+        """The reserved peak with all that its margin depends on."""
+        return PeakRange(self.peak_reserved, max(self.peak_reserved, self.peak_upper), self.tier, self.network)
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
         """True if the step is known to stay within the budget.
@@ -233,7 +259,7 @@ class Estimate:
             budget: what the allocator may reserve.
             correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
         """
-        return peak_fits(self.corrected(correction), self.tier, budget)
+        return budget.holds(self.peak_range, correction)
 
     def corrected(self, correction: float) -> int:
         """The reserved peak as it is compared with a budget, in bytes."""
@@ -278,6 +304,10 @@ class Timeline:
     """What the forwards of watched modules change; empty where none were watched."""
     collectives: tuple[Collective, ...] = ()
     """The calls of both steps for which several processes wait for each other, in order."""
+    network: Network | None = None
+    """The kind of network, by the operators of the step; None: not known."""
+    cudnn: CudnnAnswers | None = None
+    """The cuDNN that was asked for workspaces; None: none was."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -285,9 +315,15 @@ class Timeline:
         """What travels to another process, where the step cannot be traced."""
         return {**vars(self), "retrace": None if self.retrace is None else _untraceable}
 
-    def sizes(self, batch_size: int) -> list[int]:
+    def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""
-        return [block.bytes_at(batch_size) for block in self.blocks]
+        sizes = [block.bytes_at(batch_size) for block in self.blocks]
+        for index, block in enumerate(self.blocks if workspaces != "known" else ()):
+            if block.unknown and workspaces == "most":
+                sizes[index] = block.size.at(batch_size)
+            elif block.optional and workspaces == "none":
+                sizes[index] = 0
+        return sizes
 
     def host_sizes(self, batch_size: int) -> list[int]:
         """Requested bytes of every host block at this batch size, in block order."""
@@ -313,6 +349,7 @@ class Timeline:
         capacity: int | None = None,
         settings: AllocatorSettings | None = None,
         curve: bool = False,
+        workspaces: Workspaces = "known",
     ) -> Replay:
         """Run the events at one batch size through the caching allocator.
 
@@ -321,17 +358,18 @@ class Timeline:
             capacity: bytes the allocator may reserve; None: no limit.
             settings: the allocator's settings; None: PyTorch's defaults.
             curve: also record allocated and reserved bytes after every event.
+            workspaces: those of convolutions that count.
         """
         timeline = self.exact(batch_size)
         # Without a limit everything fits, and nothing has to be done without.
-        workspaces = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
+        optional = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
         return replay(
             timeline.events,
-            timeline.sizes(batch_size),
+            timeline.sizes(batch_size, workspaces=workspaces),
             settings=settings or AllocatorSettings(),
             capacity=capacity,
             curve=curve,
-            optional=workspaces,
+            optional=optional,
         )
 
     def at(
@@ -344,7 +382,31 @@ class Timeline:
         """The memory that the step takes at this batch size. Milliseconds, unless the step has to be traced anew."""
         timeline = self.exact(checked_count("batch_size", batch_size))
         result = timeline.replay(batch_size, capacity=capacity, settings=settings)
-        return _estimate(timeline, batch_size, result)
+        return replace(
+            _estimate(timeline, batch_size, result),
+            peak_upper=timeline._upper(batch_size, settings),
+            cudnn_bytes=timeline._added_by_cudnn(batch_size, result.peak_reserved, settings),
+        )
+
+    def peak_range(self, batch_size: int, settings: AllocatorSettings | None = None) -> PeakRange:
+        """The reserved peak at this batch size, with all that its margin depends on."""
+        timeline = self.exact(batch_size)
+        reserved = timeline.replay(batch_size, settings=settings).peak_reserved
+        return PeakRange(
+            reserved, max(reserved, timeline._upper(batch_size, settings)), timeline.tier, timeline.network
+        )
+
+    def _upper(self, batch_size: int, settings: AllocatorSettings | None) -> int:
+        """The reserved peak with the most that unknown workspaces may take; 0 where there are none."""
+        if not any(block.unknown for block in self.blocks):
+            return 0
+        return self.replay(batch_size, settings=settings, workspaces="most").peak_reserved
+
+    def _added_by_cudnn(self, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
+        """Bytes that an asked cuDNN's answers add to the reserved peak."""
+        if self.cudnn is None or self.cudnn.refused:
+            return 0
+        return max(0, reserved - self.replay(batch_size, settings=settings, workspaces="none").peak_reserved)
 
     def phase_of(self, event: int) -> Phase:
         """The phase that the event with this index belongs to."""
@@ -392,7 +454,7 @@ class Timeline:
         held_against = Budget.of(budget)
 
         def fits(batch_size: int) -> bool:
-            return peak_fits(self.replay(batch_size, settings=settings).peak_reserved, self.tier, held_against)
+            return held_against.holds(self.peak_range(batch_size, settings))
 
         return largest_that_fits(fits, checked_count("limit", limit))
 
@@ -440,6 +502,8 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         notes=timeline.notes,
         out_of_memory=_out_of_memory_point(timeline, batch_size, result),
         host_peak=timeline.host_peak(batch_size),
+        network=timeline.network,
+        cudnn=timeline.cudnn,
     )
 
 
@@ -480,7 +544,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         if gate is not None and other.gate is not None:
             quantity = _line_through(gate.quantity.base, other.gate.quantity.base, small, span)
             gate = Gate(quantity, gate.threshold) if quantity is not None else None
-        if size is None or one.operator != other.operator or one.category != other.category:
+        if size is None or (one.operator, one.category, one.unknown) != (other.operator, other.category, other.unknown):
             return None
         blocks.append(one._replace(size=size, gate=gate))
     host_blocks = _merged_host(low, high)
@@ -500,6 +564,8 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         host_events=low.host_events,
         changes=low.changes,
         collectives=low.collectives,
+        network=high.network,
+        cudnn=low.cudnn,
     )
 
 

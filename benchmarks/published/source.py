@@ -65,7 +65,9 @@ def predicted(
     start = time.perf_counter()
     timeline = trace_at(step, size, compute_capability=capability)
     fields = answer(timeline)
-    return Row(tier=timeline.tier, seconds=time.perf_counter() - start, **published, **fields)
+    seconds = time.perf_counter() - start
+    upper = timeline.peak_range(size).upper if any(block.unknown for block in timeline.blocks) else None
+    return Row(tier=timeline.tier, network=timeline.network, upper=upper, seconds=seconds, **published, **fields)
 
 
 def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None) -> Results:

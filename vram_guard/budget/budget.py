@@ -11,7 +11,7 @@ from vram_guard.budget import nvml, torch_cuda
 from vram_guard.budget._device import DeviceMemory, GpuProcess, cuda_ordinal
 from vram_guard.budget._names import form_of
 from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
-from vram_guard.budget.margins import measured_margin
+from vram_guard.budget.margins import PeakRange, margin_of, measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.units import format_bytes, parse_bytes
@@ -137,15 +137,31 @@ class Budget:
         found = _at_hand(device, kept) if card is None else _of_card(card, kept)
         return replace(found, margin_source=source)
 
-    def for_tier(self, tier: str) -> Budget:
-        """The budget as an answer of this tier is compared with it: with that tier's measured margin.
+    def for_tier(self, tier: str, network: str | None = None) -> Budget:
+        """The budget as answers of this tier for this kind of network are compared with it: with their measured margin.
 
         A margin that the user gave stays, and so does everything else.
         """
         if not self.margin_source:
             return self
-        found = measured_margin(tier)
+        found = measured_margin(tier, network)
         return replace(self, margin=found.fraction, margin_source=found.source)
+
+    def for_peak(self, peak: PeakRange) -> Budget:
+        """The budget as this one answer is compared with it, see :func:`~vram_guard.budget.margins.margin_of`."""
+        if not self.margin_source:
+            return self
+        fraction, source = margin_of(peak)
+        return replace(self, margin=fraction, margin_source=source)
+
+    def holds(self, peak: PeakRange, correction: float = 1.0) -> bool:
+        """True if a predicted peak is known to stay within the budget, its margin kept; a lower bound never is.
+
+        Args:
+            peak: what was predicted.
+            correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
+        """
+        return peak.tier != "formula" and int(peak.reserved * correction) <= self.for_peak(peak).usable
 
     @property
     def source_text(self) -> str:

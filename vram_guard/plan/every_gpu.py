@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from vram_guard.step import checked_count
-from vram_guard.timeline import largest_that_fits, peak_fits
+from vram_guard.timeline import largest_that_fits
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
@@ -46,13 +46,13 @@ def on_every_gpu(
 
     checked_count("limit", limit)
     timeline_for = cache(trace)
-    peak_at = cache(lambda capability, size: timeline_for(capability).replay(size).peak_reserved)
+    peak_at = cache(lambda capability, size: timeline_for(capability).peak_range(size))
 
     def one(gpu: GPU) -> OnGpu:
         capability = gpu.compute_capability
-        tier = timeline_for(capability).tier
-        budget = Budget.of(gpu).for_tier(tier)
-        largest = largest_that_fits(lambda size: peak_fits(peak_at(capability, size), tier, budget), limit)
-        return OnGpu(gpu, budget.usable, largest, peak_at(capability, max(largest, 1)), tier != "formula")
+        budget = Budget.of(gpu)
+        largest = largest_that_fits(lambda size: budget.holds(peak_at(capability, size)), limit)
+        peak = peak_at(capability, max(largest, 1))
+        return OnGpu(gpu, budget.for_peak(peak).usable, largest, peak.reserved, peak.tier != "formula")
 
     return tuple(map(one, gpus))
