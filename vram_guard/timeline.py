@@ -384,8 +384,8 @@ class Timeline:
         result = timeline.replay(batch_size, capacity=capacity, settings=settings)
         return replace(
             _estimate(timeline, batch_size, result),
-            peak_upper=timeline._upper(batch_size, settings),
-            cudnn_bytes=timeline._added_by_cudnn(batch_size, result.peak_reserved, settings),
+            peak_upper=_upper(timeline, batch_size, settings),
+            cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
         )
 
     def peak_range(self, batch_size: int, settings: AllocatorSettings | None = None) -> PeakRange:
@@ -393,20 +393,8 @@ class Timeline:
         timeline = self.exact(batch_size)
         reserved = timeline.replay(batch_size, settings=settings).peak_reserved
         return PeakRange(
-            reserved, max(reserved, timeline._upper(batch_size, settings)), timeline.tier, timeline.network
+            reserved, max(reserved, _upper(timeline, batch_size, settings)), timeline.tier, timeline.network
         )
-
-    def _upper(self, batch_size: int, settings: AllocatorSettings | None) -> int:
-        """The reserved peak with the most that unknown workspaces may take; 0 where there are none."""
-        if not any(block.unknown for block in self.blocks):
-            return 0
-        return self.replay(batch_size, settings=settings, workspaces="most").peak_reserved
-
-    def _added_by_cudnn(self, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
-        """Bytes that an asked cuDNN's answers add to the reserved peak."""
-        if self.cudnn is None or self.cudnn.refused:
-            return 0
-        return max(0, reserved - self.replay(batch_size, settings=settings, workspaces="none").peak_reserved)
 
     def phase_of(self, event: int) -> Phase:
         """The phase that the event with this index belongs to."""
@@ -457,6 +445,20 @@ class Timeline:
             return held_against.holds(self.peak_range(batch_size, settings))
 
         return largest_that_fits(fits, checked_count("limit", limit))
+
+
+def _upper(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None) -> int:
+    """The reserved peak with the most that unknown workspaces may take; 0 where there are none."""
+    if not any(block.unknown for block in timeline.blocks):
+        return 0
+    return timeline.replay(batch_size, settings=settings, workspaces="most").peak_reserved
+
+
+def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
+    """Bytes that an asked cuDNN's answers add to the reserved peak."""
+    if timeline.cudnn is None or timeline.cudnn.refused:
+        return 0
+    return max(0, reserved - timeline.replay(batch_size, settings=settings, workspaces="none").peak_reserved)
 
 
 def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
