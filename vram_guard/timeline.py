@@ -239,7 +239,7 @@ class Estimate:
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
     peak_upper: int = 0
-    """The reserved peak with the most that convolutions' workspaces of unknown size may take; 0 where none is unknown."""
+    """The reserved peak with the most that workspaces of unknown size may take; 0 where none is unknown."""
     network: Network | None = None
     """The kind of network, by the operators of the step; None: not known."""
     cudnn: CudnnAnswers | None = None
