@@ -94,7 +94,8 @@ def checked(
         )
     from vram_guard.simulate import trace
 
-    timeline = trace(step, compute_capability=resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    capability = resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY
+    timeline = trace(step, compute_capability=capability, multiprocessors=resolved.multiprocessors)
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
     return estimate, timeline, resolved.for_peak(estimate.peak_range)
 

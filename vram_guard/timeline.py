@@ -11,6 +11,7 @@ from vram_guard.budget.margins import Network, PeakRange
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.scratch import Card, Rule
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
@@ -58,6 +59,22 @@ class Gate(NamedTuple):
     threshold: int
 
 
+class Scratch(NamedTuple):
+    """A temporary whose size is a step in the batch size and depends on the card; bytes are what its rule says."""
+
+    rule: Rule
+    quantities: tuple[Affine, ...]
+    """What the rule is asked with: sizes and strides of the operands."""
+
+    def bytes_at(self, batch_size: int, card: Card) -> int:
+        """Requested bytes at this batch size on this card."""
+        return self.rule.bytes(tuple(quantity.at(batch_size) for quantity in self.quantities), card)
+
+
+#: What a block is taken for where no card is named: NVIDIA A100, as a trace.
+ASSUMED_CARD = Card((8, 0), 108)
+
+
 class Block(NamedTuple):
     """One allocation of the caching allocator, from alloc to free."""
 
@@ -73,13 +90,17 @@ class Block(NamedTuple):
     gate: Gate | None = None
     optional: bool = False
     """A library's workspace: where it does not fit, the library takes a way that needs none."""
+    scratch: Scratch | None = None
+    """What decides over the size instead of ``size``."""
     unknown: bool = False
     """A workspace of unknown size, ``size`` at most: it counts in the upper end of a peak's range alone."""
 
-    def bytes_at(self, batch_size: int) -> int:
-        """Requested bytes at this batch size; 0 where the gate is shut, or the size is unknown."""
+    def bytes_at(self, batch_size: int, card: Card = ASSUMED_CARD) -> int:
+        """Requested bytes at this batch size on this card; 0 where the gate is shut, or the size is unknown."""
         if self.unknown:
             return 0
+        if self.scratch is not None:
+            return self.scratch.bytes_at(batch_size, card)
         if self.gate is not None and self.gate.quantity.at(batch_size) <= self.gate.threshold:
             return 0
         return self.size.base + self.size.per_sample * batch_size
@@ -293,6 +314,8 @@ class Timeline:
     tier: Tier = "symbolic"
     notes: tuple[Note, ...] = ()
     compute_capability: tuple[int, int] = (8, 0)
+    multiprocessors: int | None = None
+    """Of the card that is meant; None: the most that a card of this compute capability has."""
     precision: str = "32-true"
     work: tuple[Work, ...] = field(default=(), repr=False)
     """Computation and traffic of the operators of the second step, in order; empty where that is not known."""
@@ -315,9 +338,22 @@ class Timeline:
         """What travels to another process, where the step cannot be traced."""
         return {**vars(self), "retrace": None if self.retrace is None else _untraceable}
 
+    @property
+    def card(self) -> Card:
+        """What kernels ask the device for."""
+        from vram_guard.budget.catalogue import most_multiprocessors
+
+        count = self.multiprocessors or most_multiprocessors(self.compute_capability)
+        return Card(self.compute_capability, count)
+
+    def on(self, multiprocessors: int | None) -> Timeline:
+        """The same step on a card of the same compute capability with so many multiprocessors; None: unknown."""
+        return self if multiprocessors == self.multiprocessors else replace(self, multiprocessors=multiprocessors)
+
     def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""
-        sizes = [block.bytes_at(batch_size) for block in self.blocks]
+        card = self.card
+        sizes = [block.bytes_at(batch_size, card) for block in self.blocks]
         for index, block in enumerate(self.blocks if workspaces != "known" else ()):
             if block.unknown and workspaces == "most":
                 sizes[index] = block.size.at(batch_size)
@@ -340,7 +376,7 @@ class Timeline:
         checked_count("batch_size", batch_size)
         if self.retrace is None or batch_size in self.traced:
             return self
-        return self.retrace(batch_size)
+        return self.retrace(batch_size).on(self.multiprocessors)
 
     def replay(
         self,
@@ -546,9 +582,12 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         if gate is not None and other.gate is not None:
             quantity = _line_through(gate.quantity.base, other.gate.quantity.base, small, span)
             gate = Gate(quantity, gate.threshold) if quantity is not None else None
+        scratch = _merged_scratch(one.scratch, other.scratch, small, span)
+        if (scratch is None) != (one.scratch is None and other.scratch is None):
+            return None
         if size is None or (one.operator, one.category, one.unknown) != (other.operator, other.category, other.unknown):
             return None
-        blocks.append(one._replace(size=size, gate=gate))
+        blocks.append(one._replace(size=size, gate=gate, scratch=scratch))
     host_blocks = _merged_host(low, high)
     if host_blocks is None:
         return None
@@ -560,6 +599,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         tier=low.tier,
         notes=_union(low.notes, high.notes),
         compute_capability=low.compute_capability,
+        multiprocessors=low.multiprocessors,
         precision=low.precision,
         work=_merged_work(low.work, high.work, small, large),
         host_blocks=host_blocks,
@@ -569,6 +609,19 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         network=high.network,
         cudnn=low.cudnn,
     )
+
+
+def _merged_scratch(one: Scratch | None, other: Scratch | None, small: int, span: int) -> Scratch | None:
+    """The temporary at every batch size; None where the two are not of one rule, or there is none."""
+    if one is None or other is None or one.rule != other.rule or len(one.quantities) != len(other.quantities):
+        return None
+    merged = []
+    for low, high in zip(one.quantities, other.quantities, strict=True):
+        line = _line_through(low.base, high.base, small, span)
+        if line is None:
+            return None
+        merged.append(line)
+    return Scratch(one.rule, tuple(merged))
 
 
 def _merged_host(low: Timeline, high: Timeline) -> tuple[HostBlock, ...] | None:

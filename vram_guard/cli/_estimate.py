@@ -146,7 +146,7 @@ def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None)
     from vram_guard.simulate import trace
 
     capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(step, compute_capability=capability, cudnn=cudnn)
+    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors, cudnn=cudnn)
     return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
 
 

@@ -46,13 +46,13 @@ def on_every_gpu(
 
     checked_count("limit", limit)
     timeline_for = cache(trace)
-    peak_at = cache(lambda capability, size: timeline_for(capability).peak_range(size))
+    peak_at = cache(lambda card, size: timeline_for(card[0]).on(card[1]).peak_range(size))
 
     def one(gpu: GPU) -> OnGpu:
-        capability = gpu.compute_capability
+        card = gpu.compute_capability, gpu.multiprocessors
         budget = Budget.of(gpu)
-        largest = largest_that_fits(lambda size: budget.holds(peak_at(capability, size)), limit)
-        peak = peak_at(capability, max(largest, 1))
+        largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size)), limit)
+        peak = peak_at(card, max(largest, 1))
         return OnGpu(gpu, budget.for_peak(peak).usable, largest, peak.reserved, peak.tier != "formula")
 
     return tuple(map(one, gpus))

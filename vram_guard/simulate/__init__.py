@@ -28,6 +28,7 @@ def trace(
     step: TrainingStep,
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
+    multiprocessors: int | None = None,
     check_at: int | None = None,
     checked: bool = True,
     cudnn: str | None = None,
@@ -42,6 +43,8 @@ def trace(
     Args:
         step: what is trained.
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
+        multiprocessors: of the GPU that is meant, on which the buffers of large reductions depend; None: the most that
+            a card of this compute capability has (:func:`vram_guard.budget.catalogue.most_multiprocessors`).
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
         checked: False leaves the check to the caller, who compares with :func:`traced_at` where it matters.
         cudnn: the cuDNN that is asked, without a GPU, for the workspaces of convolutions: "off", "ask" (the installed
@@ -69,7 +72,7 @@ def trace(
     def run(size: int) -> Timeline:
         return run_step(step, size, compute_capability)
 
-    return law(under(choice, run), check_at=check_at, checked=checked)
+    return law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors)
 
 
 def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked: bool = True) -> Timeline:
@@ -104,6 +107,7 @@ def trace_at(
     batch_size: int,
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
+    multiprocessors: int | None = None,
     cudnn: str | None = None,
 ) -> Timeline:
     """The step traced at one batch size alone, see :func:`traced_at`; the arguments are those of :func:`trace`.
@@ -119,7 +123,7 @@ def trace_at(
     checked_count("batch_size", batch_size)
 
     def run(size: int) -> Timeline:
-        return run_step(step, size, compute_capability)
+        return run_step(step, size, compute_capability).on(multiprocessors)
 
     return traced_at(under(checked_choice(cudnn), run), batch_size)
 

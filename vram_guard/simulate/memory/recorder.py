@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
 from vram_guard.language import Message
+from vram_guard.scratch import Rule
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
-from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note, Phase, Tier
+from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
@@ -50,6 +51,7 @@ class Recorder:
         self._gates: dict[int, tuple[int, int]] = {}
         self._optional: set[int] = set()
         self._unknown: set[int] = set()
+        self._scratch: dict[int, tuple[Rule, Sequence[int]]] = {}
         self._live: dict[int, StorageRef] = {}
         self.host = HostRecorder()
         self._default_category: Category | None = None
@@ -144,6 +146,21 @@ class Recorder:
             block = self._allocate(size, operator)
             self._categories[block] = "temporaries"
             self._gates[block] = (quantity, threshold)
+            self.events.append(~block)
+
+    def scratch(self, rules: Iterable[Rule], numbers: Sequence[int], operator: str, *, copied: int = 0) -> None:
+        """Temporaries that a kernel holds together, sized by rules, and beside them a copy of an operand.
+
+        They are freed as C++ frees them, the youngest first.
+        """
+        if self._closed:
+            return
+        held = [self._allocate(copied, operator)] if copied else []
+        for rule in rules:
+            held.append(block := self._allocate(0, operator))
+            self._scratch[block] = (rule, numbers)
+        for block in reversed(held):
+            self._categories[block] = "temporaries"
             self.events.append(~block)
 
     def permanent(self, size: int, operator: str, category: Category) -> None:
@@ -298,6 +315,7 @@ class Recorder:
         for index, (size, category) in enumerate(zip(self._sizes, self._categories, strict=True)):
             module, source, operator = self._origins[index]
             gate = self._gates.get(index)
+            rule, numbers = self._scratch.get(index, (None, ()))
             made.append(
                 Block(
                     Affine(size, 0),
@@ -307,6 +325,7 @@ class Recorder:
                     operator,
                     None if gate is None else Gate(Affine(gate[0], 0), gate[1]),
                     index in self._optional,
+                    None if rule is None else Scratch(rule, tuple(Affine(number, 0) for number in numbers)),
                     index in self._unknown,
                 )
             )

@@ -21,6 +21,17 @@ def layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
 
     The input is made contiguous for the call, and the output is; the statistics are in the accumulation type.
     """
+    return _normalized(recorder, func, args, kwargs, 2)
+
+
+def rms_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Output and inverse root mean squares, as a layer norm's (layer_norm_kernel.cu, ``_fused_rms_norm_cuda``)."""
+    return _normalized(recorder, func, args, kwargs, 1)
+
+
+def _normalized(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], statistics_kept: int
+) -> Any:
     source, normalized = args[:2]
     kept = source.dim() - len(normalized)
     if not source.is_floating_point() or tuple(source.shape[kept:]) != tuple(normalized):
@@ -31,7 +42,7 @@ def layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
     shape = [*source.shape[:kept], *[1] * len(normalized)]
     statistics = [
         _tracked(recorder, torch.empty(shape, dtype=_accumulated(source), device=_META), name)
-        for _which in ("mean", "deviation")
+        for _which in range(statistics_kept)
     ]
     del copied
     return out, *statistics
@@ -42,12 +53,24 @@ def layer_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
 
     Input and incoming gradient are made contiguous for the call; what comes out is contiguous.
     """
-    gradient, source, _normalized, _mean, _deviation, weight, bias, wanted = args
+    gradient, source, _shape, _mean, _deviation, weight, bias, wanted = args
     if not source.is_floating_point() or gradient.shape != source.shape:
         return func(*args, **kwargs)
+    return _norm_gradients(recorder, func, gradient, source, zip((source, weight, bias), wanted, strict=True))
+
+
+def rms_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients of input and weight, as a layer norm's (layer_norm_kernel.cu, ``_fused_rms_norm_backward_cuda``)."""
+    gradient, source, _shape, _deviation, weight, wanted = args
+    return _norm_gradients(recorder, func, gradient, source, zip((source, weight), wanted, strict=True))
+
+
+def _norm_gradients(
+    recorder: Recorder, func: Any, gradient: torch.Tensor, source: torch.Tensor, wanted: Any
+) -> tuple[torch.Tensor | None, ...]:
     name = str(func)
     copied = [_contiguous(recorder, source, name)]
-    made = _gradients(recorder, name, zip((source, weight, bias), wanted, strict=True))
+    made = _gradients(recorder, name, wanted)
     copied.append(_contiguous(recorder, gradient, name))
     del copied
     return made

@@ -19,6 +19,8 @@ HANDLERS: dict[str, Handler] = {
     "aten::native_group_norm_backward": _norms.group_norm_backward,
     "aten::native_layer_norm": _norms.layer_norm,
     "aten::native_layer_norm_backward": _norms.layer_norm_backward,
+    "aten::_fused_rms_norm": _norms.rms_norm,
+    "aten::_fused_rms_norm_backward": _norms.rms_norm_backward,
     "aten::sort": kernels.sort,
     "aten::scatter": kernels.scatter,
     "aten::scatter_add": kernels.scatter,

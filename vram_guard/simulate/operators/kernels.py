@@ -26,7 +26,10 @@ SMALL_SORT = 4096
 
 
 class Matmuls:
-    """cuBLAS takes a workspace at its first call in each thread: the forward thread and autograd's own."""
+    """cuBLAS takes a workspace at its first call in each thread: the forward thread and autograd's own.
+
+    After the result: it is asked for when the product is launched (Blas.cpp; CUDABlas.cpp, ``getCUDABlasLtWorkspace``).
+    """
 
     OPERATORS: ClassVar[frozenset[str]] = frozenset(
         {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"}
@@ -37,7 +40,7 @@ class Matmuls:
         self._size = CUBLAS_WORKSPACE if capability < (9, 0) else CUBLAS_WORKSPACE_HOPPER
         self._threads: set[bool] = set()
 
-    def before(self, func: Any) -> None:
+    def after(self, func: Any) -> None:
         """Note the workspace if this thread has none yet."""
         thread = self._recorder.in_backward
         if thread not in self._threads:

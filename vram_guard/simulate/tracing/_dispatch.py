@@ -18,7 +18,7 @@ from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import cudnn, shape_rules
+from vram_guard.simulate.operators import cudnn, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
@@ -108,6 +108,8 @@ class SymbolicMode(TorchDispatchMode):
             return self._foreach_in_place if name.endswith("_") else self._foreach_new
         if name in Matmuls.OPERATORS:
             return self._matmul
+        if name in reductions.REDUCTIONS:
+            return self._reduction
         if func is _add:
             return self._add
         if name in ("aten::resize_", "aten::set_", "aten::resize_as_"):
@@ -230,9 +232,16 @@ class SymbolicMode(TorchDispatchMode):
         return out
 
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._generic(func, args, kwargs)
         if any_symbolic(args):
-            self.matmuls.before(func)
-        return self._generic(func, args, kwargs)
+            self.matmuls.after(func)
+        return out
+
+    def _reduction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._generic(func, args, kwargs)
+        if is_symbolic(args[0]) and not self.recorder.on_host(args[0]):
+            reductions.reduction(self.recorder, func, args, kwargs, out)
+        return out
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Autograd's own sum of two gradients is done in place where nothing else holds the first one.
