@@ -124,8 +124,9 @@ def test_the_default_margin_says_where_it_comes_from():
     assert budget.margin == usual.fraction
     assert budget.margin_source == usual.source
     assert usual.source in budget.explain()
-    for tier, found in margins().items():
-        assert budget.for_tier(tier).margin == found.fraction
+    for (tier, network), found in margins().items():
+        assert budget.for_tier(tier, network).margin == found.fraction
+        assert found.source in budget.for_tier(tier, network).explain()
         assert 0 < found.fraction < 0.2
     assert budget.for_tier("formula").margin == usual.fraction
 

@@ -470,7 +470,7 @@ class Timeline:
             >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
             >>> timeline = trace(step)
             >>> largest = timeline.max_batch_size("64MiB")
-            >>> timeline.at(largest).peak_reserved <= Budget.of("64MiB").usable
+            >>> timeline.at(largest).fits(Budget.of("64MiB"))
             True
         """
         from vram_guard.budget import Budget

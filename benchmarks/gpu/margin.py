@@ -65,6 +65,7 @@ COUNTED = (
     "xMem's runs, CNNs",
     "peft's methods, Llama-3.2-3B",
     "peft's methods, FLUX.2-klein-4B",
+    "rasbt's ViT-L/16",
 )
 
 WRITTEN = Path(__file__).parents[2] / "vram_guard" / "budget" / "margins.json"
@@ -139,13 +140,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not rows:
         print("the files hold no rows with both a prediction and a measurement", file=sys.stderr)
         return 2
-    for tier in PROMISING:
-        for network in NETWORKS:
-            own = [row for row in rows if (row.tier, row.network) == (tier, network)]
-            if own:
-                values = [shortfall(row) for row in own]
-                shares = "  ".join(f"p{100 * each:g} {quantile(values, each):.2%}" for each in (0.5, 0.9, 0.95))
-                print(f"{tier}, {network}: {len(own)} rows, {shares}, largest {max(values):.2%}")
     head = ("tier", "rows", "too low", "median", f"p{100 * QUANTILE:g}", "largest", "confidence")
     print(f"{head[0]:20}{head[1]:>6}{head[2]:>9}{head[3]:>9}{head[4]:>9}{head[5]:>9}{head[6]:>12}")
     for row in shortfalls(rows, QUANTILE):
@@ -153,6 +147,13 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row.tier:20}{row.rows:>6}{row.too_low:>9}{row.median:>9.2%}{row.margin:>9.2%}{row.largest:>9.2%}"
             f"{row.confidence:>12.0%}"
         )
+    for tier in PROMISING:
+        for network in NETWORKS:
+            own = [row for row in rows if (row.tier, row.network) == (tier, network)]
+            if own:
+                values = [shortfall(row) for row in own]
+                shares = "  ".join(f"p{100 * each:g} {quantile(values, each):.2%}" for each in (0.5, 0.9, 0.95))
+                print(f"{tier}, {network}: {len(own)} rows, {shares}, largest {max(values):.2%}")
     return 0
 
 
