@@ -52,13 +52,6 @@ class Affine(NamedTuple):
         return self.base + self.per_sample * batch_size
 
 
-class Gate(NamedTuple):
-    """A block that exists only where ``quantity`` exceeds ``threshold`` (kernels that change algorithm by size)."""
-
-    quantity: Affine
-    threshold: int
-
-
 class Scratch(NamedTuple):
     """A temporary whose size is a step in the batch size and depends on the card; bytes are what its rule says."""
 
@@ -87,7 +80,6 @@ class Block(NamedTuple):
     """"file.py:123", the innermost line outside torch; "" where there is none."""
     operator: str
     """"aten.addmm.default"; "" for what stands before the first operator."""
-    gate: Gate | None = None
     optional: bool = False
     """A library's workspace: where it does not fit, the library takes a way that needs none."""
     scratch: Scratch | None = None
@@ -96,13 +88,11 @@ class Block(NamedTuple):
     """A workspace of unknown size, ``size`` at most: it counts in the upper end of a peak's range alone."""
 
     def bytes_at(self, batch_size: int, card: Card = ASSUMED_CARD) -> int:
-        """Requested bytes at this batch size on this card; 0 where the gate is shut, or the size is unknown."""
+        """Requested bytes at this batch size on this card; 0 where the size is unknown."""
         if self.unknown:
             return 0
         if self.scratch is not None:
             return self.scratch.bytes_at(batch_size, card)
-        if self.gate is not None and self.gate.quantity.at(batch_size) <= self.gate.threshold:
-            return 0
         return self.size.base + self.size.per_sample * batch_size
 
 
@@ -576,18 +566,12 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
     blocks = []
     for one, other in zip(low.blocks, high.blocks, strict=True):
         size = _line_through(one.size.base, other.size.base, small, span)
-        gate = one.gate
-        if (gate is None) != (other.gate is None):
-            return None
-        if gate is not None and other.gate is not None:
-            quantity = _line_through(gate.quantity.base, other.gate.quantity.base, small, span)
-            gate = Gate(quantity, gate.threshold) if quantity is not None else None
         scratch = _merged_scratch(one.scratch, other.scratch, small, span)
         if (scratch is None) != (one.scratch is None and other.scratch is None):
             return None
         if size is None or (one.operator, one.category, one.unknown) != (other.operator, other.category, other.unknown):
             return None
-        blocks.append(one._replace(size=size, gate=gate, scratch=scratch))
+        blocks.append(one._replace(size=size, scratch=scratch))
     host_blocks = _merged_host(low, high)
     if host_blocks is None:
         return None

@@ -230,7 +230,11 @@ def refuse(row: Record) -> list[Row]:
 
 
 def _name(row: Record) -> str:
-    parts = (row["model"], row.get("recipe") or row.get("parallel", ""), row.get("figure") or row.get("measured_gib", ""))
+    parts = (
+        row["model"],
+        row.get("recipe") or row.get("parallel", ""),
+        row.get("figure") or row.get("measured_gib", ""),
+    )
     return " ".join(parts)
 
 

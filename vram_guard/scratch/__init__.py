@@ -6,6 +6,19 @@ operands at one batch size; the card is what the kernel asks the device for befo
 
 from vram_guard.scratch._card import Card, Rule, threads_per_multiprocessor
 from vram_guard.scratch._iterator import reduced_iterator
+from vram_guard.scratch._norms import PartialGradient
 from vram_guard.scratch._reduction import Part, Reduction
+from vram_guard.scratch._sorting import EMBEDDING_SORT_ABOVE, EmbeddingGradient, RadixSort
 
-__all__ = ["Card", "Part", "Reduction", "Rule", "reduced_iterator", "threads_per_multiprocessor"]
+__all__ = [
+    "EMBEDDING_SORT_ABOVE",
+    "Card",
+    "EmbeddingGradient",
+    "Part",
+    "PartialGradient",
+    "RadixSort",
+    "Reduction",
+    "Rule",
+    "reduced_iterator",
+    "threads_per_multiprocessor",
+]

@@ -58,7 +58,7 @@ class Reduction:
 def _bytes(rule: Reduction, numbers: tuple[int, ...], card: Card) -> int:
     count = len(numbers) // 2
     sizes, strides = list(numbers[1 : 1 + count]), numbers[1 + count :]
-    if 0 in sizes:
+    if not sizes or 0 in sizes:
         return 0
     whole = prod(sizes[rule.reduced :])
     halved = False

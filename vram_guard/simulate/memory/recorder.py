@@ -14,7 +14,7 @@ import torch
 from vram_guard.language import Message
 from vram_guard.scratch import Rule
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
-from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note, Phase, Scratch, Tier
+from vram_guard.timeline import Affine, Block, Category, Collective, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
@@ -48,7 +48,6 @@ class Recorder:
         self._sizes: list[int] = []
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
-        self._gates: dict[int, tuple[int, int]] = {}
         self._optional: set[int] = set()
         self._unknown: set[int] = set()
         self._scratch: dict[int, tuple[Rule, Sequence[int]]] = {}
@@ -140,28 +139,25 @@ class Recorder:
                 self._unknown.add(block)
         self.events.extend(~block for block in held)
 
-    def gated_temporary(self, size: int, quantity: int, threshold: int, operator: str) -> None:
-        """A temporary that exists only where ``quantity`` (affine in the batch size) exceeds ``threshold``."""
-        if size > 0 and not self._closed:
-            block = self._allocate(size, operator)
-            self._categories[block] = "temporaries"
-            self._gates[block] = (quantity, threshold)
-            self.events.append(~block)
-
     def scratch(self, rules: Iterable[Rule], numbers: Sequence[int], operator: str, *, copied: int = 0) -> None:
-        """Temporaries that a kernel holds together, sized by rules, and beside them a copy of an operand.
+        """Temporaries that a kernel holds together, sized by rules, and beside them a copy of an operand."""
+        held = [self.hold(copied, operator)] if copied else []
+        self.release([*held, *(self.hold((rule, numbers), operator) for rule in rules)])
 
-        They are freed as C++ frees them, the youngest first.
-        """
+    def hold(self, size: int | tuple[Rule, Sequence[int]], operator: str) -> int | None:
+        """A temporary that lives until it is released; its size in bytes, or a rule and what that is asked with."""
         if self._closed:
-            return
-        held = [self._allocate(copied, operator)] if copied else []
-        for rule in rules:
-            held.append(block := self._allocate(0, operator))
-            self._scratch[block] = (rule, numbers)
-        for block in reversed(held):
-            self._categories[block] = "temporaries"
-            self.events.append(~block)
+            return None
+        block = self._allocate(size if isinstance(size, int) else 0, operator)
+        self._categories[block] = "temporaries"
+        if not isinstance(size, int):
+            self._scratch[block] = size
+        return block
+
+    def release(self, held: Sequence[int | None]) -> None:
+        """Free temporaries as C++ does, the youngest first."""
+        if not self._closed:
+            self.events.extend(~block for block in reversed(held) if block is not None)
 
     def permanent(self, size: int, operator: str, category: Category) -> None:
         """Bytes that are taken and never given back (library workspaces)."""
@@ -314,7 +310,6 @@ class Recorder:
         made = []
         for index, (size, category) in enumerate(zip(self._sizes, self._categories, strict=True)):
             module, source, operator = self._origins[index]
-            gate = self._gates.get(index)
             rule, numbers = self._scratch.get(index, (None, ()))
             made.append(
                 Block(
@@ -323,7 +318,6 @@ class Recorder:
                     module,
                     source,
                     operator,
-                    None if gate is None else Gate(Affine(gate[0], 0), gate[1]),
                     index in self._optional,
                     None if rule is None else Scratch(rule, tuple(Affine(number, 0) for number in numbers)),
                     index in self._unknown,

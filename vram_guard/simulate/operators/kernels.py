@@ -7,19 +7,18 @@ handler, after the results, as the CUDA kernels allocate them.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from vram_guard.scratch import EMBEDDING_SORT_ABOVE, EmbeddingGradient, RadixSort, Rule
+from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 
 #: ``CUDABlas.cpp`` / ``CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: ``:4096:2:16:8`` KiB before Hopper,
 #: 32 MiB from compute capability 9.0 on. Taken from the caching allocator once per handle and stream.
 CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
-
-#: ``Embedding.cu``, ``embedding_dense_backward_cuda``: up to this many indices no sort is needed.
-EMBEDDING_SORT_ABOVE = 3072
 
 #: ``Sort.h``, ``should_use_small_sort``: up to this many elements a row is sorted in place.
 SMALL_SORT = 4096
@@ -87,16 +86,63 @@ def scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The dense gradient; above 3,072 indices their sorted copy and their order, int64 each."""
+    """The dense gradient; above 3,072 indices they are sorted, and the rows of each are summed in pieces.
+
+    Embedding.cu, ``embedding_dense_backward_cuda``; EmbeddingBackwardKernel.cu, ``embedding_backward_cuda_kernel``.
+    """
     grad, indices, rows = args[:3]
-    out = torch.empty((rows, grad.shape[-1]), dtype=grad.dtype, device="meta")
+    stride = grad.shape[-1]
+    out = torch.empty((rows, stride), dtype=grad.dtype, device="meta")
     name = str(func)
+    count, width = indices.numel(), indices.element_size()
+
+    def hold(rule: Rule, *numbers: int) -> int | None:
+        return recorder.hold((rule, numbers or (count,)), name)
+
+    copies = [
+        recorder.hold(tensor.numel() * tensor.element_size(), name)
+        for tensor in (indices, grad)
+        if not tensor.is_contiguous()
+    ]
+    number = EmbeddingGradient("indices", rows, width)
+    held = [hold(number), hold(number)]
+    # Their range, and CUB's storage; all bits are sorted.
+    recorder.release([hold(number), hold(RadixSort(width, whole=True, above=EMBEDDING_SORT_ABOVE), count, 0)])
     recorder.track(out, name)
-    if not grad.is_contiguous():  # Embedding.cu begins with grad.contiguous()
-        recorder.temporary(grad.numel() * grad.element_size(), name)
-    count = indices.numel()
-    recorder.gated_temporary(2 * count * 8, count, EMBEDDING_SORT_ABOVE, name)
+    summed = 8 if grad.dtype == torch.float64 else 4
+    parts: tuple[tuple[Literal["indices", "segments", "pieces"], int], ...] = (
+        ("indices", width),
+        ("segments", width),
+        ("segments", width),
+        ("pieces", width),
+        ("pieces", summed * stride),
+    )
+    for part, size in parts:
+        held.append(hold(EmbeddingGradient(part, rows, size)))
+    recorder.release([*copies, *held])
     return out
+
+
+def embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rows; indices that are not contiguous are copied first (Embedding.cpp, ``indices.reshape(-1)``)."""
+    indices = args[1]
+    name = str(func)
+    copied = indices.dim() > 1 and is_symbolic(indices) and not _flat(indices)
+    held = [recorder.hold(indices.numel() * indices.element_size(), name)] if copied else []
+    out = func(*args, **kwargs)
+    recorder.track(out, name)
+    recorder.release(held)
+    return out
+
+
+def _flat(tensor: torch.Tensor) -> bool:
+    """True if ``reshape(-1)`` is a view."""
+    return all(
+        size == 1 or inner == 1 or stride == after * inner
+        for size, stride, inner, after in zip(
+            tensor.shape[:-1], tensor.stride()[:-1], tensor.shape[1:], tensor.stride()[1:], strict=True
+        )
+    )
 
 
 def nothing_new(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from vram_guard.scratch import Part, Reduction, reduced_iterator
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators._release import torch_release
 
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDTHS = {torch.float16: 4, torch.bfloat16: 4}
@@ -130,7 +131,6 @@ def _reduced_as(source: torch.dtype, result: torch.dtype) -> torch.dtype:
 @functools.cache
 def _reads(*, two: bool) -> tuple[int, int]:
     """Elements that a thread reads at a time, and from which length on."""
-    major, minor = torch.__version__.split(".")[:2]
-    if (int(major), int(minor)) < _READS_FEWER_SINCE:
+    if torch_release() < _READS_FEWER_SINCE:
         return 1 if two else 4, 129
     return 2 if two else 4, 128
