@@ -61,15 +61,14 @@ class EarlierAdam(torch.optim.Adam):
                     names = ("exp_avg", "exp_avg_sq")
                     self.state[parameter] = {"step": torch.tensor(0.0)}
                     self.state[parameter] |= {name: torch.zeros_like(parameter) for name in names}
-            gradients = [p.grad for p in parameters]
-            means, squares = ([self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))
-            torch._foreach_lerp_(means, gradients, 0.1)
-            torch._foreach_mul_(squares, 0.999)
-            torch._foreach_addcmul_(squares, gradients, gradients, 0.001)
-            roots = torch._foreach_sqrt(squares)
-            torch._foreach_div_(roots, 1.0)
-            denominators = torch._foreach_add(roots, group["eps"])
-            torch._foreach_addcdiv_(parameters, means, denominators, -group["lr"])
+            states = [self.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                state["exp_avg"].lerp_(parameter.grad, 0.1)
+                state["exp_avg_sq"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
+            roots = [state["exp_avg_sq"].sqrt() for state in states]
+            denominators = [root + group["eps"] for root in roots]
+            for parameter, state, denominator in zip(parameters, states, denominators, strict=True):
+                parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"])
 
 
 #: The beginning of a row's recipe -> precision, batch, micro-batches, optimizer, whether Fabric runs it.
