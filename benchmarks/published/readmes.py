@@ -9,8 +9,8 @@ next one is loaded. The runs' Adam is theirs: :class:`EarlierAdam`.
 
 litgpt (Lightning-AI/litgpt, config_hub/finetune): the allocated peak of fine-tuning on an A10G, in bfloat16, with
 litgpt's own model, which has to be installed (``--libraries``: a folder ``litgpt``); its release and torch's at the
-time are not stated. Sequences are cut at 512 tokens, and the longest batch is taken to be full of them. The loop's names
-keep logits and loss into the next forward.
+time are not stated. Sequences are cut at 512 tokens, and the longest batch is taken to be full of them. The names of
+the loop keep logits and loss into the next forward.
 
 Every other row is named with the reason why it is not predicted.
 """
