@@ -350,24 +350,16 @@ def test_what_is_unknown_counts_in_the_range_alone() -> None:
     assert estimate.peak_upper == largest > estimate.peak_reserved
     assert as_dict(estimate)["estimate"]["peak_reserved_upper"] == largest
     for text in reports(estimate):
-        assert "is unknown, up to" in " ".join(text.split())
+        assert "workspaces in float32 are unknown" in " ".join(text.split())
 
 
-def test_a_step_that_fits_with_the_most_that_is_unknown_fits() -> None:
+def test_the_range_says_nothing_about_whether_a_step_fits() -> None:
+    # Measured runs took more than its upper end, and less than its lower one (docs/en/accuracy.md).
     found = trace(step(), cudnn="off")
-    assert found.network == "convolutions in float32"
-    estimate = found.at(4)
-    assert estimate.peak_upper == estimate.peak_reserved  # so small that it lies in segments that are there anyhow
-    kind, rest = (Budget.of("1GiB").for_tier("symbolic", name).margin for name in (found.network, REST))
-    assert Budget.of("1GiB").for_peak(estimate.peak_range).margin == pytest.approx(rest)
-    assert rest < kind
-    wide = found.at(64)
-    assert wide.peak_upper > 1.3 * wide.peak_reserved
-    assert Budget.of("1GiB").for_peak(wide.peak_range).margin == kind
-    between = wide.peak_range._replace(upper=int(wide.peak_reserved * 1.03))
-    budget = Budget.of("1GiB").for_peak(between)
-    assert budget.margin == pytest.approx(1 - (1 - rest) / 1.03, rel=1e-4)
-    assert "cuDNN's unknown workspaces, at most" in budget.explain()
-
-
-REST = "no convolutions, float32"
+    estimate = found.at(64)
+    assert estimate.peak_upper > estimate.peak_reserved
+    budget = Budget.of(estimate.peak_reserved, margin=0)
+    assert estimate.fits(budget)
+    kind = Budget.of("1GiB").for_tier("symbolic", found.network)
+    assert kind.margin > Budget.of("1GiB").for_tier("symbolic", "no convolutions, float32").margin
+    assert "convolutions in float32" in kind.explain()

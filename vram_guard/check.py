@@ -97,7 +97,7 @@ def checked(
     capability = resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY
     timeline = trace(step, compute_capability=capability, multiprocessors=resolved.multiprocessors)
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
-    return estimate, timeline, resolved.for_peak(estimate.peak_range)
+    return estimate, timeline, resolved.for_tier(estimate.tier, estimate.network)
 
 
 def raise_unless_it_fits(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
-from vram_guard.budget.margins import Network, PeakRange
+from vram_guard.budget.margins import Network
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -85,7 +85,7 @@ class Block(NamedTuple):
     scratch: Scratch | None = None
     """What decides over the size instead of ``size``."""
     unknown: bool = False
-    """A workspace of unknown size, ``size`` at most: it counts in the upper end of a peak's range alone."""
+    """A workspace of unknown size; ``size`` is the most that usual kernels take, and counts in a peak's upper end alone."""
 
     def bytes_at(self, batch_size: int, card: Card = ASSUMED_CARD) -> int:
         """Requested bytes at this batch size on this card; 0 where the size is unknown."""
@@ -250,18 +250,13 @@ class Estimate:
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
     peak_upper: int = 0
-    """The reserved peak with the most that workspaces of unknown size may take; 0 where none is unknown."""
+    """The reserved peak with the most that usual kernels take as workspaces of unknown size; 0 where none is unknown."""
     network: Network | None = None
     """The kind of network, by the operators of the step; None: not known."""
     cudnn: CudnnAnswers | None = None
     """The cuDNN that was asked for workspaces; None: none was."""
     cudnn_bytes: int = 0
     """Bytes that its answers add to the reserved peak."""
-
-    @property
-    def peak_range(self) -> PeakRange:
-        """The reserved peak with all that its margin depends on."""
-        return PeakRange(self.peak_reserved, max(self.peak_reserved, self.peak_upper), self.tier, self.network)
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
         """True if the step is known to stay within the budget.
@@ -270,7 +265,7 @@ class Estimate:
             budget: what the allocator may reserve.
             correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
         """
-        return budget.holds(self.peak_range, correction)
+        return budget.holds(self.corrected(correction), self.tier, self.network)
 
     def corrected(self, correction: float) -> int:
         """The reserved peak as it is compared with a budget, in bytes."""
@@ -414,14 +409,6 @@ class Timeline:
             cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
         )
 
-    def peak_range(self, batch_size: int, settings: AllocatorSettings | None = None) -> PeakRange:
-        """The reserved peak at this batch size, with all that its margin depends on."""
-        timeline = self.exact(batch_size)
-        reserved = timeline.replay(batch_size, settings=settings).peak_reserved
-        return PeakRange(
-            reserved, max(reserved, _upper(timeline, batch_size, settings)), timeline.tier, timeline.network
-        )
-
     def phase_of(self, event: int) -> Phase:
         """The phase that the event with this index belongs to."""
         current = self.phases[0]
@@ -468,7 +455,8 @@ class Timeline:
         held_against = Budget.of(budget)
 
         def fits(batch_size: int) -> bool:
-            return held_against.holds(self.peak_range(batch_size, settings))
+            peak = self.replay(batch_size, settings=settings).peak_reserved
+            return held_against.holds(peak, self.tier, self.network)
 
         return largest_that_fits(fits, checked_count("limit", limit))
 

@@ -68,7 +68,8 @@ def predicted(
     timeline = trace_at(step, size, compute_capability=gpu.compute_capability, multiprocessors=gpu.multiprocessors)
     fields = answer(timeline)
     seconds = time.perf_counter() - start
-    upper = timeline.peak_range(size).upper if any(block.unknown for block in timeline.blocks) else None
+    unknown = any(block.unknown for block in timeline.blocks)
+    upper = timeline.replay(size, workspaces="most").peak_reserved if unknown else None
     return Row(tier=timeline.tier, network=timeline.network, upper=upper, seconds=seconds, **published, **fields)
 
 

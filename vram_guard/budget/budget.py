@@ -11,7 +11,7 @@ from vram_guard.budget import nvml, torch_cuda
 from vram_guard.budget._device import DeviceMemory, GpuProcess, cuda_ordinal
 from vram_guard.budget._names import form_of
 from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
-from vram_guard.budget.margins import PeakRange, margin_of, measured_margin
+from vram_guard.budget.margins import measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.units import format_bytes, parse_bytes
@@ -150,21 +150,15 @@ class Budget:
         found = measured_margin(tier, network)
         return replace(self, margin=found.fraction, margin_source=found.source)
 
-    def for_peak(self, peak: PeakRange) -> Budget:
-        """The budget as this one answer is compared with it, see :func:`~vram_guard.budget.margins.margin_of`."""
-        if not self.margin_source:
-            return self
-        fraction, source = margin_of(peak)
-        return replace(self, margin=fraction, margin_source=source)
-
-    def holds(self, peak: PeakRange, correction: float = 1.0) -> bool:
+    def holds(self, peak_reserved: int, tier: str, network: str | None = None) -> bool:
         """True if a predicted peak is known to stay within the budget, its margin kept; a lower bound never is.
 
         Args:
-            peak: what was predicted.
-            correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
+            peak_reserved: bytes.
+            tier: of the prediction.
+            network: the kind of network; None: not known.
         """
-        return peak.tier != "formula" and int(peak.reserved * correction) <= self.for_peak(peak).usable
+        return tier != "formula" and peak_reserved <= self.for_tier(tier, network).usable
 
     @property
     def source_text(self) -> str:

@@ -13,7 +13,6 @@ from importlib.resources import files
 from typing import Literal, NamedTuple, get_args
 
 from vram_guard.language import _, marked
-from vram_guard.units import format_bytes
 
 #: The kinds of networks whose margins are measured apart, told by the operators of the step: whether convolutions do a
 #: part of its matrix products that counts, and what most of those compute in.
@@ -67,17 +66,6 @@ class MeasuredMargin(NamedTuple):
         )
 
 
-class PeakRange(NamedTuple):
-    """A predicted reserved peak, and all that its margin depends on. Bytes."""
-
-    reserved: int
-    upper: int
-    """With the most that workspaces of unknown size may take; ``reserved`` where none is unknown."""
-    tier: str
-    network: Network | None = None
-    """None: not known."""
-
-
 @cache
 def margins() -> dict[tuple[str, str | None], MeasuredMargin]:
     """(Tier, kind of network; None: not known) -> its margin; every tier that may promise something is there."""
@@ -94,24 +82,3 @@ def measured_margin(tier: str = USUAL_TIER, network: str | None = None) -> Measu
     """The margin of a tier and a kind of network; the usual tier's for one that never promises that a step fits."""
     found = margins()
     return found.get((tier, network)) or found.get((tier, None)) or found[USUAL_TIER, None]
-
-
-def margin_of(peak: PeakRange) -> tuple[float, str]:
-    """The fraction to leave free for one answer, and where it comes from.
-
-    A step that fits with the most that is unknown fits. So where all that workspaces may take beyond the prediction is
-    less than the margin of networks with convolutions, the margin is that much, on top of the one of networks without.
-    """
-    own = measured_margin(peak.tier, peak.network)
-    if peak.network == "convolutions in float32" and peak.upper:
-        rest = measured_margin(peak.tier, "no convolutions, float32")
-        enough = 1 - (1 - rest.fraction) * peak.reserved / peak.upper
-        if enough < own.fraction:
-            source = _(
-                "cuDNN's unknown workspaces, at most {amount}, and {share} {why}",
-                amount=format_bytes(peak.upper - peak.reserved),
-                share=f"{100 * rest.fraction:.4g}%",
-                why=rest.source,
-            )
-            return enough, source
-    return own.fraction, own.source

@@ -46,13 +46,14 @@ def on_every_gpu(
 
     checked_count("limit", limit)
     timeline_for = cache(trace)
-    peak_at = cache(lambda card, size: timeline_for(card[0]).on(card[1]).peak_range(size))
+    peak_at = cache(lambda card, size: timeline_for(card[0]).on(card[1]).replay(size).peak_reserved)
 
     def one(gpu: GPU) -> OnGpu:
         card = gpu.compute_capability, gpu.multiprocessors
-        budget = Budget.of(gpu)
-        largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size)), limit)
-        peak = peak_at(card, max(largest, 1))
-        return OnGpu(gpu, budget.for_peak(peak).usable, largest, peak.reserved, peak.tier != "formula")
+        timeline = timeline_for(gpu.compute_capability)
+        tier, network = timeline.tier, timeline.network
+        budget = Budget.of(gpu).for_tier(tier, network)
+        largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size), tier, network), limit)
+        return OnGpu(gpu, budget.usable, largest, peak_at(card, max(largest, 1)), tier != "formula")
 
     return tuple(map(one, gpus))

@@ -164,7 +164,7 @@ class Request:
 
     def usable(self, estimate: Estimate) -> int:
         """Bytes that a prediction may take, with its margin."""
-        return self.budget.for_peak(estimate.peak_range).usable
+        return self.budget.for_tier(estimate.tier, estimate.network).usable
 
     @property
     def most_usable(self) -> int:

@@ -35,7 +35,7 @@ class Content:
         """The content of a report."""
         if isinstance(answer, Plan):
             return cls(answer, answer.budget)
-        return cls(answer, None if budget is None else budget.for_peak(answer.peak_range))
+        return cls(answer, None if budget is None else budget.for_tier(answer.tier, answer.network))
 
     @property
     def plan(self) -> Plan | None:
@@ -144,7 +144,7 @@ def workspace_facts(estimate: Estimate) -> list[tuple[str, str]]:
     facts, asked = [], estimate.cudnn
     if estimate.peak_upper > estimate.peak_reserved:
         words = _(
-            "{low} to {high}: what cuDNN takes for convolutions in float32 is unknown, up to {most} of the peak",
+            "{low} to {high}: cuDNN's workspaces in float32 are unknown, and its usual kernels take up to {most} of a peak",
             low=format_bytes(estimate.peak_reserved),
             high=format_bytes(estimate.peak_upper),
             most=format_bytes(estimate.peak_upper - estimate.peak_reserved),

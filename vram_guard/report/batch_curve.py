@@ -14,7 +14,6 @@ from vram_guard.timeline import largest_that_fits
 if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
-    from vram_guard.budget.margins import PeakRange
     from vram_guard.timeline import Timeline
 
 #: Drawn where no cards are named: common ones from 8 to 80 GB, one of each size.
@@ -80,18 +79,16 @@ def batch_curve(
         raise InvalidInputError(_("a batch-size curve needs at least one GPU or budget"))
 
     @cache
-    def peak(size: int) -> PeakRange:
-        return timeline.peak_range(size, settings)
+    def peak(size: int) -> int:
+        return timeline.replay(size, settings=settings).peak_reserved
 
-    limits = [_limit(_name(given, budget), budget, peak) for given, budget in resolved]
+    limits = [_limit(_name(given, budget), budget, timeline, peak) for given, budget in resolved]
     end = max(at, *(limit.largest for limit in limits), 2)
     wanted = {1, at, end, *(limit.largest for limit in limits if limit.largest)}
     points = POINTS if timeline.retrace is None else 0
     wanted.update(1 + (end - 1) * i // points for i in range(points))
     sizes = tuple(sorted(wanted))
-    return BatchCurve(
-        sizes, tuple(peak(size).reserved for size in sizes), tuple(sorted(limits, key=lambda limit: limit.usable))
-    )
+    return BatchCurve(sizes, tuple(map(peak, sizes)), tuple(sorted(limits, key=lambda limit: limit.usable)))
 
 
 def close_together(limits: Iterable[Limit], share: float = 0.05) -> list[list[Limit]]:
@@ -106,9 +103,9 @@ def close_together(limits: Iterable[Limit], share: float = 0.05) -> list[list[Li
     return groups
 
 
-def _limit(name: str, budget: Budget, peak: Callable[[int], PeakRange]) -> Limit:
-    largest = largest_that_fits(lambda size: budget.holds(peak(size)), LARGEST_DRAWN)
-    return Limit(name, budget.usable, largest, peak(largest).reserved if largest else None)
+def _limit(name: str, budget: Budget, timeline: Timeline, peak: Callable[[int], int]) -> Limit:
+    largest = largest_that_fits(lambda size: budget.holds(peak(size), timeline.tier, timeline.network), LARGEST_DRAWN)
+    return Limit(name, budget.usable, largest, peak(largest) if largest else None)
 
 
 def _name(given: object, budget: Budget) -> str:

@@ -51,7 +51,7 @@ def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
         yield f"   - {name}: {words}"
     if answer.budget is None:
         return
-    usable = answer.budget.for_peak(estimate.peak_range).usable
+    usable = answer.budget.for_tier(estimate.tier, estimate.network).usable
     share = f"{abs(usable - peak) / usable:.1%}" if usable else "-"
     if answer.fits:
         yield _("   ✅ fits; to spare: {amount} ({share})", amount=amount(usable - peak), share=share)
