@@ -85,7 +85,7 @@ class Block(NamedTuple):
     scratch: Scratch | None = None
     """What decides over the size instead of ``size``."""
     unknown: bool = False
-    """A workspace of unknown size; ``size`` is the most that usual kernels take, and counts in a peak's upper end alone."""
+    """A workspace of unknown size; ``size``, the most of usual kernels, counts in a peak's upper end alone."""
 
     def bytes_at(self, batch_size: int, card: Card = ASSUMED_CARD) -> int:
         """Requested bytes at this batch size on this card; 0 where the size is unknown."""
@@ -250,7 +250,7 @@ class Estimate:
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
     peak_upper: int = 0
-    """The reserved peak with the most that usual kernels take as workspaces of unknown size; 0 where none is unknown."""
+    """The reserved peak with the most that usual kernels take as unknown workspaces; 0 where none is unknown."""
     network: Network | None = None
     """The kind of network, by the operators of the step; None: not known."""
     cudnn: CudnnAnswers | None = None

@@ -144,7 +144,7 @@ def workspace_facts(estimate: Estimate) -> list[tuple[str, str]]:
     facts, asked = [], estimate.cudnn
     if estimate.peak_upper > estimate.peak_reserved:
         words = _(
-            "{low} to {high}: cuDNN's workspaces in float32 are unknown, and its usual kernels take up to {most} of a peak",
+            "{low} to {high}: cuDNN's workspaces in float32 are unknown, its usual kernels take up to {most} of it",
             low=format_bytes(estimate.peak_reserved),
             high=format_bytes(estimate.peak_upper),
             most=format_bytes(estimate.peak_upper - estimate.peak_reserved),

@@ -141,14 +141,17 @@ class Recorder:
 
     def scratch(self, rules: Iterable[Rule], numbers: Sequence[int], operator: str, *, copied: int = 0) -> None:
         """Temporaries that a kernel holds together, sized by rules, and beside them a copy of an operand."""
-        held = [self.hold(copied, operator)] if copied else []
-        self.release([*held, *(self.hold((rule, numbers), operator) for rule in rules)])
+        origin = self._origin()
+        held = [self.hold(copied, operator, origin)] if copied else []
+        self.release([*held, *(self.hold((rule, numbers), operator, origin) for rule in rules)])
 
-    def hold(self, size: int | tuple[Rule, Sequence[int]], operator: str) -> int | None:
+    def hold(
+        self, size: int | tuple[Rule, Sequence[int]], operator: str, origin: tuple[str, str] | None = None
+    ) -> int | None:
         """A temporary that lives until it is released; its size in bytes, or a rule and what that is asked with."""
         if self._closed:
             return None
-        block = self._allocate(size if isinstance(size, int) else 0, operator)
+        block = self._allocate(size if isinstance(size, int) else 0, operator, origin)
         self._categories[block] = "temporaries"
         if not isinstance(size, int):
             self._scratch[block] = size
@@ -174,12 +177,12 @@ class Recorder:
         ref = self._live.get(storage)
         return None if ref is None else ref.block
 
-    def _allocate(self, size: int, operator: str) -> int:
+    def _allocate(self, size: int, operator: str, origin: tuple[str, str] | None = None) -> int:
         block = len(self._sizes)
         self._sizes.append(size)
         recomputing = self.in_backward and torch.is_grad_enabled()
         self._categories.append("activations" if recomputing else self._default_category)
-        module, source = self._origin()
+        module, source = origin or self._origin()
         self._origins.append((module, source, operator))
         self.events.append(block)
         return block

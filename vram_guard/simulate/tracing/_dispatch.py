@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,7 @@ from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import cudnn, reductions, shape_rules
+from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
@@ -280,7 +280,7 @@ class SymbolicMode(TorchDispatchMode):
             return func(*args, **kwargs)
         name = str(func)
         scalars = "norm" in name or "max" in func._schema.name.rsplit("_", 1)[-1]
-        held = self._norm_parts(func, first)
+        held = foreach.norm_parts(self.recorder, func, first)
         made = []
         for tensor in first:
             out = tensor.new_empty(()) if scalars and "maximum" not in name else torch.empty_like(tensor)
@@ -291,14 +291,6 @@ class SymbolicMode(TorchDispatchMode):
             made.append(out)
         self.recorder.release(held)
         return made
-
-    def _norm_parts(self, func: Any, tensors: Sequence[torch.Tensor]) -> list[int | None]:
-        """What the norms of many tensors are gathered in: room for the chunks of the largest, for each of them."""
-        if func._schema.name not in _FOREACH_REDUCTIONS or self.recorder.on_host(tensors[0]):
-            return []
-        chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
-        width = 8 if tensors[0].dtype == torch.float64 else 4
-        return [self.recorder.hold(len(tensors) * chunks * width, str(func))]
 
     # --- the answer ------------------------------------------------------------------------------------------
 
@@ -370,10 +362,6 @@ _NO_RULE_YET: Any = object()
 
 #: Operators that may read one place and write another.
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"})
-
-#: ``ForeachReduceOp.cu``, ``foreach_tensor_norm_cuda``; elements of a chunk: ``MultiTensorApply.cuh``, ``kChunkSize``.
-_FOREACH_REDUCTIONS = frozenset({"aten::_foreach_norm"})
-_CHUNK = 65536
 
 #: References to a gradient that only autograd's input buffer holds, as seen from inside ``__torch_dispatch__``.
 _ENGINE_HOLDS = 4
