@@ -23,11 +23,11 @@ below 4% and a tail of a few rows from 8% to 22% that have causes of their own (
 that a source does not give), so that the percentiles above jump from 3% to 12% and would take an eighth of every card
 for them. All of them are written beside it.
 
-Each kind of network has the margin of its own rows (:data:`vram_guard.budget.margins.Network`; the trace tells which it
-is), so that a transformer in half precision does not pay for what cuDNN takes in float32. Fewer than 22 rows are too
-few: among that many, drawn alike, the chance is nine in ten that at least one lies beyond the true 90th percentile.
-Where a tier has fewer of a kind, that kind's rows of all tiers count; where those are too few, the tier's rows of all
-kinds; and last all rows.
+Rows that repeat another one count once (:func:`distinct`). Each kind of network has the margin of its own rows
+(:data:`vram_guard.budget.margins.Network`; the trace tells which it is), so that a transformer in half precision does not
+pay for what cuDNN takes in float32. Fewer than 22 rows are too few: among that many, drawn alike, the chance is nine in
+ten that at least one lies beyond the true 90th percentile. Where a tier has fewer of a kind, that kind's rows of all tiers
+count; where those are too few, the tier's rows of all kinds; and last all rows.
 """
 
 from __future__ import annotations
@@ -83,6 +83,18 @@ def read_rows(path: Path) -> list[Row]:
     return [row for row in results.rows if row.has_peak and (row.source in COUNTED or "allocated" in row.details)]
 
 
+def distinct(rows: Sequence[Row]) -> list[Row]:
+    """The rows without repetitions: one source's rows with the same peak and the same prediction are one measurement.
+
+    Some were published twice, and one was taken over from another (benchmarks/published/data/SOURCES.md): what is
+    counted twice would be drawn once.
+    """
+    found: dict[tuple[str, int | None, int | None], Row] = {}
+    for row in rows:
+        found.setdefault((row.source, row.measured, row.predicted), row)
+    return list(found.values())
+
+
 def is_sure(rows: int) -> bool:
     """True where so many rows, drawn alike, would show one beyond the true percentile."""
     return 1 - DEFAULT_QUANTILE**rows >= CONFIDENCE
@@ -94,7 +106,7 @@ def as_json(rows: Sequence[Row], made: str) -> dict[str, Any]:
     Raises:
         InvalidInputError: too few rows.
     """
-    promised = [row for row in rows if row.tier in PROMISING]
+    promised = distinct([row for row in rows if row.tier in PROMISING])
     if not is_sure(len(promised)):
         raise InvalidInputError(f"{len(promised)} rows are too few for a margin: measure more")
     found = []
@@ -149,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     for tier in PROMISING:
         for network in NETWORKS:
-            own = [row for row in rows if (row.tier, row.network) == (tier, network)]
+            own = distinct([row for row in rows if (row.tier, row.network) == (tier, network)])
             if own:
                 values = [shortfall(row) for row in own]
                 shares = "  ".join(f"p{100 * each:g} {quantile(values, each):.2%}" for each in (0.5, 0.9, 0.95))
