@@ -24,10 +24,10 @@ that a source does not give), so that the percentiles above jump from 3% to 12% 
 for them. All of them are written beside it.
 
 Rows that repeat another one count once (:func:`distinct`). Each kind of network has the margin of its own rows
-(:data:`vram_guard.budget.margins.Network`; the trace tells which it is), so that a transformer in half precision does not
-pay for what cuDNN takes in float32. Fewer than 22 rows are too few: among that many, drawn alike, the chance is nine in
-ten that at least one lies beyond the true 90th percentile. Where a tier has fewer of a kind, that kind's rows of all tiers
-count; where those are too few, the tier's rows of all kinds; and last all rows.
+(:data:`vram_guard.budget.margins.Network`; the trace tells which it is), so that a transformer in half precision does
+not pay for what cuDNN takes in float32. Fewer than 22 rows are too few: among that many, drawn alike, the chance is
+nine in ten that at least one lies beyond the true 90th percentile. Where a tier has fewer of a kind, that kind's rows
+of all tiers count; where those are too few, the tier's rows of all kinds; and last all rows.
 """
 
 from __future__ import annotations
