@@ -212,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidInputError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"made: {', '.join(made)}; left as they are: {', '.join(TABLES.keys() - set(made)) or 'none'}")
+    print(
+        f"made: {', '.join(made)}; left as they are: {', '.join(name for name in TABLES if name not in made) or 'none'}"
+    )
     return 0
 
 
