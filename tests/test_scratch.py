@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import TrainingStep, trace
+from vram_guard import Budget, TrainingStep, plan, trace
 from vram_guard.budget.catalogue import catalogue, most_multiprocessors
 from vram_guard.plan.every_gpu import on_every_gpu
 from vram_guard.scratch import (
@@ -167,6 +167,18 @@ def test_the_largest_card_of_a_capability_is_assumed() -> None:
     assert most_multiprocessors((12, 0)) == 188
     assert most_multiprocessors((10, 3)) == most_multiprocessors((10, 0)), "the nearest older one"
     assert most_multiprocessors((3, 0)) == 56, "older than all: the oldest"
+
+
+def test_a_plan_is_for_the_card_that_is_named() -> None:
+    step = TrainingStep(nn.Linear(8, 8), torch.ones(4, 8), lambda m, x: m(x).sum(), torch.optim.SGD)
+    for gpu, multiprocessors in (("A30", 56), ("RTX 3060", 28)):
+        made = plan(step, 4, gpu=gpu)
+        assert made.timeline_before is not None
+        assert made.timeline_before.card.multiprocessors == multiprocessors
+        assert Budget.of(gpu).multiprocessors == multiprocessors
+    unnamed = plan(step, 4, "1GiB").timeline_before
+    assert unnamed is not None
+    assert unnamed.card == A100 or torch.cuda.is_available()
 
 
 # --- in a trace -----------------------------------------------------------------------------------------------------
@@ -367,3 +379,17 @@ def test_norms_of_all_gradients_are_gathered_chunk_by_chunk() -> None:
     sizes = [b.bytes_at(4) for b in timeline.blocks if "_foreach_norm" in b.operator]
     chunks = math.ceil(1000 * 1000 / 65536)
     assert sizes[:5] == [4 * chunks * 4, 4, 4, 4, 4]
+
+
+def test_a_softmax_copies_what_is_not_contiguous() -> None:
+    def copies(view: Any) -> list[int]:
+        timeline = traced(Reduced(lambda x: torch.softmax(view(x), -1)), lambda size: torch.zeros(size, 64, 32), run)
+        made = [b for b in timeline.blocks if b.operator == "aten._softmax.default" and b.category == "temporaries"]
+        return [block.bytes_at(3) for block in made]
+
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    plain, turned = copies(lambda x: x), copies(lambda x: x.transpose(1, 2))
+    assert len(turned) == len(plain) + 2, "one more in each of two steps"
+    assert set(turned) == {3 * 64 * 32 * 4}

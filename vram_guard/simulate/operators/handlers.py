@@ -16,6 +16,7 @@ HANDLERS: dict[str, Handler] = {
     "aten::convolution_backward": _convolutions.convolution_backward,
     "aten::embedding": kernels.embedding,
     "aten::embedding_dense_backward": kernels.embedding_backward,
+    **dict.fromkeys(kernels.CONTIGUOUS, kernels.contiguous_first),
     "aten::_softmax_backward_data": kernels.softmax_backward,
     "aten::native_group_norm": _norms.group_norm,
     "aten::native_group_norm_backward": _norms.group_norm_backward,

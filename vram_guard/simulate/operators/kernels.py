@@ -14,6 +14,7 @@ import torch
 from vram_guard.scratch import EMBEDDING_SORT_ABOVE, EmbeddingGradient, RadixSort, Rule
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators import shape_rules
 
 #: ``CUDABlas.cpp`` / ``CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: ``:4096:2:16:8`` KiB before Hopper,
 #: 32 MiB from compute capability 9.0 on. Taken from the caching allocator once per handle and stream.
@@ -45,6 +46,31 @@ class Matmuls:
         if thread not in self._threads:
             self._threads.add(thread)
             self._recorder.permanent(self._size, str(func), "workspace")
+
+
+#: Operators whose kernels first copy operands that are not contiguous -> the positions of these operands.
+CONTIGUOUS: dict[str, tuple[int, ...]] = {
+    # SoftMax.cu, ``host_softmax`` and ``host_softmax_backward``.
+    **dict.fromkeys(("aten::_softmax", "aten::_log_softmax"), (0,)),
+    "aten::_log_softmax_backward_data": (0, 1),
+    # NLLLoss2d.cu, ``nll_loss2d_forward_out_cuda_template``: scores and labels; Loss.cu: the same, for rows.
+    **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss2d_forward"), (0, 1)),
+    # UpSampleBilinear2d.cu, ``upsample_bilinear2d_backward_out_cuda_template``; Im2Col.cu, Col2Im.cu.
+    **dict.fromkeys(("aten::upsample_bilinear2d_backward", "aten::im2col", "aten::col2im"), (0,)),
+}
+
+
+def contiguous_first(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results; for the call copies of operands that are not contiguous."""
+    name = func._schema.name
+    rule = shape_rules.rule_for(func)
+    out = rule(args, kwargs) if rule is not None else None
+    out = func(*args, **kwargs) if out is None else out
+    for result in out if isinstance(out, (tuple, list)) else (out,):
+        recorder.track(result, str(func))
+    copied = [args[at] for at in CONTIGUOUS[name] if is_symbolic(args[at]) and not args[at].is_contiguous()]
+    recorder.release([recorder.hold(tensor.numel() * tensor.element_size(), str(func)) for tensor in copied])
+    return out
 
 
 def softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
