@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vram_guard import Budget, TrainingStep, plan, trace
+from vram_guard import Budget, TrainingStep, cli, plan, trace
 from vram_guard.errors import InvalidInputError
 from vram_guard.report import html_report, render
 from vram_guard.report.as_json import as_dict
@@ -275,6 +275,16 @@ def test_the_setting_is_read_where_nothing_is_given_and_a_plan_takes_it_too(
 def test_a_choice_that_means_nothing_is_refused_before_any_work(choice: object) -> None:
     with pytest.raises(InvalidInputError, match="cudnn must be"):
         trace(step(), cudnn=choice)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_a_command_with_such_a_choice_is_bad_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {
+        "estimate": ["--batch", "2", "--height", "8", "--width", "8", "--hidden-dim", "8", "--num-layers", "1"],
+        "plan": ["--step", "test_cudnn:step", "--set", "batch_size=2"],
+    }[command]
+    assert cli.main([command, *given, "--gpu", "RTX 3060", "--cudnn", "on"]) == 2
+    assert "cudnn must be" in capsys.readouterr().err
 
 
 def test_asking_an_installed_library_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,9 @@ def add(commands: Any) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
+    from vram_guard.plan.checks import check_cudnn
+
+    check_cudnn(options.cudnn)
     if options.model_path is not None:
         return estimate_folder(options)
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share

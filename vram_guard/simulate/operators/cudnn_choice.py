@@ -5,8 +5,8 @@ release that torch has loaded. Elsewhere none is asked, because releases disagre
 release's answers are no better than none (docs/en/accuracy.md): for the runs of xMem, which had 9.1, the median error
 with the answers of 9.26 is higher than without.
 
-A process holds one cuDNN: its parts are found by their names, so that the first one that is loaded answers for every file
-that is named later. The report says the release that answered.
+A process holds one cuDNN: its parts are found by their names, so that the first one that is loaded answers for every
+file that is named later. The report says the release that answered.
 """
 
 from __future__ import annotations
