@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard import Budget, TrainingStep, plan, trace
@@ -71,6 +74,36 @@ def test_dimensions_are_ordered_and_joined_as_torch_does(shape: Any, strides: An
     assert [tuple(each) for each in reduced_iterator(shape, strides, dims)] == seen
 
 
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_each_result_gathers_the_same_elements_whatever_the_order(data: Any) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    order = data.draw(st.permutations(range(len(shape))))
+    back = [order.index(dim) for dim in range(len(shape))]
+    tensor = torch.empty([shape[dim] for dim in order]).permute(back)
+    dims = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
+    seen = reduced_iterator(tensor.shape, tensor.stride(), dims)
+    gathered: dict[int, set[int]] = {}
+    for places in itertools.product(*(range(dim.size) for dim in seen)):
+        out = sum(place * dim.out_stride for place, dim in zip(places, seen, strict=True))
+        read = sum(place * dim.stride for place, dim in zip(places, seen, strict=True))
+        gathered.setdefault(out, set()).add(read)
+    offsets = torch.empty(shape, dtype=torch.long)
+    results = torch.empty(shape, dtype=torch.long)
+    kept = [dim for dim in range(len(shape)) if dim not in dims]
+    for places in itertools.product(*map(range, shape)):
+        offsets[places] = sum(place * stride for place, stride in zip(places, tensor.stride(), strict=True))
+        results[places] = sum(places[dim] * math.prod(shape[later] for later in kept if later > dim) for dim in kept)
+    expected = {int(one): {int(each) for each in offsets[results == one]} for one in results.unique()}
+    assert gathered == expected
+    assert [dim.out_stride == 0 for dim in seen] == sorted((dim.out_stride == 0 for dim in seen), reverse=True)
+    for one, other in itertools.pairwise(seen):
+        if (one.out_stride == 0) == (other.out_stride == 0):
+            key = "out_stride" if one.out_stride else "stride"
+            assert getattr(one, key) <= getattr(other, key), "the innermost comes first"
+            assert (one.size * one.stride, one.size * one.out_stride) != (other.stride, other.out_stride), "not joined"
+
+
 # --- reductions ---------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +148,11 @@ def test_what_does_not_divide_by_four_is_written_in_smaller_vectors() -> None:
     assert reduction((4096, 1024), {0}, offset=2) != reduction((4096, 1024), {0}, offset=4)
 
 
+def test_complex_doubles_have_half_the_threads() -> None:
+    # 256 threads to a block, 8 blocks to a multiprocessor.
+    assert reduction((8192, 1024), {0, 1}, A100, element=16, gathered=16)[0] == 16 * 108 * 8
+
+
 def test_half_precision_gathers_beside_its_result_where_it_is_halved() -> None:
     """32-bit offsets: a tensor over 2 GiB is reduced in halves, each with the buffer of a half."""
     rows, columns = 2**17, 2**14
@@ -140,6 +178,34 @@ def test_sorts_of_all_bits_take_all_passes() -> None:
     assert one_pass == 256 * 8 + 2 * 256 * 4 + 256 + 255  # nothing to sort back and forth between
 
 
+@pytest.mark.parametrize(
+    ("capability", "width", "blocks"),
+    [
+        ((6, 0), 8, 7),  # 256 threads, 29 * 4 // 8 elements
+        ((6, 1), 8, 6),  # 256, 30 * 4 // 8
+        ((7, 0), 8, 9),  # 256, 23 * 4 // 8
+        ((7, 5), 8, 9),
+        ((8, 0), 8, 6),  # 384, 21 * 4 // 8
+        ((8, 9), 8, 6),
+        ((9, 0), 8, 5),  # 384, 24 * 4 // 8
+        ((12, 0), 8, 5),
+        ((7, 5), 4, 2),  # 256, 46
+        ((8, 6), 4, 4),  # 384, 17
+    ],
+)
+def test_tiles_are_those_of_the_card(capability: tuple[int, int], width: int, blocks: int) -> None:
+    count = 23_000
+    found = RadixSort(width).bytes((count, 9_999), Card(capability, 80))
+    bins, counters, alignment = 2 * 256 * 8, 256, 255
+    assert found == bins + blocks * 256 * 4 + 2 * math.ceil(count * width / 256) * 256 + counters + alignment
+
+
+def test_one_tile_needs_no_storage_up_to_its_last_element() -> None:
+    for width, tile in ((8, 256 * 9), (4, 256 * 19)):
+        assert RadixSort(width).bytes((tile, 9_999), A100) == 1
+        assert RadixSort(width).bytes((tile + 1, 9_999), A100) > 1
+
+
 def test_nothing_is_sorted_where_a_threshold_says_so() -> None:
     assert RadixSort(above=3072).bytes((3072, 0), A100) == 0
     assert EmbeddingGradient("pieces", 50_000, 4).bytes((3072,), A100) == 0
@@ -154,6 +220,7 @@ def test_the_threads_of_a_multiprocessor_are_those_of_the_programming_guide() ->
         assert threads_per_multiprocessor(capability) == threads
     assert {gpu.compute_capability for gpu in catalogue()} <= {*_LIMITS, (6, 0), (6, 1)}
     assert threads_per_multiprocessor((6, 1)) == 2048
+    assert {threads_per_multiprocessor(one) for one in ((8, 7), (11, 0), (12, 1))} == {1536}
 
 
 def test_every_card_has_multiprocessors_with_a_source() -> None:

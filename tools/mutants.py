@@ -75,6 +75,7 @@ ROOMS = {
         "test_left_behind*",
         "test_hard*",
     ],
+    "vram_guard/scratch": ["test_scratch*"],
     "vram_guard/state": ["test_state*", "test_sliced_forward*", "test_left_behind*", "test_watch_recovery*"],
     "vram_guard/techniques": ["test_techniques*"],
     "vram_guard/watch": ["test_watch_[!r]*", "test_monitor*", "test_watch_r*", "test_optimize*"],

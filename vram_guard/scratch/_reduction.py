@@ -2,8 +2,8 @@
 
 Where each thread would have to add up 256 values or more and the results alone do not fill the card, a reduction is
 divided among thread blocks, which leave their parts in a buffer and count themselves in semaphores. How many blocks
-there are depends on the card. Releases from 2.4 to 2.15 decide alike but for one thing: how many elements of the
-innermost dimension a thread reads at a time.
+there are depends on the card. Releases from 2.4 to 2.15 decide alike: they differ in how many elements a thread reads
+at a time, which matters only where so few are reduced that nothing is spread.
 """
 
 from __future__ import annotations
@@ -38,16 +38,12 @@ class Reduction:
         reduced: the number of dimensions that are reduced, which come first.
         element: bytes of an element of the input.
         accumulated: bytes in which a thread gathers (``arg_t``): of (value, index) 16, of Welford's sums 16.
-        read_at_once: elements that a thread reads at a time along the reduced dimension (``input_vec_size``).
-        vectorized_from: the length from which it does.
     """
 
     part: Part
     reduced: int
     element: int
     accumulated: int
-    read_at_once: int = 4
-    vectorized_from: int = 128
 
     def bytes(self, numbers: tuple[int, ...], card: Card) -> int:
         """Bytes of this part; 0 where there is none."""
@@ -84,13 +80,10 @@ def _spread(rule: Reduction, offset: int, sizes: list[int], strides: tuple[int, 
     fastest = strides[0] if inner else strides[rule.reduced]
     wide, high = (inputs, outputs) if inner else (outputs, inputs)
     written_at_once = 1
-    if fastest == 1:
-        if inner and wide >= rule.vectorized_from and rule.reduced == 1:
-            wide //= rule.read_at_once
-        elif not inner:
-            others = [stride for dim, stride in enumerate(strides) if dim != rule.reduced]
-            written_at_once = _divisor_of(offset, sizes[rule.reduced], *others)
-            wide //= written_at_once
+    if fastest == 1 and not inner:
+        others = [stride for dim, stride in enumerate(strides) if dim != rule.reduced]
+        written_at_once = _divisor_of(offset, sizes[rule.reduced], *others)
+        wide //= written_at_once
     most = (_THREADS_COMPLEX_DOUBLE if rule.element == 16 else _THREADS) // written_at_once
     width, height = (_power_of_two(min(size, most)) for size in (wide, high))
     block_height = min(height, most // min(width, _WARP))

@@ -10,15 +10,10 @@ import torch
 
 from vram_guard.scratch import Part, Reduction, reduced_iterator
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators._release import torch_release
 
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDTHS = {torch.float16: 4, torch.bfloat16: 4}
 _NO_DIMS: tuple[int, ...] = ()
-
-#: From this release on a thread may read fewer than four elements at a time, and does from 128 elements on, no longer
-#: from 129 on (Reduce.cuh: ``input_vec_size`` became a parameter in pull request 141397).
-_READS_FEWER_SINCE = (2, 7)
 
 
 def _sums(dtype: torch.dtype) -> int:
@@ -58,9 +53,6 @@ REDUCTIONS: dict[str, Callable[[torch.dtype], int]] = {
     **dict.fromkeys(("aten::var", "aten::std", "aten::var_mean", "aten::std_mean"), _welford),
 }
 
-#: ``std_var_kernel_impl`` reads two elements at a time.
-_READS_TWO = frozenset({"aten::var", "aten::std", "aten::var_mean", "aten::std_mean"})
-
 
 def reduction(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """The temporaries of a reduction that was run on symbolic tensors."""
@@ -77,7 +69,7 @@ def reduction(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     else:
         gathered = REDUCTIONS[name]
     reduced_as = _reduced_as(source.dtype, first.dtype) if dtype_matters else source.dtype
-    record(recorder, source, dims, str(func), reduced_as, gathered(reduced_as), first.dtype, two=name in _READS_TWO)
+    record(recorder, source, dims, str(func), reduced_as, gathered(reduced_as), first.dtype)
 
 
 def record(
@@ -88,8 +80,6 @@ def record(
     reduced_as: torch.dtype,
     gathered: int,
     result: torch.dtype,
-    *,
-    two: bool = False,
 ) -> None:
     """Record the temporaries of one reduction of ``source`` over ``dims`` (all, where there are none)."""
     count = source.dim()
@@ -100,12 +90,11 @@ def record(
     offset = 0 if copied else source.storage_offset()
     iterated = reduced_iterator(source.shape, strides, reduced)
     numbers = [int(offset), *(dim.size for dim in iterated), *(dim.stride for dim in iterated)]
-    at_once, since = _reads(two=two)
     reduced_dims = sum(dim.out_stride == 0 for dim in iterated)
     parts: list[Part] = ["buffer", "semaphores"]
     if gathered > result.itemsize and (gathered > 8 or reduced_as == result):
         parts.insert(0, "accumulator")
-    rules = [Reduction(part, reduced_dims, reduced_as.itemsize, gathered, at_once, since) for part in parts]
+    rules = [Reduction(part, reduced_dims, reduced_as.itemsize, gathered) for part in parts]
     recorder.scratch(rules, numbers, operator, copied=copied)
 
 
@@ -126,11 +115,3 @@ def _signature(func: Any) -> tuple[str, int | None, bool]:
 def _reduced_as(source: torch.dtype, result: torch.dtype) -> torch.dtype:
     """ReduceOpsUtils.h, ``make_reduction``: the input becomes the result's type, but for halves summed to float32."""
     return source if source in _HALVES and result == torch.float32 else result
-
-
-@functools.cache
-def _reads(*, two: bool) -> tuple[int, int]:
-    """Elements that a thread reads at a time, and from which length on."""
-    if torch_release() < _READS_FEWER_SINCE:
-        return 1 if two else 4, 129
-    return 2 if two else 4, 128
