@@ -82,6 +82,7 @@ bench-published: $(STAMP) ## predict what others measured and published, beside 
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	test -d $(PUBLISHED)/transformers-4.51.3 || $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(PUBLISHED)/transformers-4.51.3 -r benchmarks/published/transformers-4.51.3.txt
+	test -d $(PUBLISHED)/litgpt || $(BIN)/python -m pip install --quiet --no-deps --target $(PUBLISHED)/litgpt litgpt==0.5.13
 	test -d $(PUBLISHED)/torchvision || { $(PYTHON) -m venv $(PUBLISHED)/torchvision && \
 		$(PUBLISHED)/torchvision/bin/python -m pip install --quiet torch torchvision timm rich nvidia-ml-py; }
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/published --rows --libraries $(PUBLISHED) --json bench-published.json

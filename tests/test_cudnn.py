@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from vram_guard import TrainingStep, trace
-from vram_guard.simulate.operators import cudnn, cudnn_library
-from vram_guard.timeline import Timeline
+from vram_guard import Budget, TrainingStep, cli, plan, trace
+from vram_guard.errors import InvalidInputError
+from vram_guard.report import html_report, render
+from vram_guard.report.as_json import as_dict
+from vram_guard.simulate.operators import cudnn, cudnn_choice, cudnn_library
+from vram_guard.step import Precision
+from vram_guard.timeline import CudnnAnswers, Timeline
 
 AMPERE = cudnn.DeviceProperties.of((8, 6))
 
 
 @cache
 def library() -> cudnn_library.Library:
-    path = cudnn_library.installed()
+    """A real cuDNN: the installed one, or the file that LIBCUDNN names."""
+    path = os.environ.get("LIBCUDNN") or cudnn_library.installed()
     if path is None:
-        pytest.skip("NVIDIA's cuDNN wheel is not installed here")
+        pytest.skip("NVIDIA's cuDNN wheel is not installed here, and LIBCUDNN names none")
     try:
-        return cudnn_library.Library(path)
-    except OSError as error:
+        found = cudnn_library.Library(path)
+        found.check(AMPERE)
+    except (OSError, cudnn.CudnnRefusedError) as error:
         pytest.skip(str(error))
+    return found
 
 
 def dense(*sizes: int) -> cudnn.Tensor:
@@ -62,9 +72,14 @@ class Network(torch.nn.Module):
 class Remembering:
     """Answers every question with the same size, and keeps the questions."""
 
+    release = "9.99.0"
+
     def __init__(self, size: int | None) -> None:
         self.size = size
         self.calls: list[cudnn.Convolution] = []
+
+    def check(self, device: cudnn.DeviceProperties) -> None:
+        device.json()
 
     def workspace(self, call: cudnn.Convolution, _device: cudnn.DeviceProperties) -> int | None:
         self.calls.append(call)
@@ -162,3 +177,199 @@ def test_a_real_cudnn_without_tf32_plans_otherwise() -> None:
 
 def test_an_architecture_that_nothing_is_known_of_has_no_answer() -> None:
     assert library().workspace(call("forward", 2), cudnn.DeviceProperties.of((3, 5))) is None
+
+
+# --- a library that is asked as the setting says --------------------------------------------------------------------
+
+#: The part of cuDNN's backend interface that is used, with one plan for everything, of a fixed workspace; ``STATUS`` is
+#: what it says of a described device.
+SOURCE = """
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+size_t cudnnGetVersion(void) { return VERSION; }
+int cudnnBackendCreateDescriptor(int kind, void **made) { int *d = malloc(sizeof *d); *d = kind; *made = d; return 0; }
+int cudnnBackendDestroyDescriptor(void *made) { free(made); return 0; }
+int cudnnBackendSetAttribute(void *d, int name, int kind, int64_t count, const void *data) { return 0; }
+int cudnnBackendFinalize(void *d) { return *(int *)d == 38 ? STATUS : 0; }
+int cudnnBackendGetAttribute(void *d, int name, int kind, int64_t count, int64_t *found, void *data) {
+    *found = name != 1303;
+    if (name == 402) *(int64_t *)data = WORKSPACE;
+    return 0;
+}
+"""
+SIZE = 33554432
+
+
+def stub(folder: Path, status: int = 0, version: int = 92600) -> Path:
+    """A library of that interface, with a cuBLAS beside it, as NVIDIA's wheels lay them."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    path = folder / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
+    blas = folder / "nvidia" / "cublas" / "lib" / "libcublasLt.so.12"
+    values = [f"-DVERSION={version}", f"-DSTATUS={status}", f"-DWORKSPACE={SIZE}"]
+    for made, source in ((path, SOURCE), (blas, "int nothing;")):
+        made.parent.mkdir(parents=True)
+        (folder / "source.c").write_text(source)
+        command = [compiler, "-shared", "-fPIC", "-w", *values, "-o", str(made), str(folder / "source.c")]
+        subprocess.run(command, check=True)
+    return path
+
+
+def step() -> TrainingStep:
+    return TrainingStep(
+        model=Network(),
+        batch=lambda size: torch.zeros(size, 3, 64, 64),
+        loss=lambda m, x: m(x),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+
+
+def reports(found: object) -> tuple[str, ...]:
+    return render(found), html_report(found)
+
+
+def test_a_library_that_answers_is_named_with_what_it_added(tmp_path: Path) -> None:
+    plain, asked = (trace(step(), cudnn=choice).at(64) for choice in ("off", str(stub(tmp_path))))
+    assert plain.cudnn is None
+    assert asked.cudnn == CudnnAnswers("9.26.0")
+    assert asked.cudnn_bytes == asked.peak_reserved - plain.peak_reserved > 0
+    assert asked.peak_upper == 0  # nothing is unknown any more
+    assert as_dict(asked)["estimate"]["cudnn"] == {"release": "9.26.0", "refused": "", "bytes": asked.cudnn_bytes}
+    for text in reports(asked):
+        assert "cuDNN 9.26.0" in text
+        assert "was asked for workspaces" in text
+
+
+def test_a_library_that_refuses_is_named_with_its_status_and_what_is_unknown_stays_so(tmp_path: Path) -> None:
+    plain, refused = (trace(step(), cudnn=choice).at(64) for choice in ("off", str(stub(tmp_path, status=1008))))
+    assert refused.cudnn is not None
+    assert refused.cudnn.release == "9.26.0"
+    assert "status 1008" in refused.cudnn.refused
+    assert refused.cudnn_bytes == 0
+    assert (refused.peak_reserved, refused.peak_upper) == (plain.peak_reserved, plain.peak_upper)
+    assert refused.peak_upper > refused.peak_reserved
+    for text in reports(refused):
+        assert "status 1008" in " ".join(text.split())
+
+
+def test_a_library_that_is_too_old_to_be_asked_is_named_too(tmp_path: Path) -> None:
+    old = trace(step(), cudnn=str(stub(tmp_path, version=90100))).at(64)
+    assert old.cudnn is not None
+    assert "is cuDNN 9.1.0; planning without a GPU needs 9.8.0 or later" in old.cudnn.refused
+    assert old.peak_upper > old.peak_reserved
+
+
+def test_the_setting_is_read_where_nothing_is_given_and_a_plan_takes_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VRAM_GUARD_CUDNN", str(stub(tmp_path)))
+    assert trace(step()).cudnn == CudnnAnswers("9.26.0")
+    assert trace(step(), cudnn="off").cudnn is None
+    assert plan(step(), 8, "4GiB").estimate.cudnn == CudnnAnswers("9.26.0")
+    assert plan(step(), 8, "4GiB", cudnn="off").estimate.cudnn is None
+
+
+@pytest.mark.parametrize("choice", ["on", "/nowhere/libcudnn.so.9", 5, ""])
+def test_a_choice_that_means_nothing_is_refused_before_any_work(choice: object) -> None:
+    with pytest.raises(InvalidInputError, match="cudnn must be"):
+        trace(step(), cudnn=choice)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_a_command_with_such_a_choice_is_bad_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {
+        "estimate": ["--batch", "2", "--height", "8", "--width", "8", "--hidden-dim", "8", "--num-layers", "1"],
+        "plan": ["--step", "test_cudnn:step", "--set", "batch_size=2"],
+    }[command]
+    assert cli.main([command, *given, "--gpu", "RTX 3060", "--cudnn", "on"]) == 2
+    assert "cudnn must be" in capsys.readouterr().err
+
+
+def test_asking_an_installed_library_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_choice, "installed", lambda: None)
+    with pytest.raises(InvalidInputError, match="no cuDNN is installed here"):
+        trace(step(), cudnn="ask")
+
+
+@pytest.mark.parametrize(("here", "release", "asked"), [(1, 92600, True), (1, 92500, False), (0, 92600, False)])
+def test_by_default_the_library_of_a_training_that_runs_here_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: int, release: int, asked: bool
+) -> None:
+    path = stub(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: release)
+    monkeypatch.setattr(cudnn_choice, "installed", lambda: path)
+    with cudnn_choice.asked_as_chosen((8, 0)):
+        assert (cudnn.asked() is not None) == asked
+    assert cudnn.asked() is None
+
+
+# --- what is unknown ------------------------------------------------------------------------------------------------
+
+
+def most(kernel: int, channels: int, side: int, **settings: int) -> int:
+    """The most that the forward pass of one convolution with as many output channels may take, batch 32."""
+    conv = torch.nn.Conv2d(channels, channels, kernel, padding=kernel // 2, bias=False, **settings)
+    found = timeline_of(conv, channels, side)
+    return next(block.size.at(32) for block in found.blocks if block.unknown)
+
+
+def timeline_of(model: torch.nn.Module, channels: int, side: int, precision: Precision = "32-true") -> Timeline:
+    return trace(
+        TrainingStep(
+            model=model,
+            batch=lambda size: torch.zeros(size, channels, side, side),
+            loss=lambda m, x: m(x).sum(),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            precision=precision,
+        ),
+        cudnn="off",
+    )
+
+
+def test_the_most_is_what_winograds_transforms_take() -> None:
+    # Workspaces in public traces of ResNet-50 on a V100 in float32, batch 32 (pytorch/kineto).
+    assert most(3, 64, 56) == 116195328
+    assert most(3, 256, 14) == 47185920
+    assert most(3, 512, 7) == 56623104
+
+
+def test_the_most_of_other_kernels_is_a_copy_of_everything() -> None:
+    activation, weight = 32 * 64 * 56 * 56 * 4, 64 * 64 * 4
+    assert most(1, 64, 56) == 2 * activation + weight
+    assert most(3, 64, 56, dilation=2) < most(3, 64, 56)
+
+
+def test_half_precision_and_channels_last_have_nothing_unknown() -> None:
+    conv = torch.nn.Conv2d(8, 8, 1)
+    assert any(block.unknown for block in timeline_of(conv, 8, 16).blocks)
+    half = timeline_of(conv, 8, 16, precision="bf16-mixed")
+    assert half.network == "convolutions in half precision"
+    assert not any(block.unknown for block in half.blocks)
+    last = torch.nn.Conv2d(8, 8, 2).to(memory_format=torch.channels_last)
+    assert not any(block.unknown for block in timeline_of(last, 8, 16).blocks)
+
+
+def test_what_is_unknown_counts_in_the_range_alone() -> None:
+    found = trace(step(), cudnn="off")
+    estimate, largest = found.at(64), found.replay(64, workspaces="most").peak_reserved
+    assert estimate.peak_reserved == found.replay(64, workspaces="none").peak_reserved
+    assert estimate.peak_upper == largest > estimate.peak_reserved
+    assert as_dict(estimate)["estimate"]["peak_reserved_upper"] == largest
+    for text in reports(estimate):
+        assert "workspaces in float32 are unknown" in " ".join(text.split())
+
+
+def test_the_range_says_nothing_about_whether_a_step_fits() -> None:
+    # Measured runs took more than its upper end, and less than its lower one (docs/en/accuracy.md).
+    found = trace(step(), cudnn="off")
+    estimate = found.at(64)
+    assert estimate.peak_upper > estimate.peak_reserved
+    budget = Budget.of(estimate.peak_reserved, margin=0)
+    assert estimate.fits(budget)
+    kind = Budget.of("1GiB").for_tier("symbolic", found.network)
+    assert kind.margin > Budget.of("1GiB").for_tier("symbolic", "no convolutions, float32").margin
+    assert "convolutions in float32" in kind.explain()

@@ -561,9 +561,15 @@ def test_histories_that_would_become_too_large_are_left_out(tmp_path, fno, monke
 # The margin
 
 
-def predicted(amount, tier="symbolic", source=""):
+def predicted(amount, tier="symbolic", source="", network=None):
     """A row of 100 measured bytes."""
-    return Row(source, "a", 100, amount, tier, 0.1)
+    return Row(source, "a", 100, amount, tier, 0.1, network=network)
+
+
+def measured_at(number, percent, **given):
+    """The same for runs that differ: of 1,000 bytes more for each number."""
+    whole = 100_000 * (number + 1)
+    return replace(predicted(0, **given), measured=whole, predicted=whole * percent // 100)
 
 
 def test_the_margin_is_what_the_worst_shortfalls_need():
@@ -637,13 +643,32 @@ def test_rows_that_are_wrong_are_refused_by_file_and_field(tmp_path, content, re
 
 
 def test_the_default_margin_is_a_percentile_of_enough_rows():
-    rows = [predicted(100 - each % 10, source="s") for each in range(50)]
+    rows = [measured_at(each, 100 - each % 10, source="s") for each in range(50)]
     made = margin.as_json([*rows, predicted(40, "formula")], "2026-01-02")
     assert made["sources"] == {"s": 50}  # a lower bound promises nothing, so it asks for no margin
-    assert made["tiers"]["symbolic"]["margin"] == pytest.approx(0.08)
-    assert made["tiers"]["partly symbolic"]["tier"] == "all tiers"
+    found = {(each["tier"], each["network"]): each for each in made["margins"]}
+    assert found["symbolic", None]["margin"] == pytest.approx(0.08)
+    assert found["partly symbolic", None]["group"] == "all rows"
     with pytest.raises(InvalidInputError, match="10 rows are too few"):
         margin.as_json(rows[:10], "2026-01-02")
+
+
+def test_each_kind_of_network_has_the_margin_of_its_own_rows_where_they_are_enough():
+    convolutions, transformers = "convolutions in float32", "no convolutions, half precision"
+    rows = [measured_at(each, 80, network=convolutions) for each in range(22)]
+    rows += [measured_at(each, 100, network=transformers) for each in range(21)]
+    found = {(each["tier"], each["network"]): each for each in margin.as_json(rows, "2026-01-02")["margins"]}
+    own = found["symbolic", convolutions]
+    assert (own["group"], own["margin"], own["rows"]) == (convolutions, pytest.approx(0.2), 22)
+    few = found["symbolic", transformers]  # among 21 rows none may lie beyond the true percentile
+    assert (few["group"], few["margin"], few["rows"], few["own_rows"]) == ("all networks", pytest.approx(0.2), 43, 21)
+    other_tier = found["partly symbolic", convolutions]
+    assert (other_tier["group"], other_tier["margin"], other_tier["own_rows"]) == (convolutions, pytest.approx(0.2), 0)
+    repeated = margin.as_json([*rows, rows[-1]], "2026-01-02")["margins"]
+    assert repeated == margin.as_json(rows, "2026-01-02")["margins"]
+    more = [*rows, measured_at(99, 100, network=transformers)]
+    found = {(each["tier"], each["network"]): each for each in margin.as_json(more, "2026-01-02")["margins"]}
+    assert found["symbolic", transformers]["margin"] == 0
 
 
 def test_no_rows_give_no_margin(tmp_path, capsys):

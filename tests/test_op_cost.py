@@ -262,3 +262,33 @@ def test_other_operators_at_another_size_leave_the_work_open():
     merged = merge_affine(_timeline(2, 4), _timeline(3, 6, "aten.bmm.default"))
     assert merged is not None
     assert merged.work == ()
+
+
+def network(model, *shape, precision="32-true"):
+    return trace(
+        TrainingStep(
+            model=model,
+            batch=lambda size: torch.zeros(size, *shape),
+            loss=lambda m, x: m(x).float().sum(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            precision=precision,
+        )
+    ).network
+
+
+def test_the_kind_of_network_is_told_by_what_computes():
+    convolutional = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.Flatten(), torch.nn.LazyLinear(8))
+    convolutional(torch.zeros(1, 3, 32, 32))
+    linear = torch.nn.Linear(64, 64)
+    assert network(convolutional, 3, 32, 32) == "convolutions in float32"
+    assert network(convolutional, 3, 32, 32, precision="bf16-mixed") == "convolutions in half precision"
+    assert network(linear, 64) == "no convolutions, float32"
+    assert network(linear, 64, precision="16-mixed") == "no convolutions, half precision"
+    assert network(torch.nn.Identity(), 64) is None
+
+
+def test_a_few_patches_make_no_network_of_convolutions():
+    patches = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 16, stride=16), torch.nn.Flatten(2))
+    deep = torch.nn.Sequential(patches, *(torch.nn.Linear(16, 16) for _ in range(300)))
+    assert network(patches, 3, 64, 64) == "convolutions in float32"
+    assert network(deep, 3, 64, 64) == "no convolutions, float32"

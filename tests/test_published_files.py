@@ -16,7 +16,7 @@ from vram_guard.errors import InvalidInputError
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import records, statistics, tables
-from benchmarks.published import segformer, source
+from benchmarks.published import pages, readmes, segformer, source
 
 MIB = 2**20
 ROW = records.Row("runs", "a 1", 100 * MIB, 98 * MIB, "symbolic", 0.5, ran=True, fits=True, tools={"other": 150 * MIB})
@@ -124,8 +124,9 @@ def test_the_default_margin_says_where_it_comes_from():
     assert budget.margin == usual.fraction
     assert budget.margin_source == usual.source
     assert usual.source in budget.explain()
-    for tier, found in margins().items():
-        assert budget.for_tier(tier).margin == found.fraction
+    for (tier, network), found in margins().items():
+        assert budget.for_tier(tier, network).margin == found.fraction
+        assert found.source in budget.for_tier(tier, network).explain()
         assert 0 < found.fraction < 0.2
     assert budget.for_tier("formula").margin == usual.fraction
 
@@ -135,3 +136,60 @@ def test_a_margin_that_was_given_stays():
         assert budget.margin_source == ""
         assert budget.for_tier("partly symbolic") == budget
         assert "measured" not in budget.explain()
+
+
+# --- the pages ------------------------------------------------------------------------------------------------------
+
+
+def accuracy_pages(folder, text):
+    for language in pages.TEXTS:
+        (folder / language).mkdir(parents=True)
+        (folder / language / pages.PAGE).write_text(text)
+    return folder
+
+
+def test_tables_are_filled_in_where_their_rows_are_and_left_where_not(tmp_path, capsys):
+    places = "".join(f"<!-- table: {name} -->\nold {name}\n<!-- end -->\n" for name in ("segformer", "liger", "margin"))
+    docs = accuracy_pages(tmp_path / "docs", f"before\n{places}after\n")
+    row = dataclasses.replace(ROW, source="MMSegmentation's SegFormer")
+    path = tmp_path / "rows.json"
+    records.write(records.Results([row, dataclasses.replace(row, predicted=101 * MIB)]), path)
+    assert pages.main([str(path), "--docs", str(docs)]) == 0
+    assert "made: segformer; left as they are: tools, parts" in capsys.readouterr().out
+    for language in pages.TEXTS:
+        text = (docs / language / pages.PAGE).read_text()
+        assert "| 2 | 1.5% | 2.0% | -0.50% |" in text
+        assert "old liger" in text
+        assert "old segformer" not in text
+        assert f"**{measured_margin('symbolic', 'convolutions in float32').fraction:.1%}**" in text
+        assert text.startswith("before")
+        assert text.endswith("after\n")
+
+
+def test_a_page_without_a_place_for_a_table_is_refused(tmp_path, capsys):
+    docs = accuracy_pages(tmp_path / "docs", "nothing\n")
+    path = tmp_path / "rows.json"
+    records.write(records.Results([ROW]), path)
+    assert pages.main([str(path), "--docs", str(docs)]) == 2
+    assert "0 places for the table margin" in capsys.readouterr().err
+
+
+# --- what READMEs state ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["05_", "06_"])
+def test_a_stated_peak_of_vit_is_predicted_within_one_percent(script):
+    row = next(row for row in readmes.VIT.rows() if row["recipe"].startswith(script))
+    (found,) = readmes.predict_vit(row)
+    assert found.network == "no convolutions, half precision"
+    assert abs(found.error) <= 0.01
+
+
+def test_every_row_of_a_readme_is_predicted_or_has_a_reason():
+    for row in readmes.OTHERS.rows():
+        with pytest.raises(records.NotReproducible, match=r"\w"):
+            readmes.refuse(row)
+    rows = [row for file in readmes.FILES for row in source.records_of(file)]
+    sources = (readmes.VIT, readmes.LITGPT, readmes.OTHERS)
+    assert sum(len(each.rows()) for each in sources) == len(rows)
+    assert {row["model"] for row in readmes.VIT.rows()} == {"torchvision vit_l_16, 10 classes, 224"}

@@ -55,9 +55,9 @@ def assert_fits(
         >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
         >>> assert_fits(step, 1000, "64MiB").batch_size
         1000
-        >>> assert_fits(step, 30000, "64MiB")
+        >>> assert_fits(step, 30000, "64MiB", margin=0)
         Traceback (most recent call last):
-        vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 20.11 MiB too much...
+        vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 18.00 MiB too much...
     """
     estimate, timeline, held_against = checked(
         step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments
@@ -97,7 +97,7 @@ def checked(
     capability = resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY
     timeline = trace(step, compute_capability=capability, multiprocessors=resolved.multiprocessors)
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
-    return estimate, timeline, resolved.for_tier(estimate.tier)
+    return estimate, timeline, resolved.for_tier(estimate.tier, estimate.network)
 
 
 def raise_unless_it_fits(

@@ -36,6 +36,7 @@ KINDS: Final[Mapping[str, str]] = {
     "allow": "names",
     "blocks": "names",
     "budget": "amount",
+    "cudnn": "text",
     "disable": "switch",
     "gpu": "text",
     "gpu_memory": "amount",

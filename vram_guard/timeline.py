@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
+from vram_guard.budget.margins import Network
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -28,6 +29,10 @@ Category = Literal[
     "workspace",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+#: Which workspaces of convolutions count: those of known size; also those of unknown size, each with the most that it
+#: may take; or none.
+Workspaces = Literal["known", "most", "none"]
 
 PhaseName = Literal["setup", "batch", "forward", "backward", "optimizer"]
 
@@ -80,9 +85,13 @@ class Block(NamedTuple):
     """A library's workspace: where it does not fit, the library takes a way that needs none."""
     scratch: Scratch | None = None
     """What decides over the size instead of ``size``."""
+    unknown: bool = False
+    """A workspace of unknown size; ``size``, the most of usual kernels, counts in a peak's upper end alone."""
 
     def bytes_at(self, batch_size: int, card: Card = ASSUMED_CARD) -> int:
-        """Requested bytes at this batch size on this card."""
+        """Requested bytes at this batch size on this card; 0 where the size is unknown."""
+        if self.unknown:
+            return 0
         if self.scratch is not None:
             return self.scratch.bytes_at(batch_size, card)
         return self.size.base + self.size.per_sample * batch_size
@@ -182,9 +191,13 @@ class Note(NamedTuple):
         return f"{self.message} ({self.source})" if self.source else self.message
 
 
-def peak_fits(peak_reserved: int, tier: Tier, budget: Budget) -> bool:
-    """True if a predicted peak is known to stay within a budget: with its tier's margin; a lower bound never is."""
-    return tier != "formula" and peak_reserved <= budget.for_tier(tier).usable
+class CudnnAnswers(NamedTuple):
+    """The cuDNN that was asked for the workspaces of a step's convolutions."""
+
+    release: str
+    """"9.26.0"; "" where it could not be loaded."""
+    refused: str = ""
+    """Why it gave no answers, with its status where it has one; "" where it answered."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +252,14 @@ class Estimate:
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
     releases: Releases | None = field(default=None, compare=False)
     """The releases that this holds for; None where that is not known."""
+    peak_upper: int = 0
+    """The reserved peak with the most that usual kernels take as unknown workspaces; 0 where none is unknown."""
+    network: Network | None = None
+    """The kind of network, by the operators of the step; None: not known."""
+    cudnn: CudnnAnswers | None = None
+    """The cuDNN that was asked for workspaces; None: none was."""
+    cudnn_bytes: int = 0
+    """Bytes that its answers add to the reserved peak."""
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
         """True if the step is known to stay within the budget.
@@ -247,7 +268,7 @@ class Estimate:
             budget: what the allocator may reserve.
             correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
         """
-        return peak_fits(self.corrected(correction), self.tier, budget)
+        return budget.holds(self.corrected(correction), self.tier, self.network)
 
     def corrected(self, correction: float) -> int:
         """The reserved peak as it is compared with a budget, in bytes."""
@@ -296,6 +317,10 @@ class Timeline:
     """The calls of both steps for which several processes wait for each other, in order."""
     releases: Releases = field(default_factory=Releases.here, repr=False, compare=False)
     """The releases that it was traced with."""
+    network: Network | None = None
+    """The kind of network, by the operators of the step; None: not known."""
+    cudnn: CudnnAnswers | None = None
+    """The cuDNN that was asked for workspaces; None: none was."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -315,10 +340,16 @@ class Timeline:
         """The same step on a card of the same compute capability with so many multiprocessors; None: unknown."""
         return self if multiprocessors == self.multiprocessors else replace(self, multiprocessors=multiprocessors)
 
-    def sizes(self, batch_size: int) -> list[int]:
+    def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""
         card = self.card
-        return [block.bytes_at(batch_size, card) for block in self.blocks]
+        sizes = [block.bytes_at(batch_size, card) for block in self.blocks]
+        for index, block in enumerate(self.blocks if workspaces != "known" else ()):
+            if block.unknown and workspaces == "most":
+                sizes[index] = block.size.at(batch_size)
+            elif block.optional and workspaces == "none":
+                sizes[index] = 0
+        return sizes
 
     def host_sizes(self, batch_size: int) -> list[int]:
         """Requested bytes of every host block at this batch size, in block order."""
@@ -344,6 +375,7 @@ class Timeline:
         capacity: int | None = None,
         settings: AllocatorSettings | None = None,
         curve: bool = False,
+        workspaces: Workspaces = "known",
     ) -> Replay:
         """Run the events at one batch size through the caching allocator.
 
@@ -352,17 +384,18 @@ class Timeline:
             capacity: bytes the allocator may reserve; None: no limit.
             settings: the allocator's settings; None: PyTorch's defaults.
             curve: also record allocated and reserved bytes after every event.
+            workspaces: those of convolutions that count.
         """
         timeline = self.exact(batch_size)
         # Without a limit everything fits, and nothing has to be done without.
-        workspaces = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
+        optional = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
         return replay(
             timeline.events,
-            timeline.sizes(batch_size),
+            timeline.sizes(batch_size, workspaces=workspaces),
             settings=settings or AllocatorSettings(),
             capacity=capacity,
             curve=curve,
-            optional=workspaces,
+            optional=optional,
         )
 
     def at(
@@ -375,7 +408,11 @@ class Timeline:
         """The memory that the step takes at this batch size. Milliseconds, unless the step has to be traced anew."""
         timeline = self.exact(checked_count("batch_size", batch_size))
         result = timeline.replay(batch_size, capacity=capacity, settings=settings)
-        return _estimate(timeline, batch_size, result)
+        return replace(
+            _estimate(timeline, batch_size, result),
+            peak_upper=_upper(timeline, batch_size, settings),
+            cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
+        )
 
     def phase_of(self, event: int) -> Phase:
         """The phase that the event with this index belongs to."""
@@ -415,7 +452,7 @@ class Timeline:
             >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
             >>> timeline = trace(step)
             >>> largest = timeline.max_batch_size("64MiB")
-            >>> timeline.at(largest).peak_reserved <= Budget.of("64MiB").usable
+            >>> timeline.at(largest).fits(Budget.of("64MiB"))
             True
         """
         from vram_guard.budget import Budget
@@ -423,9 +460,24 @@ class Timeline:
         held_against = Budget.of(budget)
 
         def fits(batch_size: int) -> bool:
-            return peak_fits(self.replay(batch_size, settings=settings).peak_reserved, self.tier, held_against)
+            peak = self.replay(batch_size, settings=settings).peak_reserved
+            return held_against.holds(peak, self.tier, self.network)
 
         return largest_that_fits(fits, checked_count("limit", limit))
+
+
+def _upper(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None) -> int:
+    """The reserved peak with the most that unknown workspaces may take; 0 where there are none."""
+    if not any(block.unknown for block in timeline.blocks):
+        return 0
+    return timeline.replay(batch_size, settings=settings, workspaces="most").peak_reserved
+
+
+def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
+    """Bytes that an asked cuDNN's answers add to the reserved peak."""
+    if timeline.cudnn is None or timeline.cudnn.refused:
+        return 0
+    return max(0, reserved - timeline.replay(batch_size, settings=settings, workspaces="none").peak_reserved)
 
 
 def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
@@ -472,6 +524,8 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         out_of_memory=_out_of_memory_point(timeline, batch_size, result),
         host_peak=timeline.host_peak(batch_size),
         releases=timeline.releases,
+        network=timeline.network,
+        cudnn=timeline.cudnn,
     )
 
 
@@ -509,7 +563,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         scratch = _merged_scratch(one.scratch, other.scratch, small, span)
         if (scratch is None) != (one.scratch is None and other.scratch is None):
             return None
-        if size is None or one.operator != other.operator or one.category != other.category:
+        if size is None or (one.operator, one.category, one.unknown) != (other.operator, other.category, other.unknown):
             return None
         blocks.append(one._replace(size=size, scratch=scratch))
     host_blocks = _merged_host(low, high)
@@ -531,6 +585,8 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         changes=low.changes,
         collectives=low.collectives,
         releases=low.releases,
+        network=high.network,
+        cudnn=low.cudnn,
     )
 
 

@@ -65,6 +65,7 @@ class Predictor:
             measured=measured.peak_reserved or None,
             predicted=found.peak_reserved,
             tier=found.tier,
+            network=found.network,
             seconds=round(time.perf_counter() - started, 3),
             ran=measured.status == "ok",
             fits=fits,

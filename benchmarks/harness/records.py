@@ -46,6 +46,10 @@ class Row:
     """Another tool -> whether it says that the step fits."""
     judged: bool = True
     """False: shown, but counted in no figure, because an input of the step was inferred from this row."""
+    network: str | None = None
+    """The kind of network, by the trace's operators (:data:`vram_guard.budget.margins.Network`); None: not known."""
+    upper: int | None = None
+    """The prediction with the most that workspaces of unknown size may take; None where none is unknown."""
     reason: str = ""
     """The reason why there is no prediction."""
     details: dict[str, Any] = field(default_factory=dict)

@@ -7,7 +7,8 @@ both and runs this. What is not installed is said, row by row:
 
 - xmem's transformers: the release that the runs had, 4.51.3 (a folder that pip's --target filled, see --libraries);
 - xmem's CNNs, timm_brackets, gpumemnet: torchvision and timm, which come with a CUDA build of torch;
-- peft_methods: peft and diffusers. The rest needs nothing but torch.
+- peft_methods: peft and diffusers; litgpt's configurations: litgpt (a folder, as transformers 4.51.3). The rest needs
+  nothing but torch.
 
 --with takes rows that an earlier run wrote with --json: their modules do not run again.
 """
@@ -57,6 +58,9 @@ RUNS = (
     Run("peft_methods", ("peft's methods, Llama-3.2-3B", "peft's methods, FLUX.2-klein-4B")),
     Run("segformer", ("MMSegmentation's SegFormer",)),
     Run("gpumemnet", ("GPUMemNet's table",), environment="torchvision"),
+    Run("readmes", ("rasbt's ViT-L/16",), ("--kind", "vit")),
+    Run("readmes", ("litgpt's configurations",), ("--kind", "litgpt"), libraries="litgpt"),
+    Run("readmes", ("other READMEs",), ("--kind", "others")),
 )
 
 

@@ -67,7 +67,10 @@ def predicted(
     gpu = find_gpu(card)
     timeline = trace_at(step, size, compute_capability=gpu.compute_capability, multiprocessors=gpu.multiprocessors)
     fields = answer(timeline)
-    return Row(tier=timeline.tier, seconds=time.perf_counter() - start, **published, **fields)
+    seconds = time.perf_counter() - start
+    unknown = any(block.unknown for block in timeline.blocks)
+    upper = timeline.replay(size, workspaces="most").peak_reserved if unknown else None
+    return Row(tier=timeline.tier, network=timeline.network, upper=upper, seconds=seconds, **published, **fields)
 
 
 def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None) -> Results:

@@ -140,15 +140,25 @@ class Budget:
         found = _at_hand(device, kept) if card is None else _of_card(card, kept)
         return replace(found, margin_source=source)
 
-    def for_tier(self, tier: str) -> Budget:
-        """The budget as an answer of this tier is compared with it: with that tier's measured margin.
+    def for_tier(self, tier: str, network: str | None = None) -> Budget:
+        """The budget as answers of this tier for this kind of network are compared with it: with their measured margin.
 
         A margin that the user gave stays, and so does everything else.
         """
         if not self.margin_source:
             return self
-        found = measured_margin(tier)
+        found = measured_margin(tier, network)
         return replace(self, margin=found.fraction, margin_source=found.source)
+
+    def holds(self, peak_reserved: int, tier: str, network: str | None = None) -> bool:
+        """True if a predicted peak is known to stay within the budget, its margin kept; a lower bound never is.
+
+        Args:
+            peak_reserved: bytes.
+            tier: of the prediction.
+            network: the kind of network; None: not known.
+        """
+        return tier != "formula" and peak_reserved <= self.for_tier(tier, network).usable
 
     @property
     def source_text(self) -> str:

@@ -47,12 +47,15 @@ def add(commands: Any) -> None:
         "--device", "--device-id", metavar="N", help=_("CUDA device whose free memory counts (0, cuda:1)")
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help=_('memory of the GPU: 24 is 24 GB, "24GiB", "80GB"'))
-    add_options(parser, *DEVICE, "margin", "json")
+    add_options(parser, *DEVICE, "margin", "cudnn", "json")
     add_release_options(parser)
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> int:
+    from vram_guard.plan.checks import check_cudnn
+
+    check_cudnn(options.cudnn)
     if options.model_path is not None:
         return estimate_folder(options)
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
@@ -73,7 +76,11 @@ def _estimate(options: argparse.Namespace) -> int:
         if calculation is not None:
             read_from, model = options.config or "", request.model or ""
             print_now(calculator_lines(calculation, memory_source=source, read_from=read_from, model=model))
-    symbolic = None if step is None else notes.attempt(lambda: _symbolic(step, request.numbers["batch"], budget))
+    symbolic = (
+        None
+        if step is None
+        else notes.attempt(lambda: _symbolic(step, request.numbers["batch"], budget, options.cudnn))
+    )
     if calculation is None and symbolic is None:
         raise UnsupportedStepError(_("no answer: the model cannot be built, and the rule of thumb has no numbers"))
     # The symbolic answer, where there is one, decides: it knows the network.
@@ -141,13 +148,13 @@ def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> Tra
         return None
 
 
-def _symbolic(step: TrainingStep, batch: int, budget: Budget) -> SymbolicAnswer:
+def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None) -> SymbolicAnswer:
     from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
     from vram_guard.report.symbolic import SymbolicAnswer
     from vram_guard.simulate import trace
 
     capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
+    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors, cudnn=cudnn)
     return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
 
 

@@ -48,7 +48,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
     if not options.quick and len(tuning.trained) != 1:
         notes.add(_("no symbolic answer: {reason}", reason=_("it is available only for training one component")))
     elif not options.quick:
-        symbolic = notes.attempt(lambda: _symbolic(tuning, sizes, budget, recommend=options.recommend))
+        symbolic = notes.attempt(lambda: _symbolic(tuning, sizes, budget, options.cudnn, recommend=options.recommend))
     # The symbolic answer's word where there is one; None where there is nothing to fit into.
     known = tuning.complete and budget is not None and tuning.total <= budget.usable
     fits = None if budget is None else known if symbolic is None else symbolic.fits
@@ -127,7 +127,9 @@ def _budget(options: argparse.Namespace) -> Budget | None:
     return gpu_memory(options.gpu_memory, options.gpu, options.budget, options.margin)[2]
 
 
-def _symbolic(tuning: Tuning, sizes: InputSizes, budget: Budget | None, *, recommend: bool) -> SymbolicAnswer:
+def _symbolic(
+    tuning: Tuning, sizes: InputSizes, budget: Budget | None, cudnn: str | None, *, recommend: bool
+) -> SymbolicAnswer:
     """The symbolic answer for training one component, where its config can be built."""
     from vram_guard.capture.hugging_face import tuning_of
     from vram_guard.closed_form.tuning import PRECISION_OF
@@ -143,11 +145,11 @@ def _symbolic(tuning: Tuning, sizes: InputSizes, budget: Budget | None, *, recom
     step = tuning_of(trained.config, frozen, twin=twin, sizes=sizes, precision=precision)
     capability = (None if budget is None else budget.compute_capability) or ASSUMED_COMPUTE_CAPABILITY
     multiprocessors = None if budget is None else budget.multiprocessors
-    timeline = trace(step, compute_capability=capability, multiprocessors=multiprocessors)
+    timeline = trace(step, compute_capability=capability, multiprocessors=multiprocessors, cudnn=cudnn)
     largest = None if budget is None else timeline.max_batch_size(budget, limit=4096)
     made = None
     if recommend and budget is not None:
-        made = plan(step, tuning.batch, budget, allow=tuple(TECHNIQUES), progress=tell)
+        made = plan(step, tuning.batch, budget, allow=tuple(TECHNIQUES), cudnn=cudnn, progress=tell)
     return SymbolicAnswer(timeline.at(tuning.batch), budget, largest, made)
 
 

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
-    add_options(parser, "step", *DEVICE, "allow", "json")
+    add_options(parser, "step", *DEVICE, "allow", "cudnn", "json")
     add_release_options(parser)
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
@@ -51,7 +51,8 @@ def _plan(options: argparse.Namespace) -> int:
     config = load_config(options.config) if options.config else {}
     one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
-    made = plan(one.step, one.batch_size, options.budget, gpu=options.gpu, allow=allow, progress=tell_progress)
+    amount = {"budget": options.budget, "gpu": options.gpu}
+    made = plan(one.step, one.batch_size, **amount, allow=allow, cudnn=options.cudnn, progress=tell_progress)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:

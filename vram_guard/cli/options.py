@@ -21,6 +21,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "budget": _Option("AMOUNT", marked('memory that PyTorch may reserve, such as "24GiB"')),
     "bytes-per-element": _Option("N", marked("4 in float32, 2 in half precision")),
     "config": _Option("FILE", marked("training config in YAML: the numbers are read from it")),
+    "cudnn": _Option("FILE", marked("libcudnn.so.9 to ask for workspaces; ask: the installed one; off: none")),
     "dtype": _Option("TYPE", marked("type of the weights: float32, float16, bfloat16 (default: as stored)")),
     "frozen": _Option("NAMES", marked("frozen components; one that is trained too is held twice")),
     "gpu": _Option("NAME", marked('GPU by name, such as "RTX 4090" (default: the GPU of this machine)')),

@@ -195,6 +195,7 @@ def _plan(
             lr_rule=settings.lr_rule,
             dataset_size=captured.epoch_samples,
             correction=correction,
+            cudnn=settings.cudnn,
             progress=progress,
         )
 

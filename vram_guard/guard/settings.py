@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.plan.checks import Mode, check_amounts, check_growth, check_loss_weight, check_mode, check_switches
+from vram_guard.plan.checks import (
+    Mode,
+    check_amounts,
+    check_cudnn,
+    check_growth,
+    check_loss_weight,
+    check_mode,
+    check_switches,
+)
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS, checked_techniques
 from vram_guard.step import checked_count
@@ -136,6 +144,7 @@ class GuardSettings(PlanSettings):
             CPU; where it would take longer, the graph of the loss has to prove the plan. 0: it always has to.
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
+        cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
 
     Raises:
         InvalidInputError: a setting makes no sense.
@@ -150,12 +159,14 @@ class GuardSettings(PlanSettings):
     max_recoveries: int = 8
     remember: bool = True
     proof_seconds: float = 20.0
+    cudnn: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_mode(self.mode)
         check_loss_weight(self.loss_weight)
         check_switches(recover=self.recover, remember=self.remember)
+        check_cudnn(self.cudnn)
         checked_count("max_recoveries", self.max_recoveries)
         if isinstance(self.proof_seconds, bool) or not 0 <= self.proof_seconds < float("inf"):
             raise InvalidInputError(

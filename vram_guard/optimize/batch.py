@@ -57,8 +57,8 @@ def choose_batch(
             split and the training stays what it is; else it gets smaller.
         target: the share of the memory that a larger batch may fill, in (0, 1]; never beyond the usable part.
     """
-    budget = budget.for_tier(timeline.tier)
     largest = timeline.max_batch_size(budget)
+    budget = budget.for_tier(timeline.tier, timeline.network)
     if largest == 0:
         needed = format_bytes(timeline.at(1).peak_reserved)
         said = _("not even one sample fits: {needed} of {usable}", needed=needed, usable=format_bytes(budget.usable))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
@@ -49,6 +50,7 @@ def plan(
     dataset_size: int | None = None,
     settings: AllocatorSettings | None = None,
     correction: float = 1.0,
+    cudnn: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The cheapest change that makes the step fit, or, with ``grow``, the largest batch within the target.
@@ -75,6 +77,7 @@ def plan(
         settings: the allocator's settings; None: those of this process's environment (PYTORCH_CUDA_ALLOC_CONF), or
             PyTorch's defaults where it has none, or some that cannot be replayed.
         correction: what predicted peaks are multiplied by, at least 1, where earlier runs took more than predicted.
+        cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
         progress: called with a line of text before each slow part.
 
     Returns:
@@ -111,8 +114,10 @@ def plan(
         dataset_size = checked_count("dataset_size", dataset_size)
     correction = _checked_correction(correction)
     from vram_guard.budget.host import host_share
+    from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
 
     host_usable = host_share(host_budget, 1)
+    choice = checked_choice(cudnn)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     capability = _compute_capability(resolved)
     trains = step.trains if isinstance(step, Source) else step.optimizer is not None
@@ -133,6 +138,7 @@ def plan(
     else:
         watched = watched_modules(named if may_checkpoint else (), pins)
         source = source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY, watched)
+    source = replace(source, trace=under(choice, source.trace))
     traces = Traces(source, batch_size, report, resolved.multiprocessors)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu)
     # Errors of the step as written come before all others.

@@ -44,7 +44,7 @@ def make_plan(
         fits=fits,
         estimate=after.estimate,
         before=before.estimate,
-        budget=request.budget.for_tier(after.estimate.tier),
+        budget=request.budget.for_tier(after.estimate.tier, after.estimate.network),
         reason_values=why,
         rejected=rejected,
         recipe=option.recipe,

@@ -90,7 +90,7 @@ class _Trial:
 
     def _lower_bound_exceeds(self, option: Option, group: _Group) -> bool:
         bound = self.costs.lower_bound(option)
-        missing = bound.size - self.request.budget.usable
+        missing = bound.size - self.request.most_usable
         if missing > 0:
             self._miss(option, group, Reason(bound.why, amount=Amount(bound.size)), missing)
         return missing > 0
@@ -103,7 +103,7 @@ class _Trial:
         size = self.request.batch_size // option.splits
         timeline = self.timelines.exact(plain, size) if exact else self.timelines(plain)
         least = peak_outside(timeline, "optimizer", size)
-        missing = least - self.request.budget.usable
+        missing = least - self.request.most_usable
         if missing > 0:
             self._miss(option, group, Reason(Why.NEEDS_OUTSIDE_OPTIMIZER, amount=Amount(least)), missing)
         return missing > 0

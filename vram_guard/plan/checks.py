@@ -51,6 +51,18 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
     one_of("lr_rule", lr_rule, LEARNING_RATE_RULES)
 
 
+def check_cudnn(cudnn: object) -> None:
+    """Check the cuDNN that is to be asked for workspaces.
+
+    Raises:
+        InvalidInputError: it is neither a word that is known nor a file, or none is installed that could be asked.
+    """
+    if cudnn is not None:
+        from vram_guard.simulate.operators.cudnn_choice import checked_choice
+
+        checked_choice(cudnn)
+
+
 def check_mode(mode: object) -> None:
     """Check a guard's mode.
 

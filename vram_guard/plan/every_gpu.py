@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from vram_guard.step import checked_count
-from vram_guard.timeline import largest_that_fits, peak_fits
+from vram_guard.timeline import largest_that_fits
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
@@ -49,11 +49,11 @@ def on_every_gpu(
     peak_at = cache(lambda card, size: timeline_for(card[0]).on(card[1]).replay(size).peak_reserved)
 
     def one(gpu: GPU) -> OnGpu:
-        capability = gpu.compute_capability
-        card = capability, gpu.multiprocessors
-        tier = timeline_for(capability).tier
-        budget = Budget.of(gpu).for_tier(tier)
-        largest = largest_that_fits(lambda size: peak_fits(peak_at(card, size), tier, budget), limit)
+        card = gpu.compute_capability, gpu.multiprocessors
+        timeline = timeline_for(gpu.compute_capability)
+        tier, network = timeline.tier, timeline.network
+        budget = Budget.of(gpu).for_tier(tier, network)
+        largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size), tier, network), limit)
         return OnGpu(gpu, budget.usable, largest, peak_at(card, max(largest, 1)), tier != "formula")
 
     return tuple(map(one, gpus))

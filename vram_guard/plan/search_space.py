@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from vram_guard.budget.margins import NETWORKS, USUAL_TIER
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -162,8 +163,14 @@ class Request:
         return Option(self.precision, 1)
 
     def usable(self, estimate: Estimate) -> int:
-        """Bytes that a prediction may take, with the margin of its tier."""
-        return self.budget.for_tier(estimate.tier).usable
+        """Bytes that a prediction may take, with its margin."""
+        return self.budget.for_tier(estimate.tier, estimate.network).usable
+
+    @property
+    def most_usable(self) -> int:
+        """Bytes that no prediction may exceed, whatever its margin."""
+        kinds = (None, *NETWORKS)
+        return max(self.budget.for_tier(USUAL_TIER, kind).usable for kind in kinds)
 
     def corrected(self, estimate: Estimate) -> int:
         """Bytes to hold against the budget."""

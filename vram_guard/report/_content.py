@@ -35,7 +35,7 @@ class Content:
         """The content of a report."""
         if isinstance(answer, Plan):
             return cls(answer, answer.budget)
-        return cls(answer, None if budget is None else budget.for_tier(answer.tier))
+        return cls(answer, None if budget is None else budget.for_tier(answer.tier, answer.network))
 
     @property
     def plan(self) -> Plan | None:
@@ -109,6 +109,7 @@ class Content:
             (_("operator"), estimate.peak_operator),
             (_("answer"), _(_TIERS[estimate.tier])),
             (_("releases"), "" if estimate.releases is None else str(estimate.releases)),
+            *workspace_facts(estimate),
         ]
         point = estimate.out_of_memory
         if point is not None:
@@ -137,6 +138,25 @@ class Content:
     def _share(self, size: int) -> str:
         whole = self.estimate.peak_allocated
         return f"{size / whole:.1%}" if size <= whole != 0 else ""
+
+
+def workspace_facts(estimate: Estimate) -> list[tuple[str, str]]:
+    """(name, value): the range of the reserved peak with its reason, and the cuDNN that was asked, where there are."""
+    facts, asked = [], estimate.cudnn
+    if estimate.peak_upper > estimate.peak_reserved:
+        words = _(
+            "{low} to {high}: cuDNN's workspaces in float32 are unknown, its usual kernels take up to {most} of it",
+            low=format_bytes(estimate.peak_reserved),
+            high=format_bytes(estimate.peak_upper),
+            most=format_bytes(estimate.peak_upper - estimate.peak_reserved),
+        )
+        facts.append((_("peak reserved"), words))
+    if asked is not None and asked.refused:
+        facts.append((f"cuDNN {asked.release}".strip(), _("says no workspaces: {why}", why=asked.refused)))
+    elif asked is not None:
+        words = _("was asked for workspaces: {amount} of the peak", amount=format_bytes(estimate.cudnn_bytes))
+        facts.append((f"cuDNN {asked.release}", words))
+    return facts
 
 
 def plan_facts(plan: Plan) -> list[tuple[str, str]]:

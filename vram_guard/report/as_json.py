@@ -30,7 +30,7 @@ def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[st
     if isinstance(answer, Plan):
         return {"schema": SCHEMA, "kind": "plan", **_plan(answer), "budget": _budget(answer.budget)}
     if budget is not None:
-        budget = budget.for_tier(answer.tier)
+        budget = budget.for_tier(answer.tier, answer.network)
     held_against = {} if budget is None else {"budget": _budget(budget), "fits": answer.fits(budget)}
     return {"schema": SCHEMA, "kind": "estimate", "estimate": _estimate(answer), **held_against}
 
@@ -82,6 +82,7 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "batch_size": estimate.batch_size,
         "peak_allocated": estimate.peak_allocated,
         "peak_reserved": estimate.peak_reserved,
+        "peak_reserved_upper": max(estimate.peak_reserved, estimate.peak_upper),
         "host_peak": estimate.host_peak,
         "breakdown": dict(estimate.breakdown),
         "by_module": dict(estimate.by_module),
@@ -93,6 +94,8 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         },
         "tier": estimate.tier,
         "releases": None if estimate.releases is None else estimate.releases.as_dict(),
+        "network": estimate.network,
+        "cudnn": estimate.cudnn and {**estimate.cudnn._asdict(), "bytes": estimate.cudnn_bytes},
         "notes": [_note(note) for note in estimate.notes],
         "out_of_memory": _out_of_memory(estimate.out_of_memory),
     }

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.timeline import largest_that_fits, peak_fits
+from vram_guard.timeline import largest_that_fits
 
 if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
-    from vram_guard.timeline import Tier, Timeline
+    from vram_guard.timeline import Timeline
 
 #: Drawn where no cards are named: common ones from 8 to 80 GB, one of each size.
 COMMON_CARDS = ("RTX 3070", "RTX 3060 12GB", "RTX 4080", "RTX 4090", "L40S", "A100 SXM4 80GB")
@@ -74,7 +74,7 @@ def batch_curve(
     """
     from vram_guard.budget import Budget
 
-    resolved = [(budget, Budget.of(budget).for_tier(timeline.tier)) for budget in budgets]
+    resolved = [(budget, Budget.of(budget).for_tier(timeline.tier, timeline.network)) for budget in budgets]
     if not resolved:
         raise InvalidInputError(_("a batch-size curve needs at least one GPU or budget"))
 
@@ -82,7 +82,7 @@ def batch_curve(
     def peak(size: int) -> int:
         return timeline.replay(size, settings=settings).peak_reserved
 
-    limits = [_limit(_name(given, budget), budget, timeline.tier, peak) for given, budget in resolved]
+    limits = [_limit(_name(given, budget), budget, timeline, peak) for given, budget in resolved]
     end = max(at, *(limit.largest for limit in limits), 2)
     wanted = {1, at, end, *(limit.largest for limit in limits if limit.largest)}
     points = POINTS if timeline.retrace is None else 0
@@ -103,8 +103,8 @@ def close_together(limits: Iterable[Limit], share: float = 0.05) -> list[list[Li
     return groups
 
 
-def _limit(name: str, budget: Budget, tier: Tier, peak: Callable[[int], int]) -> Limit:
-    largest = largest_that_fits(lambda size: peak_fits(peak(size), tier, budget), LARGEST_DRAWN)
+def _limit(name: str, budget: Budget, timeline: Timeline, peak: Callable[[int], int]) -> Limit:
+    largest = largest_that_fits(lambda size: budget.holds(peak(size), timeline.tier, timeline.network), LARGEST_DRAWN)
     return Limit(name, budget.usable, largest, peak(largest) if largest else None)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.report._content import workspace_facts
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.calculator import amount
 from vram_guard.report.categories import category_name
@@ -48,9 +49,11 @@ def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
             yield f"     {category_name(name)}: {amount(held)}"
     if estimate.releases is not None:
         yield _("   - releases: {releases}", releases=estimate.releases)
+    for name, words in workspace_facts(estimate):
+        yield f"   - {name}: {words}"
     if answer.budget is None:
         return
-    usable = answer.budget.for_tier(estimate.tier).usable
+    usable = answer.budget.for_tier(estimate.tier, estimate.network).usable
     share = f"{abs(usable - peak) / usable:.1%}" if usable else "-"
     if answer.fits:
         yield _("   ✅ fits; to spare: {amount} ({share})", amount=amount(usable - peak), share=share)

@@ -46,7 +46,7 @@ def trace_events(
     drawn = stack(exact, batch_size, settings, most=MOST_MOMENTS)
     events = [_name("process_name", f"predicted memory, batch {batch_size}, {exact.precision}")]
     events += [_name("thread_name", "phases", PHASES), _name("thread_name", "modules", MODULES)]
-    usable = None if budget is None else budget.for_tier(exact.tier).usable
+    usable = None if budget is None else budget.for_tier(exact.tier, exact.network).usable
     for column, event in enumerate(drawn.events):
         held = {name: layer[column] for name, layer in drawn.layers.items()}
         events.append(_counter("allocated by category", event, held))

@@ -31,6 +31,7 @@ def trace(
     multiprocessors: int | None = None,
     check_at: int | None = None,
     checked: bool = True,
+    cudnn: str | None = None,
 ) -> Timeline:
     """Two consecutive training steps as allocations and frees, for every batch size.
 
@@ -46,8 +47,12 @@ def trace(
             a card of this compute capability has (:func:`vram_guard.budget.catalogue.most_multiprocessors`).
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
         checked: False leaves the check to the caller, who compares with :func:`traced_at` where it matters.
+        cudnn: the cuDNN that is asked, without a GPU, for the workspaces of convolutions: "off", "ask" (the installed
+            one), the path of a libcudnn.so.9 of 9.8 or later, or "auto": the installed one where torch has a GPU here.
+            None: what the setting ``cudnn`` says, "auto" without one. The timeline says what came of it.
 
     Raises:
+        InvalidInputError: ``cudnn`` is none of these.
         UnsupportedStepError: the step cannot be run symbolically at all.
         Exception: whatever the user's own code raises, with its own traceback.
 
@@ -58,11 +63,16 @@ def trace(
         >>> timeline.at(1000).breakdown["batch"], timeline.at(2000).breakdown["batch"]
         (1024000, 2048000)
     """
+    from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
+    choice = checked_choice(cudnn)
     step = with_built_model(step, compute_capability)
-    followed = law(lambda size: run_step(step, size, compute_capability), check_at=check_at, checked=checked)
-    return followed.on(multiprocessors)
+
+    def run(size: int) -> Timeline:
+        return run_step(step, size, compute_capability)
+
+    return law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors)
 
 
 def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked: bool = True) -> Timeline:
@@ -98,17 +108,24 @@ def trace_at(
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
+    cudnn: str | None = None,
 ) -> Timeline:
-    """The step traced at one batch size alone, see :func:`traced_at`.
+    """The step traced at one batch size alone, see :func:`traced_at`; the arguments are those of :func:`trace`.
 
     Raises:
+        InvalidInputError: ``cudnn`` makes no sense.
         UnsupportedStepError: the step cannot be run symbolically at all.
         Exception: whatever the user's own code raises, with its own traceback.
     """
+    from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
     from vram_guard.simulate.tracing.run import run_step
 
     checked_count("batch_size", batch_size)
-    return traced_at(lambda size: run_step(step, size, compute_capability).on(multiprocessors), batch_size)
+
+    def run(size: int) -> Timeline:
+        return run_step(step, size, compute_capability).on(multiprocessors)
+
+    return traced_at(under(checked_choice(cudnn), run), batch_size)
 
 
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
@@ -122,9 +139,15 @@ def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
 
 
 def estimate(
-    step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
+    step: TrainingStep,
+    batch_size: int,
+    *,
+    compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
+    cudnn: str | None = None,
 ) -> Estimate:
     """The memory of the step at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked.
+
+    The arguments are those of :func:`trace`.
 
     Example:
         >>> net = torch.nn.Linear(256, 256)
@@ -132,4 +155,4 @@ def estimate(
         >>> estimate(step, 1000).breakdown["parameters"]  # (256 x 256 + 256) numbers of 4 bytes, in blocks of 512
         263168
     """
-    return trace_at(step, batch_size, compute_capability=compute_capability).at(batch_size)
+    return trace_at(step, batch_size, compute_capability=compute_capability, cudnn=cudnn).at(batch_size)

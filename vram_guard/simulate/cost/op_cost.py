@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vram_guard.budget.margins import Network
 from vram_guard.simulate.cost._flops import RECURRENT, Args, Formula, formula_of, unit_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
@@ -104,6 +105,27 @@ def _kind(func: Any) -> _Kind | None:
 
 
 _UNKNOWN: Any = object()
+
+#: The share of a step's FLOPs from which on a network counts as one of convolutions. A definition, not a fit: the patch
+#: embedding of a vision transformer does about 1% of them, the front end of an audio transformer 5%, a U-Net's
+#: convolutions a third and more, and those of a convolutional network nearly all.
+CONVOLUTIONAL = 0.1
+
+_CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
+_HALF = ("fp16", "bf16")
+
+
+def network_of(work: Iterable[Work]) -> Network | None:
+    """The kind of network, by what its matrix products and convolutions compute; None where there are none."""
+    computing = [one for one in work if one.flops.base]
+    whole = sum(one.flops.base for one in computing)
+    if not whole:
+        return None
+    half = sum(one.flops.base for one in computing if one.unit in _HALF) > whole / 2
+    convolved = sum(one.flops.base for one in computing if one.operator.startswith(_CONVOLUTIONS))
+    if convolved >= CONVOLUTIONAL * whole:
+        return "convolutions in half precision" if half else "convolutions in float32"
+    return "no convolutions, half precision" if half else "no convolutions, float32"
 
 
 class CostMeter:

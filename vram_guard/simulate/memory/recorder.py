@@ -50,6 +50,7 @@ class Recorder:
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
         self._optional: set[int] = set()
+        self._unknown: set[int] = set()
         self._scratch: dict[int, tuple[Rule, Sequence[int]]] = {}
         self._live: dict[int, StorageRef] = {}
         self.host = HostRecorder()
@@ -117,17 +118,26 @@ class Recorder:
             self._categories[block] = category
             self.events.append(~block)
 
-    def together(self, sizes: Iterable[int], operator: str, *, workspace: int = 0) -> None:
-        """Several temporaries that an operator holds at the same time, and a workspace that it can do without."""
+    def together(self, sizes: Iterable[int], operator: str, *, workspace: int = 0, unknown: int = 0) -> None:
+        """Several temporaries that an operator holds at the same time, and a workspace that it can do without.
+
+        Args:
+            sizes: of the temporaries.
+            operator: that holds them.
+            workspace: its size, where that is known.
+            unknown: the most that it takes, where its size is not known.
+        """
         if self._closed:
             return
         held = [self._allocate(size, operator) for size in sizes if size > 0]
         for block in held:
             self._categories[block] = "temporaries"
-        if workspace > 0:
-            held.append(block := self._allocate(workspace, operator))
+        if workspace or unknown:
+            held.append(block := self._allocate(workspace or unknown, operator))
             self._categories[block] = "workspace"
             self._optional.add(block)
+            if not workspace:
+                self._unknown.add(block)
         self.events.extend(~block for block in held)
 
     def scratch(self, rules: Iterable[Rule], numbers: Sequence[int], operator: str, *, copied: int = 0) -> None:
@@ -314,6 +324,7 @@ class Recorder:
                     operator,
                     index in self._optional,
                     None if rule is None else Scratch(rule, tuple(Affine(number, 0) for number in numbers)),
+                    index in self._unknown,
                 )
             )
         return tuple(made)

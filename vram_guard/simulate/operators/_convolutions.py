@@ -2,13 +2,14 @@
 
 Which library runs a convolution on CUDA, and in which layout, follows Convolution.cpp (``select_conv_backend``,
 ``use_cudnn_depthwise``) and ConvShared.cpp; how much workspace cuDNN takes is asked of an installed cuDNN
-(:mod:`.cudnn`) where that can be. Where a workspace does not fit, PyTorch goes on to the next kernel
+(:mod:`.cudnn`) where that is wanted. Where a workspace does not fit, PyTorch goes on to the next kernel
 that cuDNN proposes (Conv_v8.cpp, ``try_configs``): a replay under a limit does without it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +39,8 @@ def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     name = str(func)
     recorder.track(out, name)
     workspace = _workspace("forward", source, weight, out, layout, args[3:9])
-    recorder.together([_copy_if_needed(source, layout), _copy_if_needed(weight, layout)], name, workspace=workspace)
+    copies = [_copy_if_needed(source, layout), _copy_if_needed(weight, layout)]
+    recorder.together(copies, name, **workspace._asdict())
     return out
 
 
@@ -57,7 +59,7 @@ def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _
         recorder.track(out, name)
         direction: cudnn.Direction = "backward_filter" if index else "backward_data"
         workspace = _workspace(direction, source, weight, grad, layout, args[4:10])
-        recorder.together([copied, _copy_if_needed(other, layout)], name, workspace=workspace)
+        recorder.together([copied, _copy_if_needed(other, layout)], name, **workspace._asdict())
     if wanted[2]:
         made[2] = bias = torch.empty(bias_sizes, dtype=grad.dtype, device="meta")
         recorder.track(bias, name)
@@ -93,6 +95,13 @@ def _copy_if_needed(tensor: torch.Tensor, layout: torch.memory_format) -> int:
 # --- workspaces ------------------------------------------------------------------------------------------------------
 
 
+class _Workspace(NamedTuple):
+    """A workspace of known size, or the most that one of unknown size takes. Bytes."""
+
+    workspace: int = 0
+    unknown: int = 0
+
+
 def _workspace(
     direction: cudnn.Direction,
     source: torch.Tensor,
@@ -100,34 +109,35 @@ def _workspace(
     out: torch.Tensor,
     layout: torch.memory_format,
     settings: tuple[Any, ...],
-) -> int:
-    """Bytes of cuDNN's workspace for one direction of a convolution; ``settings``: stride, ..., groups."""
+) -> _Workspace:
+    """The workspace of cuDNN for one direction of a convolution; ``settings``: stride, ..., groups."""
     stride, padding, dilation, transposed, _output_padding, groups = settings
     element = _ELEMENTS.get(source.dtype)
     if element is None or not torch.backends.cudnn.enabled or 0 in (source.numel(), weight.numel(), out.numel()):
-        return 0
+        return _Workspace()
     if _is_depthwise(source, weight, transposed, groups) and layout is torch.contiguous_format and element == "float32":
-        return 0  # PyTorch's own kernels (``use_cudnn_depthwise``), which take none
+        return _Workspace()  # PyTorch's own kernels (``use_cudnn_depthwise``), which take none
     if transposed:  # the forward pass of one is the backward pass of the other
         source, out = out, source
         direction = _OF_TRANSPOSED[direction]
-    found = cudnn.workspace(
-        cudnn.Convolution(
-            direction,
-            element,
-            _described(source, layout),
-            _described(weight, layout),
-            _described(out, layout),
-            padding=_planar(padding, 0),
-            stride=_planar(stride, 1),
-            dilation=_planar(dilation, 1),
-            allow_tf32=torch.backends.cudnn.allow_tf32,
-            deterministic=torch.backends.cudnn.deterministic,
-        )
+    call = cudnn.Convolution(
+        direction,
+        element,
+        _described(source, layout),
+        _described(weight, layout),
+        _described(out, layout),
+        padding=_planar(padding, 0),
+        stride=_planar(stride, 1),
+        dilation=_planar(dilation, 1),
+        allow_tf32=torch.backends.cudnn.allow_tf32,
+        deterministic=torch.backends.cudnn.deterministic,
     )
+    found = cudnn.workspace(call)
     if found is not None:
-        return found
-    return _transposed_copies(layout, groups, source, out)
+        return _Workspace(found)
+    if element == "float32":
+        return _Workspace(unknown=_most(call, layout, groups))
+    return _Workspace(_transposed_copies(layout, groups, source, out))
 
 
 def _is_depthwise(source: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
@@ -150,6 +160,29 @@ def _described(tensor: torch.Tensor, layout: torch.memory_format) -> cudnn.Tenso
 
 def _planar(values: Any, neutral: int) -> tuple[int, ...]:
     return (neutral, int(values[0])) if len(values) == 1 else tuple(int(value) for value in values)
+
+
+def _most(call: cudnn.Convolution, layout: torch.memory_format, groups: int) -> int:
+    """The most that cuDNN's usual float32 kernels take for this call, where no cuDNN says it.
+
+    Two kinds of kernels take workspaces that grow with the activations; which one is chosen is published nowhere.
+
+    - TF32 kernels want NHWC, as those in half precision do (:func:`_transposed_copies`): a copy of everything in NCHW.
+    - Winograd's F(4x4, 3x3) with its transforms in memory of their own: for each channel and each 4 x 4 of the output
+      36 numbers of the input and of the output, and 36 for the 9 of each filter (Lavin and Gray, "Fast Algorithms for
+      Convolutional Neural Networks", section 4.3; cuDNN's developer guide: ``WINOGRAD_NONFUSED``, 3 x 3 with stride 1
+      in float32).
+
+    Public traces of ResNet-50 on a V100 (pytorch/kineto) show workspaces of exactly these sizes, and smaller ones.
+    FFT, which few shapes get, can take more.
+    """
+    if call.weight.sizes[2:] == (3, 3) and set(call.stride + call.dilation) == {1} and groups == 1:
+        batch, channels, *plane = call.out.sizes  # the transforms are never less than the copies
+        tiles = batch * math.prod(-(-size // 4) for size in plane)
+        return 4 * (36 * tiles * (call.source.sizes[1] + channels) + 4 * math.prod(call.weight.sizes))
+    if layout is not torch.contiguous_format:
+        return 0
+    return 4 * sum(math.prod(tensor.sizes) for tensor in (call.source, call.weight, call.out))
 
 
 def _transposed_copies(layout: torch.memory_format, groups: int, *read: torch.Tensor) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, Protocol
 
+from vram_guard.timeline import CudnnAnswers
+
 Direction = Literal["forward", "backward_data", "backward_filter"]
 Element = Literal["float32", "float16", "bfloat16"]
 
@@ -113,8 +115,19 @@ class Convolution(NamedTuple):
     deterministic: bool = False
 
 
+class CudnnRefusedError(Exception):
+    """A cuDNN that gives no answers: it was told of a GPU and did not take it; the message says why."""
+
+
 class WorkspaceSource(Protocol):
     """Something that knows the workspaces of convolutions."""
+
+    @property
+    def release(self) -> str:
+        """Its release, as "9.26.0"."""
+
+    def check(self, device: DeviceProperties, /) -> None:
+        """Raise :class:`CudnnRefusedError` if it does not answer for this GPU."""
 
     def workspace(self, call: Convolution, device: DeviceProperties, /) -> int | None:
         """Bytes of workspace of this call on this GPU; None where nothing is known."""
@@ -123,6 +136,7 @@ class WorkspaceSource(Protocol):
 Answer = Callable[[Convolution], "int | None"]
 
 _answer: ContextVar[Answer | None] = ContextVar("_answer", default=None)
+_asked: ContextVar[CudnnAnswers | None] = ContextVar("_asked", default=None)
 
 
 def workspace(call: Convolution) -> int | None:
@@ -132,10 +146,24 @@ def workspace(call: Convolution) -> int | None:
 
 
 @contextlib.contextmanager
-def asking(library: WorkspaceSource, device: DeviceProperties) -> Iterator[None]:
-    """While the block runs, :func:`workspace` answers for this device."""
+def asking(library: WorkspaceSource, device: DeviceProperties) -> Iterator[CudnnAnswers]:
+    """While the block runs, :func:`workspace` answers for this device, unless the library refuses it."""
     token = _answer.set(functools.lru_cache(maxsize=None)(lambda call: library.workspace(call, device)))
     try:
-        yield
+        library.check(device)
+    except CudnnRefusedError as error:
+        answers = CudnnAnswers(library.release, str(error))
+        _answer.set(None)
+    else:
+        answers = CudnnAnswers(library.release)
+    said = _asked.set(answers)
+    try:
+        yield answers
     finally:
+        _asked.reset(said)
         _answer.reset(token)
+
+
+def asked() -> CudnnAnswers | None:
+    """The cuDNN that is asked at this moment, or would be; None where none is."""
+    return _asked.get()

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vram_guard.language import _
-from vram_guard.simulate.operators.cudnn import Convolution, DeviceProperties, Direction, Element, Tensor
+from vram_guard.simulate.operators.cudnn import (
+    Convolution,
+    CudnnRefusedError,
+    DeviceProperties,
+    Direction,
+    Element,
+    Tensor,
+)
 
 #: The first release whose heuristics and plans take a description of the device (cudnn_graph_v9.h).
 FIRST_VERSION = 90800
@@ -96,11 +103,16 @@ def _load_cublas(path: Path) -> None:
 
 
 class _Refused(Exception):  # noqa: N818 - how cuDNN says that a plan is not possible
-    """cuDNN did not do what it was asked; ``status`` is its code."""
+    """cuDNN did not do what it was asked; ``status`` is its code (cudnn_graph_v9.h, ``cudnnStatus_t``)."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
+
+
+def release_of(version: int) -> str:
+    """``cudnnGetVersion``'s number as it is written: 92600 is "9.26.0"."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 class Library:
@@ -118,17 +130,39 @@ class Library:
         self._library = ctypes.CDLL(str(path))
         self._library.cudnnGetVersion.restype = ctypes.c_size_t
         self.version = int(self._library.cudnnGetVersion())
+        self.release = release_of(self.version)
         if self.version < FIRST_VERSION:
             raise OSError(
                 _(
                     "{path} is cuDNN {version}; planning without a GPU needs {first} or later",
                     path=path,
-                    version=self.version,
-                    first=FIRST_VERSION,
+                    version=self.release,
+                    first=release_of(FIRST_VERSION),
                 )
             )
         self._lock = threading.Lock()
         self._devices: dict[DeviceProperties, ctypes.c_void_p] = {}
+
+    def check(self, device: DeviceProperties) -> None:
+        """Describe this GPU to cuDNN.
+
+        Raises:
+            CudnnRefusedError: it does not take the description; the message names its status.
+        """
+        major, minor = device.capability
+        try:
+            with self._lock:
+                self._described(device)
+        except KeyError:
+            said = _("nothing is known here of GPUs of compute capability {capability}", capability=f"{major}.{minor}")
+            raise CudnnRefusedError(said) from None
+        except _Refused as error:
+            said = _(
+                "it refuses a GPU of compute capability {capability} that is only described, with status {status}",
+                capability=f"{major}.{minor}",
+                status=error.status,
+            )
+            raise CudnnRefusedError(said) from None
 
     def workspace(self, call: Convolution, device: DeviceProperties) -> int | None:
         """Bytes of workspace that PyTorch would allocate for this call; None where cuDNN has no plan for it."""

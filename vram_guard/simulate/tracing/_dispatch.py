@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueError
 from vram_guard.language import _
-from vram_guard.simulate.cost.op_cost import CostMeter
+from vram_guard.simulate.cost.op_cost import CostMeter, network_of
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import foreach, reductions, shape_rules
+from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
@@ -311,6 +311,8 @@ class SymbolicMode(TorchDispatchMode):
             host_events=tuple(recorder.host.events),
             changes=self.purity.changes(),
             collectives=tuple(recorder.collectives),
+            network=network_of(self.meter.work()),
+            cudnn=cudnn.asked(),
         )
 
     # --- helpers ---------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states
@@ -57,6 +58,7 @@ class ExternalLoopTracer:
         """
         prepare_torch()
         enter = self._stack.enter_context
+        enter(asked_as_chosen(self.capability))
         enter(on_simulated_cuda(self._device, self.capability))
         set_stance = getattr(torch.compiler, "set_stance", None)
         if set_stance is not None:

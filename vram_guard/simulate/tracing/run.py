@@ -22,6 +22,7 @@ from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
+from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
@@ -55,10 +56,11 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int], w
         watched: modules whose forwards are watched: what they change is in the result.
 
     Raises:
+        InvalidInputError: the setting ``cudnn`` makes no sense.
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
-    with _alone() as interrupts:
+    with asked_as_chosen(capability), _alone() as interrupts:
         return _Run(step, batch_size, capability, interrupts, watched).timeline()
 
 

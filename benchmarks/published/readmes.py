@@ -1,0 +1,255 @@
+"""Predict what READMEs and logs of training libraries state of their own runs.
+
+    python benchmarks/published/readmes.py [--kind vit|litgpt|others] [--only WORD ...] [--json FILE]
+
+ViT-L/16 (rasbt/pytorch-memory-optim, logs.md and its scripts): the reserved peak of fine-tuning on an A100 (the card is
+not named; the number of its multiprocessors fits), torch 2.1.0.dev20230623. Images of 224 x 224, 10 classes, gradients
+freed before the backward pass (after the step where they are accumulated); under Fabric the last batch lives until the
+next one is loaded. The runs' Adam is theirs: :class:`EarlierAdam`.
+
+litgpt (Lightning-AI/litgpt, config_hub/finetune): the allocated peak of fine-tuning on an A10G, in bfloat16, with
+litgpt's own model, which has to be installed (``--libraries``: a folder ``litgpt``); its release and torch's at the
+time are not stated. Sequences are cut at 512 tokens, and the longest batch is taken to be full of them. The names of
+the loop keep logits and loss into the next forward.
+
+Every other row is named with the reason why it is not predicted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.harness.networks.batches import KeptOutputs, shapes_of_images
+from benchmarks.harness.networks.vision_transformer import VisionTransformer
+from benchmarks.harness.records import NotReproducible, Row
+from benchmarks.harness.workloads import optimizer_of
+from benchmarks.published.source import Record, Source, main, predicted, records_of
+from vram_guard import Budget, Timeline, TrainingStep
+
+GIGABYTE = 10**9
+FILES = ("published_runs.csv", "published_runs_multi_gpu.csv", "published_runs_sharded.csv")
+
+
+def measured(row: Record) -> int | None:
+    """Bytes; None where the run ran out of memory."""
+    return None if row["figure"].startswith("O") else round(float(row["figure"].split()[0]) * GIGABYTE)
+
+
+# --- ViT-L/16 -------------------------------------------------------------------------------------------------
+
+
+class EarlierAdam(torch.optim.Adam):
+    """Adam of torch 2.1, over all parameters at once: the denominators are a second temporary list beside the roots.
+
+    ``_multi_tensor_adam`` in torch/optim/adam.py: ``denom = torch._foreach_add(exp_avg_sq_sqrt, eps)`` until 2.1, in
+    place later.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    names = ("exp_avg", "exp_avg_sq")
+                    self.state[parameter] = {"step": torch.tensor(0.0)}
+                    self.state[parameter] |= {name: torch.zeros_like(parameter) for name in names}
+            states = [self.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                state["exp_avg"].lerp_(parameter.grad, 0.1)
+                state["exp_avg_sq"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
+            roots = [state["exp_avg_sq"].sqrt() for state in states]
+            denominators = [root + group["eps"] for root in roots]
+            for parameter, state, denominator in zip(parameters, states, denominators, strict=True):
+                parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"])
+
+
+#: The beginning of a row's recipe -> precision, batch, micro-batches, optimizer, whether Fabric runs it.
+VITS: dict[str, tuple[Any, int, int, Callable[[Any], torch.optim.Optimizer], bool]] = {
+    "01_": ("32-true", 64, 1, EarlierAdam, False),
+    "01-2_": ("32-true", 64, 1, EarlierAdam, True),
+    "02_": ("16-mixed", 64, 1, EarlierAdam, True),
+    "03_": ("bf16-true", 64, 1, EarlierAdam, True),
+    "04_": ("bf16-true", 16, 1, EarlierAdam, True),
+    "05_": ("bf16-true", 4, 4, EarlierAdam, True),
+    "06_": ("bf16-true", 4, 4, optimizer_of("SGD", lr=0.01), True),
+}
+
+
+def _classified(model: Any, batch: Any) -> tuple[Any, Any]:
+    images, labels = batch
+    logits = model(images)
+    return logits, functional.cross_entropy(logits, labels)
+
+
+def _classified_by_fabric(model: Any, batch: Any) -> tuple[Any, Any]:
+    logits, loss = _classified(model, batch)
+    return (logits, batch), loss
+
+
+def predict_vit(row: Record) -> list[Row]:
+    """The reserved peak of one script."""
+    precision, size, slices, optimizer, fabric = VITS[row["recipe"].split("_")[0] + "_"]
+    step = TrainingStep(
+        model=lambda: VisionTransformer(classes=10),
+        batch=shapes_of_images(224),
+        loss=KeptOutputs(_classified_by_fabric if fabric else _classified),
+        optimizer=optimizer,
+        precision=precision,
+        accumulate=slices,
+        zero_grad="before_backward" if slices == 1 else "after_step",
+    )
+
+    def answer(timeline: Timeline) -> dict[str, Any]:
+        return {"predicted": timeline.at(size).peak_reserved}
+
+    return [predicted(step, size, "A100 40GB", answer, source=VIT.title, name=row["recipe"], measured=measured(row))]
+
+
+# --- litgpt ---------------------------------------------------------------------------------------------------
+
+#: The folder of a configuration -> litgpt's name of the model, the rank of the adapters, and whether all linear layers
+#: have one (otherwise queries and values).
+MODELS: dict[str, tuple[str, int, bool]] = {
+    "falcon-7b": ("falcon-7b", 32, False),
+    "gemma-2b": ("Gemma-2b", 8, True),
+    "gemma-7b": ("Gemma-7b", 16, True),
+    "gemma2-2b": ("Gemma-2-2b", 8, True),
+    "gemma2-9b": ("Gemma-2-9b", 16, True),
+    "llama-2-7b": ("Llama-2-7b-hf", 32, False),
+    "llama-3-8b": ("Llama-3-8B", 32, False),
+    "llama-3.1-8b": ("Llama-3.1-8B", 32, False),
+    "llama-3.2-1b": ("Llama-3.2-1B", 32, False),
+    "llama-3.2-3b": ("Llama-3.2-3B", 32, False),
+    "mistral-7b": ("Mistral-7B-v0.1", 32, False),
+    "mistral-7b-v0.2": ("Mistral-7B-v0.2", 32, False),
+    "phi-2": ("phi-2", 8, True),
+    "phi-3": ("Phi-3-mini-4k-instruct", 8, True),
+    "stablelm-base-alpha-3b": ("stablelm-base-alpha-3b", 32, False),
+    "tiny-llama": ("tiny-llama-1.1b", 32, True),
+}
+TOKENS = 512
+
+
+def _litgpt(folder: str, kind: str) -> nn.Module:
+    import litgpt.lora
+    import litgpt.model
+
+    name, rank, everywhere = MODELS[folder]
+    if kind == "full":
+        model: nn.Module = litgpt.model.GPT(litgpt.model.Config.from_name(name))
+    else:
+        names = ("query", "key", "value", "projection", "mlp", "head")
+        chosen = {f"lora_{each}": everywhere or each in ("query", "value") for each in names}
+        settings = {"lora_r": rank, "lora_alpha": 16, "lora_dropout": 0.05, **chosen}
+        model = litgpt.lora.GPT(litgpt.lora.Config.from_name(name, **settings))
+        litgpt.lora.mark_only_lora_as_trainable(model)
+    model.max_seq_length = TOKENS
+    return model
+
+
+def _next_tokens(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
+    from litgpt.utils import chunked_cross_entropy
+
+    logits = model(ids, lm_head_chunk_size=128)
+    logits[-1] = logits[-1][..., :-1, :]
+    loss = chunked_cross_entropy(logits, ids[..., 1:])
+    return (logits, loss), loss
+
+
+def predict_litgpt(row: Record) -> list[Row]:
+    """The allocated peak of one configuration, or whether it runs."""
+    path, *_rest, micro = row["recipe"].split("; ")
+    folder, kind = path.removesuffix(".yaml").split("/")[-2:]
+    if kind == "qlora":
+        raise NotReproducible("its weights are in 4 bits, by bitsandbytes' own CUDA code")
+    if importlib.util.find_spec("litgpt") is None:
+        raise NotReproducible("litgpt is not installed")
+    size, peak = int(micro.split()[-1]), measured(row)
+    model: Any = None
+
+    def build() -> nn.Module:
+        nonlocal model
+        model = _litgpt(folder, kind)
+        return model
+
+    step = TrainingStep(
+        model=build,
+        batch=lambda samples: torch.zeros(samples, TOKENS, dtype=torch.long),
+        loss=KeptOutputs(_next_tokens),
+        optimizer=optimizer_of("AdamW", lr=2e-4),
+        precision="bf16-true",
+        accumulate=2,
+        zero_grad="after_step",
+    )
+
+    def answer(timeline: Timeline) -> dict[str, Any]:
+        # Weights, gradients and two states.
+        least = sum((4 if p.requires_grad else 1) * p.numel() * 2 for p in model.parameters())
+        if peak is not None and least > peak:
+            raise NotReproducible("weights, gradients and AdamW's states alone are more than was measured: another run")
+        found = timeline.at(size, capacity=Budget.of("A10G", margin=0).available)
+        fits = found.out_of_memory is None
+        return {"predicted": (found if fits else timeline.at(size)).peak_allocated, "fits": fits}
+
+    name = f"{folder} {kind}, {size} at a time"
+    return [predicted(step, size, "A10G", answer, source=LITGPT.title, name=name, measured=peak, ran=peak is not None)]
+
+
+# --- the rest -------------------------------------------------------------------------------------------------
+
+
+def _is_vit(row: Record) -> bool:
+    return row["source"].startswith("rasbt") and row["model"].startswith("torchvision")
+
+
+def _is_litgpt(row: Record) -> bool:
+    return "config_hub" in row["source"]
+
+
+def refuse(row: Record) -> list[Row]:
+    """Say why a row is not predicted."""
+    source = row["source"]
+    if "gpus" not in row or row["gpus"] != "1":
+        if row["model"].startswith("HF "):
+            raise NotReproducible("four GPUs, with DeepSpeed or FSDP and offload (the script's name says neither)")
+        raise NotReproducible("parameters sharded over several GPUs: a TrainingStep describes whole copies (DDP)")
+    if "finetune_lora.md" in source:
+        raise NotReproducible("how long its sequences are is not stated")
+    if source == "meta-pytorch/torchtune README.md":
+        raise NotReproducible("neither batch size nor length is stated")
+    raise NotReproducible("torchtune's own model and loss, compiled from the third row on, are not rebuilt here")
+
+
+def _name(row: Record) -> str:
+    parts = (
+        row["model"],
+        row.get("recipe") or row.get("parallel", ""),
+        row.get("figure") or row.get("measured_gib", ""),
+    )
+    return " ".join(parts)
+
+
+def _single(chosen: Callable[[Record], bool]) -> list[Record]:
+    return [row for row in records_of(FILES[0]) if chosen(row)]
+
+
+def _others() -> list[Record]:
+    rest = _single(lambda row: not (_is_vit(row) or _is_litgpt(row)))
+    return rest + [row for file in FILES[1:] for row in records_of(file)]
+
+
+VIT = Source("rasbt's ViT-L/16", lambda: _single(_is_vit), _name, predict_vit)
+LITGPT = Source("litgpt's configurations", lambda: _single(_is_litgpt), _name, predict_litgpt)
+OTHERS = Source("other READMEs", _others, _name, refuse)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(vit=VIT, litgpt=LITGPT, others=OTHERS))
