@@ -31,10 +31,10 @@ USUAL_TIER = "symbolic"
 ALL_NETWORKS, ALL_ROWS = "all networks", "all rows"
 
 _GROUPS = {
-    "convolutions in float32": marked("convolutions in float32"),
-    "convolutions in half precision": marked("convolutions in half precision"),
-    "no convolutions, float32": marked("networks without convolutions in float32, such as transformers"),
-    "no convolutions, half precision": marked("networks without convolutions in half precision, such as transformers"),
+    "convolutions in float32": marked("convolutional networks in float32"),
+    "convolutions in half precision": marked("convolutional networks in half precision"),
+    "no convolutions, float32": marked("networks without convolutions (transformers) in float32"),
+    "no convolutions, half precision": marked("networks without convolutions (transformers) in half precision"),
     ALL_NETWORKS: marked("networks of all kinds"),
     ALL_ROWS: marked("networks of all kinds and all tiers"),
 }
@@ -58,7 +58,7 @@ class MeasuredMargin(NamedTuple):
     def source(self) -> str:
         """In one line: what the number is."""
         return _(
-            "enough for {share} of {count} measured runs: {group}, {date}",
+            "enough for {share} of {count} measured runs of {group}, {date}",
             share=f"{self.quantile:.0%}",
             count=self.rows,
             group=_(_GROUPS[self.group]),
