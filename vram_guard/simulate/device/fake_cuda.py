@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vram_guard.patching import replaced
-from vram_guard.simulate.device.cuda_module import CUDA, cuda_answers, while_active
+from vram_guard.simulate.device.cuda_module import CUDA, TOOLS, cuda_answers, while_active
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -254,6 +254,8 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
     replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.Tensor, _tensor_attributes(state)),
         (torch.cuda, {name: while_active(state, value, getattr(torch.cuda, name)) for name, value in answers.items()}),
+        (torch.cuda, {"_cudart": TOOLS}),
+        (torch.cuda.nvtx, {"_nvtx": TOOLS}),
         (torch, {"tensor": _factory(torch.tensor), "as_tensor": _factory(torch.as_tensor)}),
         # flatten_parameters would call cuDNN; the stand-ins of an RNN's weights are flat from the start.
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
