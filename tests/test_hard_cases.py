@@ -514,7 +514,8 @@ def test_a_weight_of_the_loss_outside_the_model_is_taken() -> None:
     weights = torch.ones(16)
 
     def loss(model, batch):
-        return F.cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device=batch.device), weights)
+        targets = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
+        return F.cross_entropy(model(batch), targets, weights.to(batch.device))
 
     assert trace(step_of(linear, loss)).tier in ("symbolic", "partly symbolic")
 

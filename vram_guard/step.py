@@ -46,6 +46,9 @@ class TrainingStep:
             run (the guard splits batches so); False: each micro-batch is loaded by itself.
         prepare: called once with the model, on the simulated device, before the optimizer is made
             (what a framework does there: ``configure_model``, wrapping blocks, ...).
+        device: the device on which the step really runs. "cuda": the model and the batch lie on it, every other
+            tensor where the code puts it, and a tensor of the host beside one of the GPU is an error as in CUDA. "cpu"
+            (a Trainer without a GPU, of which a GPU's memory is asked): the code's own tensors lie with the rest.
         recipe: techniques that are switched on for the step, see :class:`Recipe`.
 
     Example:
@@ -71,10 +74,12 @@ class TrainingStep:
     data_parallel_ranks: int = 1
     whole_batch: bool = False
     prepare: Callable[[Any], None] | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
     recipe: Recipe = AS_WRITTEN
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
+        one_of("device", self.device, ("cuda", "cpu"))
         one_of("zero_grad", self.zero_grad, ZERO_GRADS)
         if not callable(self.model):
             raise InvalidInputError(_("model must be an nn.Module or a callable that builds one"))

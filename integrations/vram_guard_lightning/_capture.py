@@ -99,6 +99,7 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         clip_grad_value=_clipping(trainer, "value"),
         data_parallel_ranks=trainer.world_size,
         prepare=_preparation_of(trainer, module),
+        device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))
     return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Literal
 
 import torch
 
@@ -18,6 +19,11 @@ from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note,
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
 _OWN_ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
+#: The simulated GPU, host memory, or the user's own meta device, which takes no memory anywhere.
+Place = Literal["cuda", "cpu", "meta"]
+#: Attribute of a symbolic tensor with its place: one that was made before the trace began.
+PLACE = "_vram_guard_place"
+
 #: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
 
@@ -51,6 +57,9 @@ class Recorder:
         self._optional: set[int] = set()
         self._live: dict[int, StorageRef] = {}
         self.host = HostRecorder()
+        self._on_meta: dict[int, StorageRef] = {}
+        self.users_own_meta = True
+        """False: symbolic tensors that nobody has seen before are not the user's own, but on the GPU (FSDP's)."""
         self._default_category: Category | None = None
         self._nodes: list[int] = []
         self._node_origins: list[tuple[str, str]] = []
@@ -99,7 +108,7 @@ class Recorder:
             return
         storage = tensor.untyped_storage()
         key: int = storage._cdata
-        if key in self._live or self.host.holds(tensor):
+        if key in self._live or key in self._on_meta or self.host.holds(tensor):
             return
         size = storage.nbytes()
         if size == 0 or self._closed:
@@ -215,6 +224,44 @@ class Recorder:
         if hasattr(tensor, "__tensor_flatten__"):  # a wrapper lies where what it wraps lies
             return self.on_host(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
         return tensor.layout == torch.strided and self.host.holds(tensor)
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Where this symbolic tensor lies. One that no operator of the trace has made is the user's own meta tensor."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            return self.place_of(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
+        if tensor.layout != torch.strided:
+            return "cuda"
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key in self._live:
+            return "cuda"
+        if self.host.holds(tensor):
+            return "cpu"
+        if key in self._on_meta:
+            return "meta"
+        if self._closed or not self.users_own_meta or not storage.nbytes():
+            return "cuda"
+        place: Place = tensor.__dict__.get(PLACE, "meta")
+        self.put(tensor, place)
+        return place
+
+    def put(self, tensor: torch.Tensor, place: Place, *, pinned: bool = False, operator: str = "") -> None:
+        """This symbolic tensor lies there from now on."""
+        if tensor.layout != torch.strided:
+            return self.track(tensor, operator)
+        storage = tensor.untyped_storage()
+        self._on_meta.pop(storage._cdata, None)
+        if place == "cuda":
+            self.track(tensor, operator)
+        elif place == "cpu":
+            self.mark_host(tensor, pinned=pinned)
+        else:
+            self._on_meta[storage._cdata] = StorageRef.of(storage, self._left_meta, -1)
+        return None
+
+    def _left_meta(self, ref: StorageRef) -> None:
+        if self._on_meta.get(ref.key) is ref:
+            del self._on_meta[ref.key]
 
     def mark_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
         """This symbolic tensor lives in host memory: it takes nothing from the GPU."""

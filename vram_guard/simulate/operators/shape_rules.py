@@ -142,7 +142,7 @@ def _baddbmm_to_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (
         left.dtype != right.dtype
         or added.dtype not in (dtype, left.dtype)
-        or _broadcast(added.shape, shape) != [*shape]
+        or _broadcast(added.shape, torch.Size(shape)) != [*shape]
     ):
         return None
     return torch.empty(shape, dtype=dtype, device=_META)

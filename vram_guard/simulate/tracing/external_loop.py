@@ -75,7 +75,7 @@ class ExternalLoopTracer:
         for tensor in tensors:
             if not is_symbolic(tensor):
                 self._in_place(tensor)
-                self.recorder.track(tensor, "")
+                self.recorder.put(tensor, "cuda")
 
     def adopt_model(self, model: nn.Module) -> None:
         """The parameters and buffers of a model arrive on the GPU, as ``model.to("cuda")`` would move them."""
@@ -106,9 +106,10 @@ class ExternalLoopTracer:
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_symbolic(tensor):
                 self._in_place(tensor)
-                self.recorder.mark_host(tensor)
+                self.recorder.put(tensor, "cpu")
         self._device.shapes_only -= 1
         self.recorder.note(STREAMS)
+        self.recorder.users_own_meta = False
         self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
         self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
         model.register_forward_pre_hook(self._before_forward)

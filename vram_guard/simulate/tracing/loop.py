@@ -13,6 +13,7 @@ from torch import nn
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from vram_guard.simulate.tracing._dispatch import SymbolicMode
     from vram_guard.step import TrainingStep
 
-_META = torch.device("meta")
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 #: Precisions in which weights and inputs themselves are of half precision.
@@ -122,9 +122,9 @@ class Loop:
             raise UnsupportedStepError(_("the batch holds a nested tensor: its rows have no common size"))
         dtype = TRUE_DTYPES.get(self.step.precision) if tensor.is_floating_point() else None
         if is_symbolic(tensor):
-            moved = torch.empty_like(tensor, dtype=dtype)
+            moved = torch.empty_like(tensor, dtype=dtype, device=CUDA)
         else:
-            moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_META)
+            moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=CUDA)
             constants.known(moved, tensor)
         self.recorder.track(moved, "")
         self.mode.meter.loaded(moved)
