@@ -178,6 +178,7 @@ def capture(runner: Any) -> Captured:
         precision=facts.precision,
         accumulate=facts.accumulate,
         zero_grad="after_step",
+        keeps="nothing",  # run_iter is over before the next batch is loaded
         clip_grad_norm=facts.clip_grad_norm,
         clip_grad_value=facts.clip_grad_value,
         data_parallel_ranks=runner.world_size,
