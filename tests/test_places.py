@@ -131,7 +131,8 @@ def test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device() ->
 
     def code(net: Net, x: torch.Tensor) -> Any:
         with torch.device("meta"):
-            inner = nn.Linear(8 * WIDTH, WIDTH)
+            inner = nn.Sequential(nn.Linear(8 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, device="cpu"))
+        inner[1] = nn.Linear(WIDTH, WIDTH, device="meta")
         seen = inner(teacher(x.detach().to("meta")))
         assert (seen.device.type, seen.is_meta, seen.is_cuda, x.is_meta) == ("meta", True, False, False)
         assert teacher[0].weight.device.type == "meta"
@@ -145,6 +146,27 @@ def test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device() ->
     assert [(block.size, block.operator) for block in timeline.blocks] == [
         (block.size, block.operator) for block in plain.blocks
     ]
+
+
+def test_what_torch_itself_makes_like_a_tensor_of_the_gpu_is_on_the_gpu() -> None:
+    """A gradient that is an expanded tensor is copied by autograd, with the device of the meta tensor behind it."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            total = (inputs[:1] + self.weight).sum()
+            total.register_hook(lambda grad: grad)
+            return total
+
+    def loss(model: Any, batch: Any) -> Any:
+        return model(batch)
+
+    timeline = run_step(TrainingStep(Sum, lambda size: torch.zeros(size, WIDTH), loss, adamw), 4, AMPERE)
+    gradients = [block for block in timeline.blocks if block.category == "gradients"]
+    assert [block.size.base for block in gradients] == [TABLE, TABLE]
 
 
 def test_a_batch_of_shapes_alone_is_on_the_gpu_once() -> None:

@@ -66,6 +66,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.cuda:_cudart", "a profiler that is switched on and off", _PROFILED),
     PrivateName("torch.cuda.nvtx:_nvtx", "ranges for a profiler, on a build without CUDA", _PROFILED),
     PrivateName("torch:_GLOBAL_DEVICE_CONTEXT", "the default device is put back", "test_switches_that_a_step_turns"),
+    PrivateName(
+        "torch.utils._device:_device_constructors",
+        "which factories follow the default device",
+        "test_factories_follow_the_default_device_after_a_trace_as_before",
+    ),
     PrivateName("torch.nn:Module._compiled_call_impl", "compiled modules are noticed", "test_compiled_models"),
     PrivateName(
         "torch._C:_swap_tensor_impl",

@@ -39,6 +39,8 @@ class FakeCudaState:
         """Set while torch's own code for meta tensors runs: that must see the truth."""
         self.shapes_only = 0
         """Above 0 while torch derives the shapes of results: operators that run then take no memory."""
+        self.own_meta = False
+        """Set while the user's own code makes a tensor on the meta device."""
         self.recorder = recorder
         self.queries = ScalarQueries(recorder)
 
@@ -280,6 +282,47 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+#: Factories that the user's code may ask for a tensor on the meta device; ``nn.Linear(..., device="meta")`` does.
+_FACTORIES = (
+    "empty",
+    "empty_strided",
+    "zeros",
+    "ones",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "linspace",
+    "eye",
+)
+
+
+def _default_device(state: FakeCudaState) -> torch.device:
+    """The true default device: torch asks a tensor for it, which would claim to be on the GPU."""
+    before, state.in_kernel = state.in_kernel, True
+    try:
+        return torch.get_default_device()
+    finally:
+        state.in_kernel = before
+
+
+def _on_named_device(original: Callable[..., Any], state: FakeCudaState) -> Callable[..., Any]:
+    """A factory that says whether it was the user's code that named the meta device."""
+
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        named = _default_device(state) if kwargs.get("device") is None else as_device(kwargs["device"])
+        before, state.own_meta = state.own_meta, named is not None and named.type == "meta"
+        try:
+            result: torch.Tensor = original(*args, **kwargs)
+        finally:
+            state.own_meta = before
+        return result
+
+    return made
+
+
 def _group_by_device(original: Callable[..., Any], state: FakeCudaState) -> Callable[..., Any]:
     """Grouping of optimizer tensors: symbolic groups are CUDA groups, so that foreach is chosen, or lie on the host."""
 
@@ -306,6 +349,7 @@ TENSOR_ATTRIBUTES: tuple[str, ...] = tuple(_tensor_attributes(FakeCudaState(Reco
 def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
     """Symbolic tensors and ``torch.cuda`` answer as one CUDA device of this compute capability inside the block."""
     group = "_group_tensors_by_device_and_dtype"
+    torch.utils._device._device_constructors()  # cached for good: let it see torch's own factories, not these
     answers = cuda_answers(capability)
     replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.Tensor, _tensor_attributes(state)),
@@ -313,6 +357,7 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
         (torch.cuda, {"_cudart": TOOLS}),
         (torch.cuda.nvtx, {"_nvtx": TOOLS}),
         (torch, {"tensor": _factory(torch.tensor), "as_tensor": _factory(torch.as_tensor)}),
+        (torch, {name: _on_named_device(getattr(torch, name), state) for name in _FACTORIES}),
         # flatten_parameters would call cuDNN; the stand-ins of an RNN's weights are flat from the start.
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
         (torch._C, {group: _group_by_device(getattr(torch._C, group), state)}),

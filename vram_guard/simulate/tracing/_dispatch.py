@@ -96,9 +96,9 @@ class SymbolicMode(TorchDispatchMode):
         try:
             if self.state.shapes_only:
                 return func(*args, **(kwargs or {}))
-            self._place, args = self.placement.of(func, args)
             if self.waiting:
                 self._check_waiting(func, args)
+            self._place, args = self.placement.of(func, args)
             if self._notes.open:
                 self._notes.runs(func, args, kwargs or {})
             out = plan(func, args, kwargs or {})
@@ -177,7 +177,7 @@ class SymbolicMode(TorchDispatchMode):
         device = kwargs.get("device")
         place, pinned = self._place, False
         if device is not None:
-            place = self._named_place(func, device, args)
+            place = self._named_place(device, args)
             if device.type == "cuda":
                 kwargs = {**kwargs, "device": _META}
             elif device.type == "cpu" and any_symbolic(args):
@@ -196,15 +196,19 @@ class SymbolicMode(TorchDispatchMode):
             constants.derive(func, args, kwargs, out)
         return out
 
-    def _named_place(self, func: Any, device: torch.device, args: tuple[Any, ...]) -> Place:
-        """The place that an argument names. A copy to the meta device is our own: one to the GPU, or of a dtype."""
+    def _named_place(self, device: torch.device, args: tuple[Any, ...]) -> Place:
+        """The place that an argument names.
+
+        torch's own code says "meta" where it makes a tensor like a symbolic one; the user's code says so in a factory,
+        or in ``with torch.device("meta")``.
+        """
         if device.type != "meta":
             return "cuda" if device.type == "cuda" else "cpu"
-        if any_symbolic(args) and (self._place != "cuda" or func._schema.name == "aten::_to_copy"):
+        if any_symbolic(args):
             return self._place
         if self._building:
-            return "cuda" if any_symbolic(args) else "cpu"
-        return "cuda" if func._schema.name == "aten::_to_copy" else "meta"
+            return "cpu"
+        return "meta" if self.state.own_meta else "cuda"
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._run(func, args, kwargs)
