@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.cuda_module import CUDA, TOOLS, cuda_answers, while_active
@@ -298,13 +300,10 @@ _FACTORIES = (
 )
 
 
-def _default_device(state: FakeCudaState) -> torch.device:
-    """The true default device: torch asks a tensor for it, which would claim to be on the GPU."""
-    before, state.in_kernel = state.in_kernel, True
-    try:
-        return torch.get_default_device()
-    finally:
-        state.in_kernel = before
+def _default_device() -> torch.device | None:
+    """Device of the innermost ``with torch.device(...)``; ``torch.get_default_device`` would make a tensor to know."""
+    contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return contexts[-1].device if contexts else None
 
 
 def _on_named_device(original: Callable[..., Any], state: FakeCudaState) -> Callable[..., Any]:
@@ -312,7 +311,7 @@ def _on_named_device(original: Callable[..., Any], state: FakeCudaState) -> Call
 
     @functools.wraps(original)
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-        named = _default_device(state) if kwargs.get("device") is None else as_device(kwargs["device"])
+        named = _default_device() if kwargs.get("device") is None else as_device(kwargs["device"])
         before, state.own_meta = state.own_meta, named is not None and named.type == "meta"
         try:
             result: torch.Tensor = original(*args, **kwargs)
