@@ -326,3 +326,23 @@ def test_a_scripts_loop_keeps_what_its_dry_run_keeps(loop: str, dry: Any, tmp_pa
     assert real[-micro:] == SCRIPTS[loop]
     # The dry run's first trace has the script's own batch: its second step comes after the first one's micro-batches.
     assert traced[micro : 2 * micro] == SCRIPTS[loop]
+
+
+def test_a_scripts_own_host_tensor_is_refused_where_a_gpu_trains_and_taken_where_the_cpu_does(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    if sys.platform == "win32":
+        pytest.skip("a dry run copies its process (fork)")
+    import accelerate_cases as cases
+
+    from vram_guard_accelerate._launch_plan import ON_CPU
+    from vram_guard_accelerate.planning.prediction import _environment
+
+    answers = []
+    for launched in ({}, {"ACCELERATE_USE_CPU": "true"}):
+        asked = tmp_path / f"asked{len(answers)}"
+        cases.request(asked / "own", SCRIPT, "own_tensor")
+        answers.append(cases.dry_runs(asked, **{ON_CPU: _environment(launched)[ON_CPU]})["own"])
+    on_gpu, on_cpu = answers
+    assert on_gpu["error"] == "DeviceMismatchError"
+    assert "cuda:0 and cpu! At accelerate_scripts/kept.py:" in on_gpu["message"]
+    assert "error" not in on_cpu, on_cpu

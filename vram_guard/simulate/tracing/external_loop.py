@@ -34,15 +34,18 @@ class ExternalLoopTracer:
     Args:
         capability: compute capability of the GPU that is simulated.
         on_step: called after every step of every optimizer, with that optimizer.
+        on_cpu: the loop will really run on the CPU: its own CPU tensors lie with everything else.
     """
 
-    def __init__(self, capability: tuple[int, int], on_step: Callable[[torch.optim.Optimizer], None]) -> None:
+    def __init__(
+        self, capability: tuple[int, int], on_step: Callable[[torch.optim.Optimizer], None], *, on_cpu: bool = False
+    ) -> None:
         self.capability = capability
         self.recorder = Recorder()
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
         self._device = FakeCudaState(self.recorder)
-        self._mode = SymbolicMode(self.recorder, self._device, capability, Interrupts())
+        self._mode = SymbolicMode(self.recorder, self._device, capability, Interrupts(), on_cpu=on_cpu)
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
