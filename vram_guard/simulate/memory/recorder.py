@@ -19,6 +19,9 @@ from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note,
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
 _OWN_ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
+#: Classes whose tensors wrap no others; asking for an attribute that is not there takes longer.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 #: The simulated GPU, host memory, or the user's own meta device, which takes no memory anywhere.
 Place = Literal["cuda", "cpu", "meta"]
 #: Attribute of a symbolic tensor with its place: one that was made before the trace began.
@@ -227,7 +230,7 @@ class Recorder:
 
     def place_of(self, tensor: torch.Tensor) -> Place:
         """Where this symbolic tensor lies. One that no operator of the trace has made is the user's own meta tensor."""
-        if hasattr(tensor, "__tensor_flatten__"):
+        if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
             return self.place_of(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
         if tensor.layout != torch.strided:
             return "cuda"
