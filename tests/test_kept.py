@@ -263,6 +263,7 @@ def test_mmengine_keeps_what_its_trace_keeps(by_epoch: bool, tmp_path: Any) -> N
         default_hooks={"checkpoint": None},
     )
     found = _capture.capture(runner)
+    assert found.step.device == ("cuda" if torch.cuda.is_available() else "cpu")
     WATCH = Watch()
     with found.symbolic_run():
         run_step(found.step, 4, (8, 0))

@@ -95,6 +95,7 @@ ALLOWED: dict[str, Code] = {
     "type_as": lambda net, x: x @ net.table.type_as(x),
     "cuda()": lambda net, x: x @ net.tables["own"][0].cuda(),
     "copied into": lambda net, x: x @ torch.empty_like(x[0]).expand(WIDTH, WIDTH).clone().copy_(net.table),
+    "probabilities": lambda net, x: x * torch.empty_like(x).bernoulli_((net.table / 2)[: len(x)]),
     "host alone": lambda net, x: x * (net.table @ net.table).softmax(-1).mean(),
 }
 
