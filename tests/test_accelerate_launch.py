@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,30 @@ def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypa
     answer = json.loads(capsys.readouterr().out)
     assert answer["remembered"]
     assert answer["micro_batch_size"]["after"] == 8
+
+
+def test_the_releases_of_a_launch_are_compared(
+    launched: Any, cache: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """With a plan that is remembered: what is compared is no part of it."""
+    from vram_guard.cli import main
+
+    _, out, options = launched
+    wanted = tmp_path / "wanted.txt"
+    wanted.write_text("accelerate==0.1\ntimm==0.1\n")
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
+    command = [*options, "--dry-run", "--json", str(TRAINING), "plain", "--out", str(out)]
+    answers = []
+    for more in (["--releases", str(wanted)], ["--releases", str(wanted), "--ignore-releases"]):
+        assert main(["launch", *more, *command]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert all(answer["remembered"] for answer in answers)
+    assert answers[0]["estimate"]["releases"]["accelerate"] == version("accelerate")
+    said = f"accelerate {version('accelerate')} is installed, {wanted} asks for 0.1"
+    assert [said in note for note in answers[0]["notes"]].count(True) == 1
+    assert answers[1]["notes"] == [note for note in answers[0]["notes"] if said not in note]
+    assert main(["launch", "--releases", str(tmp_path / "none.txt"), *command]) == 2
+    assert "none.txt cannot be read" in capsys.readouterr().err
 
 
 def test_a_plan_is_forgotten_when_anything_imported_was_edited(launched: Any, cache: Path, tmp_path: Path) -> None:

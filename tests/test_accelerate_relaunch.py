@@ -22,6 +22,7 @@ from accelerate_cases import ONE, OPTIONS, TRAINER, TWO, difference, launch  # n
 from vram_guard.apply.loss_terms import Term  # noqa: E402
 from vram_guard.codec import from_json, from_plain, to_json  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
+from vram_guard.releases.installed import Releases  # noqa: E402
 from vram_guard.timeline import Estimate, Phase  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
@@ -241,9 +242,9 @@ def test_a_number_of_items_settles_how_tokens_are_weighed() -> None:
 
 
 def answer(slowdown: float, *, fits: bool = True, relaunches: tuple[Relaunch, ...] = ()) -> DryRunAnswer:
-    return DryRunAnswer(
-        {"slowdown": slowdown}, "", LaunchPlan(), (), relaunches, {}, fits, True, {"plan": 1.0}, {"plan": 1}
-    )
+    plan, seconds, memory = {"slowdown": slowdown}, {"plan": 1.0}, {"plan": 1}
+    releases = Releases("3.11.7", (("torch", "2.13.0"),))
+    return DryRunAnswer(plan, "", LaunchPlan(), (), relaunches, {}, fits, True, seconds, memory, releases)
 
 
 def changed(**change: Any) -> Relaunch:

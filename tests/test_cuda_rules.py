@@ -116,12 +116,23 @@ def test_rnns_are_one_cudnn_call_over_flat_weights(kind: type[nn.RNNBase]) -> No
 
 
 def test_embedding_gradient_sorts_its_indices_only_above_3072() -> None:
-    timeline = traced(nn.Embedding(50, 8), lambda b: torch.zeros(b, 100, dtype=torch.long))
-    gated = [block for block in timeline.blocks if block.gate is not None]
-    assert gated
-    assert all(block.bytes_at(1) == 0 for block in gated)
-    large = traced(nn.Embedding(50, 8), lambda b: torch.zeros(b, 1000, dtype=torch.long))
-    assert next(b.bytes_at(1) for b in large.blocks if b.gate is not None) == 2 * 4000 * 8
+    """EmbeddingBackwardKernel.cu: order, sorted indices, range; segments; the sums of pieces of ten rows in float32."""
+    small, large = (
+        [
+            block.bytes_at(1)
+            for block in in_phase(timeline, "backward", 2)
+            if "embedding_dense" in block.operator and block.scratch is not None
+        ]
+        for timeline in (
+            traced(nn.Embedding(50, 8), lambda b, each=each: torch.zeros(b, each, dtype=torch.long))
+            for each in (100, 1000)
+        )
+    )
+    assert len(small) == 9
+    assert not any(small)
+    # 4,000 indices of 8 bytes; 50 rows that may occur; up to 400 + 50 pieces.
+    assert large[:3] == [32_000] * 3
+    assert large[4:] == [32_000, 400, 400, 3_600, 450 * 8 * 4]
 
 
 @pytest.mark.parametrize(("capability", "size"), [((8, 6), CUBLAS_WORKSPACE), ((9, 0), CUBLAS_WORKSPACE_HOPPER)])

@@ -165,6 +165,17 @@ def test_a_copy_that_dies_is_reported() -> None:
         run_in_fork(lambda _say: sys.exit(3))
 
 
+def test_a_fatal_error_says_where_it_was() -> None:
+    def work_that_dies(_say: object) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(
+        UnsupportedStepError, match=r"signal 11; it was at .*test_forks\.py:\d+, in work_that_dies"
+    ) as caught:
+        run_in_fork(work_that_dies)
+    assert "in run_in_fork" in str(caught.value.__cause__)
+
+
 def test_a_copy_that_hangs_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, "IDLE_SECONDS", 2.0)
     monkeypatch.setattr(fork, "_LOOK_SECONDS", 0.05)
@@ -175,7 +186,7 @@ def test_a_copy_that_hangs_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch
         say(str(os.getpid()))
         lock.acquire()
 
-    with lock, pytest.raises(UnsupportedStepError, match="did not answer"):
+    with lock, pytest.raises(UnsupportedStepError, match=r"did not answer .*it was at .*test_forks\.py:\d+, in work"):
         run_in_fork(work, seen.append)
     with pytest.raises(ProcessLookupError):
         os.kill(int(seen[0]), 0)

@@ -70,7 +70,8 @@ def without_workspaces(timeline: Timeline) -> list[int]:
 def test_the_symbolic_sequence_is_the_real_one(name: str, precision: str) -> None:
     step = BY_NAME[name].step(precision=precision)
     capability = torch.cuda.get_device_capability()
-    timeline = run_step(step, 64, capability)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    timeline = run_step(step, 64, capability).on(multiprocessors)
     snapshot, _, _ = run_for_real(step, 64)
     recording = read_recording(snapshot)
     workspaces = {block.size.base for block in timeline.blocks if block.category == "workspace"}
@@ -81,7 +82,8 @@ def test_the_symbolic_sequence_is_the_real_one(name: str, precision: str) -> Non
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_the_predicted_peak_is_the_measured_one_to_the_percent(name: str) -> None:
     step = BY_NAME[name].step()
-    found = run_step(step, 512, torch.cuda.get_device_capability()).at(512)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    found = run_step(step, 512, torch.cuda.get_device_capability()).on(multiprocessors).at(512)
     _, allocated, reserved = run_for_real(step, 512)
     assert found.peak_allocated == pytest.approx(allocated, rel=0.01)
     assert found.peak_reserved == pytest.approx(reserved, rel=0.03)

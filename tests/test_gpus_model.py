@@ -63,7 +63,10 @@ def test_one_card_as_the_guide_has_its_tables(capsys):
     lines = captured.out.splitlines()
     assert lines[2] == "RTX 4090"
     assert lines[3].split() == ["resolution", "largest", "batch", "expected", "usable"]
-    assert [line.split()[0] for line in lines[4:]] == ["16×16", "16×24"]
+    assert [line.split()[0] for line in lines[4:6]] == ["16×16", "16×24"]
+    assert lines[6] == ""
+    assert lines[7].startswith("Releases: Python 3.")
+    assert len(lines) == 8
     assert captured.err.count("compute capability 8.9") == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_settings_from_arguments_a_config_and_parsed_options_are_equal() -> None
         ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
         ({"margin": 2}, "margin"),
         ({"grow": 1}, "grow must be True or False"),
+        ({"ignore_releases": 1}, "ignore_releases must be True or False"),
+        ({"releases": ["uv.lock"]}, "releases must be the path of a file"),
         ({"recover": "no"}, "recover must be True or False"),
         ({"mode": "fits"}, "mode must be one of"),
         ({"loss_weight": "median"}, "loss_weight"),
@@ -320,6 +323,35 @@ def test_batches_are_cut_where_the_plan_splits_them(micro: int) -> None:
     assert (len(decision.notes) > 1) == (micro == 4)  # how losses are weighted
     assert decision.spare is not None
     assert len(decision.spare.split(torch.ones(8, 2))) == 8 // micro
+
+
+@pytest.mark.parametrize(
+    ("gpu", "more", "said"),
+    [
+        (None, {}, "requirements.txt asks for 0.1"),
+        (None, {"releases": "other.txt"}, "other.txt asks for 0.2"),
+        (None, {"ignore_releases": True}, ""),
+        ("Tesla T4", {}, ""),  # it trains here, with these releases
+    ],
+)
+def test_other_releases_are_said_where_the_training_will_run_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str | None, more: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("requirements.txt").write_text("torch==0.1\n")
+    Path("other.txt").write_text("torch==0.2\n")
+    net = nn.Linear(2, 2)
+    step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
+    sample = Sample(lambda size: torch.ones(size, 2), 8, None, None, lambda size: torch.ones(size, 2))
+    settings = GuardSettings(mode="report", remember=False, **more)
+    captured = Small(step, net, sample, None, ())
+    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), gpu, lambda _line: None)
+    assert any(said in note for note in decision.notes) == bool(said)
+    assert any("other releases" in note for note in decision.notes) == bool(said)
+    if more.get("releases"):
+        Path("other.txt").write_text("torch==two\n")
+        with pytest.raises(InvalidInputError, match="'torch==two' is no requirement"):
+            decide_alone(captured, settings, Budget.resolve("1GiB", None, None), gpu, lambda _line: None)
 
 
 # --- one training -------------------------------------------------------------------------------------------

@@ -154,9 +154,8 @@ def test_what_a_used_gpu_forbids_in_a_copy_is_done_in_the_process(
     assert guard.plan is not None
 
 
-@forks
-@pytest.mark.filterwarnings("ignore:vram_guard")
-def test_two_guards_in_two_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
+def two_threads_with_guards(tmp_path: Path) -> None:
+    """Two trainings at a time get the answers that one alone gets."""
     alone = VramGuard(budget="1GiB", mode="report", remember=False)
     fitted(tmp_path, alone, "alone")
     guards = [VramGuard(budget="1GiB", mode="report", remember=False) for _ in range(2)]
@@ -182,13 +181,22 @@ def test_two_guards_in_two_threads_do_not_disturb_each_other(tmp_path: Path) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join()
     assert not failed
     assert alone.plan is not None
-    # A copy that is made in a thread beside another training may die, which is said; what it answers is right.
-    peaks = [guard.plan.before.peak_reserved for guard in guards if guard.plan is not None]
-    assert peaks
-    assert set(peaks) == {alone.plan.before.peak_reserved}
+    peaks = [None if guard.plan is None else guard.plan.before.peak_reserved for guard in guards]
+    assert peaks == [alone.plan.before.peak_reserved] * 2, peaks
+
+
+@forks
+def test_two_guards_in_two_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """In a process of its own: a copy that is made in a thread has only what that process did before."""
+    code = "import sys, pathlib, test_lightning_copy as cases; cases.two_threads_with_guards(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:].decode()
 
 
 def test_two_traces_in_two_threads_wait_for_each_other() -> None:

@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import vram_guard
+from vram_guard.cli._python import NEEDED, OLDEST_PYTHON
+from vram_guard.cli._python import PACKAGES as SEEN_THERE
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"vram_guard", "vram_guard_lightning", "vram_guard_mmengine", "vram_guard_accelerate"}
@@ -83,7 +85,7 @@ def test_entry_points(wheel):
 
 
 def test_the_core_asks_for_no_framework(metadata):
-    assert set(requirements(metadata)) == {"torch", "rich", "nvidia-ml-py", "pyyaml", "safetensors"}
+    assert set(requirements(metadata)) == {"torch", "rich", "nvidia-ml-py", "pyyaml", "safetensors", "packaging"}
 
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
@@ -112,6 +114,14 @@ def test_all_means_all(metadata):
 def test_supported_versions(metadata):
     assert metadata["Requires-Python"] == ">=3.10"
     assert requirements(metadata)["torch"] == SpecifierSet(">=2.4")
+
+
+def test_what_another_environment_is_checked_for_is_what_is_asked_for(metadata):
+    asked = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    core = {str(need).lower() for need in asked if need.marker is None or "extra" not in str(need.marker)}
+    assert {str(Requirement(text)).lower() for text in NEEDED} == core
+    assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(f">={'.'.join(map(str, OLDEST_PYTHON))}")
+    assert set(SEEN_THERE) == PACKAGES
 
 
 def test_constraints_are_exact_and_within_what_is_asked_for(metadata):

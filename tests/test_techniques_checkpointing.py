@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -427,7 +428,10 @@ KEPT = 4 * (64 + 2 * 4 * 64 + 2) + 64
 
 def test_every_checkpointed_block_but_the_last_saves_exactly_what_it_kept() -> None:
     batch = 64
-    peaks = [trace(stack_step(recipe=Recipe(checkpoint=names(k)))).at(batch).peak_allocated for k in range(7)]
+    traced = [trace(stack_step(recipe=Recipe(checkpoint=names(k)))) for k in range(7)]
+    # Without the buffers that a sum takes for its call: which one meets the peak differs.
+    tensors = [replace(each, blocks=tuple(block._replace(scratch=None) for block in each.blocks)) for each in traced]
+    peaks = [each.at(batch).peak_allocated for each in tensors]
     assert [peaks[k] - peaks[k + 1] for k in range(5)] == [batch * 128 * KEPT] * 5
     # The last block is computed again while everything else is already small: it saves nothing at the peak.
     assert 0 <= peaks[-2] - peaks[-1] <= 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from vram_guard.simulate import CHECKED_SIZE, estimate, trace
 from vram_guard.step import TrainingStep
-from vram_guard.timeline import Affine, Block, Gate, Phase, Timeline, Work, largest_that_fits, merge_affine
+from vram_guard.timeline import Affine, Block, Phase, Scratch, Timeline, Work, largest_that_fits, merge_affine
 
 MIB = 2**20
 
@@ -44,12 +45,48 @@ def test_an_estimate_says_who_holds_the_bytes_at_the_peak() -> None:
     assert found.peak_reserved == 80 * MIB
 
 
-def test_a_gated_block_exists_only_above_its_threshold() -> None:
-    made = timeline(block(0, MIB, gate=Gate(Affine(0, 100), 3072)))
+class Above(NamedTuple):
+    """A rule of the card's multiprocessors: bytes above a threshold."""
+
+    threshold: int
+
+    def bytes(self, numbers, card):
+        quantity, each = numbers
+        return quantity * each * card.multiprocessors if quantity > self.threshold else 0
+
+
+def test_a_rule_decides_over_a_temporary_at_each_size_and_on_each_card() -> None:
+    made = timeline(block(0, scratch=Scratch(Above(31), (Affine(1, 1), Affine(MIB, 0)))), multiprocessors=2)
     assert made.at(30).peak_allocated == 0
-    assert made.at(31).peak_allocated == 32 * MIB  # a segment of 32 MiB; 1 MiB of rest is not split off
-    exactly = timeline(block(0, MIB, gate=Gate(Affine(0, 100), 3100)))
-    assert [exactly.sizes(size) for size in (31, 32)] == [[0], [32 * MIB]], "the threshold itself is not above it"
+    assert made.at(31).peak_allocated == 64 * MIB
+    assert [made.sizes(size) for size in (30, 31)] == [[0], [64 * MIB]], "the threshold itself is not above it"
+    assert made.on(4).sizes(31) == [128 * MIB]
+    assert made.on(None).sizes(31) == [32 * 108 * MIB], "an A100, where no card is named"
+
+
+def test_a_card_stays_named_where_a_size_is_traced_anew() -> None:
+    def retrace(batch_size: int) -> Timeline:
+        scratch = Scratch(Above(0), (Affine(batch_size, 0), Affine(MIB, 0)))
+        return timeline(block(0, scratch=scratch), traced=(batch_size,))
+
+    made = replace(retrace(2), retrace=retrace).on(7)
+    assert made.exact(9).sizes(9) == [9 * 7 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "merged"),
+    [
+        (Scratch(Above(1), (Affine(4, 0),)), Scratch(Above(1), (Affine(5, 0),)), Scratch(Above(1), (Affine(2, 1),))),
+        (Scratch(Above(1), (Affine(4, 0),)), Scratch(Above(2), (Affine(5, 0),)), None),
+        (Scratch(Above(1), (Affine(4, 0),)), Scratch(Above(1), (Affine(3, 0),)), None),
+        (Scratch(Above(1), (Affine(4, 0),)), Scratch(Above(1), (Affine(5, 0), Affine(1, 0))), None),
+        (Scratch(Above(1), (Affine(4, 0),)), None, None),
+    ],
+)
+def test_rules_of_two_sizes_are_one_law_or_none(small, large, merged) -> None:
+    one, other = (timeline(block(0, scratch=scratch), traced=(size,)) for scratch, size in ((small, 2), (large, 3)))
+    found = merge_affine(one, other)
+    assert (found and found.blocks[0].scratch) == merged
 
 
 def test_a_capacity_names_the_request_that_fails() -> None:

@@ -63,6 +63,7 @@ ROOMS = {
     ],
     "vram_guard/optimize": ["test_optimize*"],
     "vram_guard/plan": ["test_codec*", "test_plan_*", "test_variants*", "test_cost*", "test_plan"],
+    "vram_guard/releases": ["test_releases*"],
     "vram_guard/report": ["test_report*", "test_compare*"],
     "vram_guard/simulate": [
         "test_shape_rules*",
@@ -75,6 +76,7 @@ ROOMS = {
         "test_left_behind*",
         "test_hard*",
     ],
+    "vram_guard/scratch": ["test_scratch*"],
     "vram_guard/state": ["test_state*", "test_sliced_forward*", "test_left_behind*", "test_watch_recovery*"],
     "vram_guard/techniques": ["test_techniques*"],
     "vram_guard/watch": ["test_watch_[!r]*", "test_monitor*", "test_watch_r*", "test_optimize*"],

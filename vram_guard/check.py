@@ -94,7 +94,8 @@ def checked(
         )
     from vram_guard.simulate import trace
 
-    timeline = trace(step, compute_capability=resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    capability = resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY
+    timeline = trace(step, compute_capability=capability, multiprocessors=resolved.multiprocessors)
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
     return estimate, timeline, resolved.for_tier(estimate.tier)
 
@@ -126,5 +127,6 @@ def raise_unless_it_fits(
         _("  at the peak: {held}", held=held),
         _("  the peak is in: {place}", place=", ".join(filter(None, place))),
         _("  the largest batch size that fits: {most}", most=most),
+        _("  predicted with: {releases}", releases=timeline.releases),
     ]
     raise DoesNotFitError("\n".join(lines))

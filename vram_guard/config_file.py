@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,13 +58,30 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {str(key): value for key, value in loaded.items()}
 
 
-def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A small JSON file's object.
+def load_toml(path: str | os.PathLike[str], largest: int = LARGEST_CONFIG) -> dict[str, Any]:
+    """A TOML file's table.
 
     Raises:
-        InvalidInputError: it cannot be read, is larger than a config, or no JSON object.
+        InvalidInputError: it cannot be read, is larger than ``largest`` bytes, or no TOML.
     """
-    text = read_text(path, LARGEST_CONFIG)
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        table: dict[str, Any] = tomllib.loads(read_text(path, largest))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InvalidInputError(_("{path} is not valid TOML: {problem}", path=path, problem=error)) from None
+    return table
+
+
+def load_json(path: str | os.PathLike[str], largest: int = LARGEST_CONFIG) -> dict[str, Any]:
+    """A JSON file's object.
+
+    Raises:
+        InvalidInputError: it cannot be read, is larger than ``largest`` bytes, or no JSON object.
+    """
+    text = read_text(path, largest)
     try:
         loaded = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -73,7 +92,7 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_text(path: str | os.PathLike[str], largest: int) -> str:
-    """A small text file, UTF-8.
+    """A small text file: UTF-8, or UTF-16 with its byte-order mark, which Windows PowerShell's ``>`` writes.
 
     Raises:
         InvalidInputError: it is not there, no ordinary file, larger than ``largest`` bytes, or no UTF-8.
@@ -94,7 +113,7 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
         limit = f"{largest / 2**20:g} MiB"
         raise InvalidInputError(_("{path} is larger than {limit}: too large for a config", path=path, limit=limit))
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInputError(_("{path} is not UTF-8 text (byte {byte})", path=path, byte=error.start)) from None
 

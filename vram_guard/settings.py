@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
-from vram_guard.config_file import LARGEST_CONFIG, read_text
+from vram_guard.config_file import load_toml
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -42,6 +41,7 @@ KINDS: Final[Mapping[str, str]] = {
     "gpu_memory": "amount",
     "grow": "switch",
     "host_budget": "amount",
+    "ignore_releases": "switch",
     "lang": "text",
     "lr_rule": "text",
     "margin": "number",
@@ -50,6 +50,7 @@ KINDS: Final[Mapping[str, str]] = {
     "monitor": "number",
     "proof_seconds": "number",
     "recover": "switch",
+    "releases": "text",
     "remember": "switch",
     "target_utilization": "number",
     "threshold": "number",
@@ -168,25 +169,13 @@ def _of_file(folder: str) -> Mapping[str, Setting]:
         project, own = place / PROJECT_FILE, place / OWN_FILE
         table: dict[str, Setting] = {}
         if project.is_file():
-            tool = _toml(project).get("tool")
+            tool = load_toml(project).get("tool")
             table |= _checked_table(project, tool.get(TABLE) if isinstance(tool, dict) else None)
         if own.is_file():
-            table = _over(table, _checked_table(own, _toml(own)))
+            table = _over(table, _checked_table(own, load_toml(own)))
         if table or own.is_file():
             return table
     return {}
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        table: dict[str, Any] = tomllib.loads(read_text(path, LARGEST_CONFIG))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InvalidInputError(_("{path} is not valid TOML: {problem}", path=path, problem=error)) from None
-    return table
 
 
 def _checked_table(path: Path, table: object) -> dict[str, Setting]:

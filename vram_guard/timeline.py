@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.releases.installed import Releases
+from vram_guard.scratch import Card, Rule
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
@@ -46,11 +48,20 @@ class Affine(NamedTuple):
         return self.base + self.per_sample * batch_size
 
 
-class Gate(NamedTuple):
-    """A block that exists only where ``quantity`` exceeds ``threshold`` (kernels that change algorithm by size)."""
+class Scratch(NamedTuple):
+    """A temporary whose size is a step in the batch size and depends on the card; bytes are what its rule says."""
 
-    quantity: Affine
-    threshold: int
+    rule: Rule
+    quantities: tuple[Affine, ...]
+    """What the rule is asked with: sizes and strides of the operands."""
+
+    def bytes_at(self, batch_size: int, card: Card) -> int:
+        """Requested bytes at this batch size on this card."""
+        return self.rule.bytes(tuple(quantity.at(batch_size) for quantity in self.quantities), card)
+
+
+#: What a block is taken for where no card is named: NVIDIA A100, as a trace.
+ASSUMED_CARD = Card((8, 0), 108)
 
 
 class Block(NamedTuple):
@@ -65,14 +76,15 @@ class Block(NamedTuple):
     """"file.py:123", the innermost line outside torch; "" where there is none."""
     operator: str
     """"aten.addmm.default"; "" for what stands before the first operator."""
-    gate: Gate | None = None
     optional: bool = False
     """A library's workspace: where it does not fit, the library takes a way that needs none."""
+    scratch: Scratch | None = None
+    """What decides over the size instead of ``size``."""
 
-    def bytes_at(self, batch_size: int) -> int:
-        """Requested bytes at this batch size; 0 where the gate is shut."""
-        if self.gate is not None and self.gate.quantity.at(batch_size) <= self.gate.threshold:
-            return 0
+    def bytes_at(self, batch_size: int, card: Card = ASSUMED_CARD) -> int:
+        """Requested bytes at this batch size on this card."""
+        if self.scratch is not None:
+            return self.scratch.bytes_at(batch_size, card)
         return self.size.base + self.size.per_sample * batch_size
 
 
@@ -225,6 +237,8 @@ class Estimate:
     """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
     host_peak: int = 0
     """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
+    releases: Releases | None = field(default=None, compare=False)
+    """The releases that this holds for; None where that is not known."""
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
         """True if the step is known to stay within the budget.
@@ -267,6 +281,8 @@ class Timeline:
     tier: Tier = "symbolic"
     notes: tuple[Note, ...] = ()
     compute_capability: tuple[int, int] = (8, 0)
+    multiprocessors: int | None = None
+    """Of the card that is meant; None: the most that a card of this compute capability has."""
     precision: str = "32-true"
     work: tuple[Work, ...] = field(default=(), repr=False)
     """Computation and traffic of the operators of the second step, in order; empty where that is not known."""
@@ -278,6 +294,8 @@ class Timeline:
     """What the forwards of watched modules change; empty where none were watched."""
     collectives: tuple[Collective, ...] = ()
     """The calls of both steps for which several processes wait for each other, in order."""
+    releases: Releases = field(default_factory=Releases.here, repr=False, compare=False)
+    """The releases that it was traced with."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -285,9 +303,22 @@ class Timeline:
         """What travels to another process, where the step cannot be traced."""
         return {**vars(self), "retrace": None if self.retrace is None else _untraceable}
 
+    @property
+    def card(self) -> Card:
+        """What kernels ask the device for."""
+        from vram_guard.budget.catalogue import most_multiprocessors
+
+        count = self.multiprocessors or most_multiprocessors(self.compute_capability)
+        return Card(self.compute_capability, count)
+
+    def on(self, multiprocessors: int | None) -> Timeline:
+        """The same step on a card of the same compute capability with so many multiprocessors; None: unknown."""
+        return self if multiprocessors == self.multiprocessors else replace(self, multiprocessors=multiprocessors)
+
     def sizes(self, batch_size: int) -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""
-        return [block.bytes_at(batch_size) for block in self.blocks]
+        card = self.card
+        return [block.bytes_at(batch_size, card) for block in self.blocks]
 
     def host_sizes(self, batch_size: int) -> list[int]:
         """Requested bytes of every host block at this batch size, in block order."""
@@ -304,7 +335,7 @@ class Timeline:
         checked_count("batch_size", batch_size)
         if self.retrace is None or batch_size in self.traced:
             return self
-        return self.retrace(batch_size)
+        return self.retrace(batch_size).on(self.multiprocessors)
 
     def replay(
         self,
@@ -440,6 +471,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         notes=timeline.notes,
         out_of_memory=_out_of_memory_point(timeline, batch_size, result),
         host_peak=timeline.host_peak(batch_size),
+        releases=timeline.releases,
     )
 
 
@@ -474,15 +506,12 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
     blocks = []
     for one, other in zip(low.blocks, high.blocks, strict=True):
         size = _line_through(one.size.base, other.size.base, small, span)
-        gate = one.gate
-        if (gate is None) != (other.gate is None):
+        scratch = _merged_scratch(one.scratch, other.scratch, small, span)
+        if (scratch is None) != (one.scratch is None and other.scratch is None):
             return None
-        if gate is not None and other.gate is not None:
-            quantity = _line_through(gate.quantity.base, other.gate.quantity.base, small, span)
-            gate = Gate(quantity, gate.threshold) if quantity is not None else None
         if size is None or one.operator != other.operator or one.category != other.category:
             return None
-        blocks.append(one._replace(size=size, gate=gate))
+        blocks.append(one._replace(size=size, scratch=scratch))
     host_blocks = _merged_host(low, high)
     if host_blocks is None:
         return None
@@ -494,13 +523,28 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         tier=low.tier,
         notes=_union(low.notes, high.notes),
         compute_capability=low.compute_capability,
+        multiprocessors=low.multiprocessors,
         precision=low.precision,
         work=_merged_work(low.work, high.work, small, large),
         host_blocks=host_blocks,
         host_events=low.host_events,
         changes=low.changes,
         collectives=low.collectives,
+        releases=low.releases,
     )
+
+
+def _merged_scratch(one: Scratch | None, other: Scratch | None, small: int, span: int) -> Scratch | None:
+    """The temporary at every batch size; None where the two are not of one rule, or there is none."""
+    if one is None or other is None or one.rule != other.rule or len(one.quantities) != len(other.quantities):
+        return None
+    merged = []
+    for low, high in zip(one.quantities, other.quantities, strict=True):
+        line = _line_through(low.base, high.base, small, span)
+        if line is None:
+            return None
+        merged.append(line)
+    return Scratch(one.rule, tuple(merged))
 
 
 def _merged_host(low: Timeline, high: Timeline) -> tuple[HostBlock, ...] | None:

@@ -34,16 +34,19 @@ OWN_RESULTS = Path(__file__).parent / "results"
 class Predictor:
     """Traces each distinct step once."""
 
-    def __init__(self, source: str, capability: tuple[int, int]) -> None:
+    def __init__(self, source: str, capability: tuple[int, int], multiprocessors: int | None = None) -> None:
         self.source = source
         self.capability = capability
+        self.multiprocessors = multiprocessors
         self._timelines: dict[Any, Timeline] = {}
 
     def timeline(self, measured: Measured) -> Timeline:
         """The case's two steps, for every batch size."""
         key = measured.case.same_step()
         if key not in self._timelines:
-            self._timelines[key] = trace(measured.case.step(), compute_capability=self.capability)
+            step = measured.case.step()
+            traced = trace(step, compute_capability=self.capability, multiprocessors=self.multiprocessors)
+            self._timelines[key] = traced
         return self._timelines[key]
 
     def row(self, measured: Measured) -> Row:
@@ -102,7 +105,7 @@ def compare_results(
     source = f"{machine.gpu}, torch {machine.torch}"
     environment = {"gpu": machine.gpu, "driver": machine.driver, "torch": machine.torch, "python": machine.python}
     compared = Results(environment=environment)
-    predictor = Predictor(source, results.capability)
+    predictor = Predictor(source, results.capability, results.machine.multiprocessors or None)
     for measured in results.measured:
         name = measured.case.name
         if not is_chosen(name, only):

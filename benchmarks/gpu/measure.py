@@ -99,8 +99,9 @@ class Suite:
             return 1
         if not case.fill:
             return case.batch_size
-        free, capability = self.results.machine.free, self.results.capability
-        return pool.submit(ask, worker.size_that_fills, case, free, capability, limit=LONGEST_FILL)
+        machine, capability = self.results.machine, self.results.capability
+        known = machine.multiprocessors or None
+        return pool.submit(ask, worker.size_that_fills, case, machine.free, capability, known, limit=LONGEST_FILL)
 
     def _elapsed(self) -> float:
         return clock() - self.started

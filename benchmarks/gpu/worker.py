@@ -40,14 +40,14 @@ def probes_of_operators() -> Any:
     return all_probes()
 
 
-def size_that_fills(case: Case, free: int, capability: tuple[int, int]) -> int:
+def size_that_fills(case: Case, free: int, capability: tuple[int, int], multiprocessors: int | None = None) -> int:
     """The batch size at which the predicted peak takes ``case.fill`` of ``free`` bytes. Sees no GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Imported here: a process that measures holds nothing of the simulation.
     from vram_guard import trace
     from vram_guard.timeline import largest_that_fits
 
-    timeline = trace(case.step(), compute_capability=capability)
+    timeline = trace(case.step(), compute_capability=capability, multiprocessors=multiprocessors)
     wanted = int(free * case.fill)
     return max(1, largest_that_fits(lambda size: timeline.replay(size).peak_reserved <= wanted, 2**20))
 

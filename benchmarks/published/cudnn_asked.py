@@ -16,6 +16,7 @@ from collections.abc import Callable
 from benchmarks.harness.records import Row
 from benchmarks.harness.statistics import quantile
 from benchmarks.published import liger, xmem
+from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate.operators import cudnn, cudnn_library
 
 
@@ -23,7 +24,7 @@ def cnn_rows() -> list[tuple[tuple[int, int], Callable[[], Row]]]:
     """Compute capability and prediction of each of xMem's CNN runs."""
     return [
         (
-            next(capability for card, capability in xmem.CAPABILITIES.items() if card in row["gpu_name"]),
+            next(find_gpu(card).compute_capability for card in xmem.CARDS if card in row["gpu_name"]),
             lambda row=row: xmem.predict(row),
         )
         for row in xmem.all_rows()

@@ -21,7 +21,7 @@ from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.published.source import MIB, Record, Source, main, predicted, records_of
 from vram_guard import Budget, TrainingStep
 
-CARD, CAPABILITY = "A100 40GB", (8, 0)
+CARD = "A100 40GB"
 SIDE, CLASSES = 224, 1000
 TOOLS = ("gpumemnet", "faketensor", "horus")
 
@@ -67,7 +67,7 @@ def predict(row: Record) -> list[Row]:
     found = predicted(
         step,
         size,
-        CAPABILITY,
+        CARD,
         lambda timeline: {"predicted": timeline.at(size).peak_reserved + context},
         source=TABLE.title,
         name=TABLE.name(row),

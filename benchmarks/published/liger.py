@@ -24,7 +24,7 @@ from benchmarks.published.liger_base import Operator
 from benchmarks.published.source import MIB, Record, Source, main, predicted, records_of
 from vram_guard import Timeline, TrainingStep
 
-CAPABILITIES = {"A100": (8, 0), "RTX 3090": (8, 6), "RTX 4090": (8, 9), "B200": (10, 0)}
+CARDS = ("A100 SXM4 80GB", "RTX 3090", "RTX 4090", "B200")
 
 #: Rows that cannot be reproduced, and why. They are listed, not dropped.
 _BESIDE = "about 2,084 MiB beside the operator's tensors, alike at every batch size; what they were is not recorded"
@@ -199,9 +199,9 @@ def predict(row: Published) -> Row:
         optimizer=lambda _parameters: _NoOptimizer(),  # type: ignore[arg-type,return-value]
         zero_grad="before_forward",
     )
-    capability = next(value for name, value in CAPABILITIES.items() if name in row.gpu)
+    card = next(name for name in CARDS if name.split(" SXM")[0] in row.gpu)
     published = {"source": LIGER.title, "name": row.name, "measured": row.measured}
-    return predicted(step, 1, capability, _second_peak, **published)  # there is no batch size to vary
+    return predicted(step, 1, card, _second_peak, **published)  # there is no batch size to vary
 
 
 def _second_peak(timeline: Timeline) -> dict[str, Any]:

@@ -35,10 +35,10 @@ from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import optimizer_of
 from benchmarks.published.source import DATA, Record, Source, main, predicted, records_of
 from vram_guard import Timeline, TrainingStep
+from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate import trace_at
 
-#: L40S.
-CAPABILITY = (8, 9)
+CARD = "L40S"
 
 #: What cannot be rebuilt without data.
 LEFT_OUT = {
@@ -150,7 +150,11 @@ def length() -> int:
     low, high = SHORTEST, LONGEST
     while low < high:
         middle = (low + high + 1) // 2
-        peak = trace_at(_llama_step(REFERENCE, middle), 4, compute_capability=CAPABILITY).at(4).peak_reserved
+        peak = (
+            trace_at(_llama_step(REFERENCE, middle), 4, compute_capability=find_gpu(CARD).compute_capability)
+            .at(4)
+            .peak_reserved
+        )
         low, high = (middle, high) if peak <= measured else (low, middle - 1)
     return low
 
@@ -237,7 +241,7 @@ def _predicted(source: Source, row: Record, step: TrainingStep) -> Row:
     return predicted(
         step,
         size,
-        CAPABILITY,
+        CARD,
         answer,
         source=source.title,
         name=row["file"],

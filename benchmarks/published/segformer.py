@@ -22,8 +22,7 @@ from benchmarks.published.mit import SegFormer
 from benchmarks.published.source import Record, Source, main, predicted, records_of
 from vram_guard import TrainingStep
 
-#: V100.
-CAPABILITY = (7, 0)
+CARD = "V100 SXM2 32GB"
 CARDS = 8
 
 #: The logger divides bytes by 2**20, the model zoo that by 1000 or 1024: the smaller unit is taken.
@@ -59,7 +58,7 @@ def predict(row: Record) -> list[Row]:
     found = predicted(
         step,
         size,
-        CAPABILITY,
+        CARD,
         lambda timeline: {"predicted": timeline.at(size).peak_allocated},
         source=SEGFORMER.title,
         name=SEGFORMER.name(row),

@@ -16,6 +16,7 @@ from benchmarks.harness.environment import environment, libraries
 from benchmarks.harness.records import NotReproducible, Results, Row, write
 from benchmarks.harness.tables import print_table
 from vram_guard import Timeline, TrainingStep
+from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate import trace_at
 
 DATA = Path(__file__).parent / "data"
@@ -49,7 +50,7 @@ def records_of(file: str) -> list[Record]:
 def predicted(
     step: TrainingStep,
     size: int,
-    capability: tuple[int, int],
+    card: str,
     answer: Callable[[Timeline], dict[str, Any]],
     **published: Any,
 ) -> Row:
@@ -58,12 +59,13 @@ def predicted(
     Args:
         step: what is trained.
         size: the batch size.
-        capability: compute capability of the published run's GPU.
+        card: the published run's GPU, by its name in the catalogue.
         answer: timeline -> the row's fields that are predicted.
         published: its other fields.
     """
     start = time.perf_counter()
-    timeline = trace_at(step, size, compute_capability=capability)
+    gpu = find_gpu(card)
+    timeline = trace_at(step, size, compute_capability=gpu.compute_capability, multiprocessors=gpu.multiprocessors)
     fields = answer(timeline)
     return Row(tier=timeline.tier, seconds=time.perf_counter() - start, **published, **fields)
 

@@ -26,7 +26,6 @@ from benchmarks.published.source import Record, Source, main, predicted, records
 from vram_guard import Budget, Timeline, TrainingStep
 
 CARD = "RTX 3090"
-CAPABILITY = (8, 6)
 
 #: As nvidia-smi showed it, less the segment of the tensor itself.
 CONTEXT_THEN = (1687 - 2) * 2**20
@@ -98,7 +97,7 @@ def predict(row: Record, title: str) -> list[Row]:
         predicted(
             step,
             size,
-            CAPABILITY,
+            CARD,
             lambda timeline, size=size: _verdicts(timeline, size),
             source=title,
             name=f"{name(row)} {size}",

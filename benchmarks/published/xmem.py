@@ -35,7 +35,6 @@ from vram_guard import Budget, Timeline, TrainingStep
 LENGTH = 128
 SIDE = 86
 MODES = {"": "before_forward", "0": "before_forward", "1": "before_backward", "2": "after_step"}
-CAPABILITIES = {"A100": (8, 0), "RTX 3060": (8, 6), "RTX 4060": (8, 9)}
 CARDS = {"A100": "A100 40GB", "RTX 3060": "RTX 3060", "RTX 4060": "RTX 4060"}
 TOOLS = ("xmem", "dnnmem", "llmem", "schedtune")
 
@@ -91,7 +90,7 @@ def predict(row: Record) -> Row:
             zero_grad=MODES[row["zero_grad_mode"]], keeps="outputs"
         ),
         size,
-        CAPABILITIES[card],
+        CARDS[card],
         answer,
         source=(CNN_ROWS if row["kind"] == "cnn" else TRANSFORMERS).title,
         name=name(row),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.cli import options
+from vram_guard.cli.releases import add_release_options
 from vram_guard.errors import InvalidInputError
 from vram_guard.guard.settings import PlanSettings
 from vram_guard.language import _, marked
@@ -116,6 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=_("time for proving a plan by running a few samples on the CPU; 0: never (default: 20)"),
     )
+    add_release_options(group)
     group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))
     options.add_options(group, "json")
     group.add_argument("--yes", action="store_true", help=_("launch without asking (the default)"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.printing import print_json, print_now
+from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -19,6 +20,7 @@ def answer(options: argparse.Namespace) -> int:
     from vram_guard_mmengine import GuardRunner  # noqa: F401 - says what is missing where MMEngine is
     from vram_guard_mmengine._compare import compare
 
+    required = required_releases(options)
     if "" not in sys.path:  # the folder that it is started in, as with `python -m`
         sys.path.insert(0, "")
     found = compare(
@@ -35,6 +37,7 @@ def answer(options: argparse.Namespace) -> int:
         print_json(comparison_dict(found))
     else:
         print_now([render(found).rstrip("\n")])
+    tell_differences(required, found.releases)
     return EXIT_DONE if found.all_fit else EXIT_DOES_NOT_FIT
 
 

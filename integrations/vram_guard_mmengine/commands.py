@@ -10,6 +10,7 @@ from typing import Any
 
 from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.printing import print_now
+from vram_guard.cli.releases import add_release_options
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -53,6 +54,7 @@ def _add_compare(own: Any) -> None:
     )
     parser.add_argument("config", help=_("a config file"))
     add_options(parser, *DEVICE, "lr-rule", "json")
+    add_release_options(parser)
     add_options(parser, "margin", type=float)
     add_options(parser, "allow", default="")
     parser.add_argument(

@@ -46,6 +46,8 @@ class RecordingComparison:
     recorded_peak_reserved: int
     """Counted from the recorded segments."""
     simulated_peak_reserved: int
+    simulated_peak_allocated: int
+    """Bytes in live blocks at their maximum; where no block is displaced, those of the recorded run."""
     counts: tuple[SegmentCount, ...]
     """The segments at the end, by type, stream and size."""
     simulated: tuple[Segment, ...]
@@ -80,6 +82,7 @@ def compare(recording: Recording, settings: AllocatorSettings | None = None) -> 
     return RecordingComparison(
         recorded_peak_reserved=follower.recorded_peak,
         simulated_peak_reserved=follower.allocator.peak_reserved,
+        simulated_peak_allocated=follower.allocator.peak_allocated,
         counts=_counts(recording.final, simulated),
         simulated=simulated,
         first_difference=follower.first_difference,

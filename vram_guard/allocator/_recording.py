@@ -73,12 +73,37 @@ def read_recording(source: str | Path | bytes | Mapping[str, Any], device: int =
         device: whose trace; the snapshot holds one for each device.
 
     Raises:
-        InvalidInputError: for a file that is no such snapshot, is damaged, or whose trace contradicts its
-            segments.
+        InvalidInputError: for a file that is no such snapshot, is damaged, holds no history, or whose trace
+            contradicts its segments.
     """
+    return _recording(_snapshot(source), device)
+
+
+def read_recordings(source: str | Path | bytes | Mapping[str, Any]) -> list[Recording]:
+    """Read the history of every device that has one; otherwise like :func:`read_recording`."""
+    snapshot = _snapshot(source)
+    return [_recording(snapshot, device) for device, trace in enumerate(snapshot["device_traces"]) if trace]
+
+
+def _snapshot(source: str | Path | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
     snapshot = source if isinstance(source, Mapping) else load_plain_pickle(_bytes_of(source))
+    if isinstance(snapshot, list):  # torch.cuda.memory_snapshot(), and _snapshot() of old releases
+        raise InvalidInputError(_("the snapshot is a list of segments without a history. {advice}", advice=_advice()))
     if not isinstance(snapshot, Mapping) or "device_traces" not in snapshot:
         raise _no_snapshot(_("expected a dict with device_traces (and segments)"))
+    if not any(_list(snapshot["device_traces"], "device_traces")):
+        raise InvalidInputError(_("the snapshot holds no history of any device. {advice}", advice=_advice()))
+    return snapshot
+
+
+def _advice() -> str:
+    return _(
+        "Call torch.cuda.memory._record_memory_history() before what is to be recorded, and "
+        "torch.cuda.memory._dump_snapshot() after it"
+    )
+
+
+def _recording(snapshot: Mapping[str, Any], device: int) -> Recording:
     notes: list[str] = []
     settings = _settings(snapshot, notes)
     own, private = _segments(snapshot, device)
@@ -122,7 +147,13 @@ def _settings(snapshot: Mapping[str, Any], notes: list[str]) -> AllocatorSetting
 
 
 def _no_snapshot(problem: str) -> InvalidInputError:
-    return InvalidInputError(_("not a memory snapshot: {problem}", problem=problem))
+    return InvalidInputError(
+        _(
+            "not a memory snapshot that is known here: {problem}. It is damaged, or another release of torch wrote it: "
+            "record it again with torch 2.4 or later, or update vram_guard",
+            problem=problem,
+        )
+    )
 
 
 def _int(entry: Any, name: str, where: str) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.allocator._caching import CachingAllocator
-from vram_guard.allocator.blocks import SMALL_SEGMENT, Segment, SegmentBlock, SegmentType, TraceEntry
+from vram_guard.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT, Segment, SegmentBlock, SegmentType, TraceEntry
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -36,8 +37,9 @@ class _Live(NamedTuple):
 def rewind(final: Iterable[Segment], trace: Sequence[TraceEntry], freed: str, settings: AllocatorSettings) -> Rewound:
     """Undo a trace, from its last action to its first.
 
-    A block that was freed during the recording left only its requested size. It is given the size that the
-    rounding makes of it, and the gap behind it as well where the allocator would not have split that off.
+    A block that was freed during the recording left only its requested size. Where another was handed out behind it,
+    it reached up to that one. Otherwise it is given the size that the rounding makes of it, and the gap behind it as
+    well where the allocator would not have split that off.
 
     Args:
         final: the segments after the trace.
@@ -78,20 +80,40 @@ class _Layout:
             for block in segment.blocks:
                 if block.state != "inactive":
                     self.live[block.address] = _Live(block.requested_size, block.size, segment.stream, -1)
+        #: Of the live blocks, in order.
+        self.addresses = sorted(self.live)
 
     def undo_alloc(self, entry: TraceEntry) -> None:
         block = self.live.pop(entry.address, None)
         if block is None or block.requested != entry.size:
             raise _contradiction(entry, _("allocates {size} bytes, which are not in use afterwards", size=entry.size))
+        at = bisect_left(self.addresses, entry.address)
+        del self.addresses[at]
+        if at:
+            self._reaches(self.addresses[at - 1], entry.address)
 
     def undo_free(self, entry: TraceEntry) -> None:
         if entry.address in self.live:
             raise _contradiction(entry, _("frees what is in use afterwards"))
         self.live[entry.address] = _Live(entry.size, None, entry.stream, entry.position)
+        insort(self.addresses, entry.address)
+
+    def _reaches(self, before: int, address: int) -> None:
+        """A block is handed out from where free memory begins: the live one before it reached up to there."""
+        block = self.live[before]
+        size = address - before
+        slack = size - self.rules.round_size(block.requested)
+        # A remainder of no more than that is left on a large block.
+        is_slack = block.granted is None and 0 < slack <= SMALL_REQUEST
+        if is_slack and self._stretch_at(before) is self._stretch_at(address):
+            self.live[before] = block._replace(granted=size)
+
+    def _stretch_at(self, address: int) -> Segment | None:
+        return next((each for each in self.stretches if each.address <= address < each.end), None)
 
     def undo_growth(self, entry: TraceEntry) -> None:
         """Take away what was added: a whole segment, or pages of an expandable one."""
-        stretch = next((each for each in self.stretches if each.address <= entry.address < each.end), None)
+        stretch = self._stretch_at(entry.address)
         end = entry.address + entry.size
         pages = entry.action == "segment_map"
         if stretch is None or end > stretch.end or (not pages and stretch.total_size != entry.size):
@@ -128,7 +150,7 @@ class _Layout:
 
     def segments(self) -> Iterator[Segment]:
         """The segments with their blocks, by address."""
-        addresses = sorted(self.live)
+        addresses = self.addresses
         at = 0
         for stretch in sorted(self.stretches, key=lambda each: each.address):
             inside = []

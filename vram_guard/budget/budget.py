@@ -40,6 +40,8 @@ class Budget:
             nothing about bfloat16.
         notes: sentences a person should read with the numbers.
         margin_source: where the margin comes from; "" for one that the user gave.
+        multiprocessors: of the card, None where no card is known: then the most that a card of this compute capability
+            has is assumed of kernels that fill it.
 
     Example:
         >>> Budget.resolve("10GiB", gpu="RTX 4090", margin=0.1).explain()
@@ -58,6 +60,7 @@ class Budget:
     compute_capability: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
     margin_source: str = ""
+    multiprocessors: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "margin", checked_margin(self.margin))
@@ -281,6 +284,7 @@ def _of_card(gpu: GPU, margin: float) -> Budget:
         driver_reserved=gpu.driver_reserved,
         gpu=gpu,
         compute_capability=gpu.compute_capability,
+        multiprocessors=gpu.multiprocessors,
     )
 
 
@@ -306,6 +310,7 @@ def _at_hand(device: object, margin: float) -> Budget:
         free=memory.free,
         processes=memory.processes,
         compute_capability=memory.compute_capability,
+        multiprocessors=memory.multiprocessors or (None if gpu is None else gpu.multiprocessors),
         notes=(*memory.notes, *notes, *torch_cuda.notes()),
     )
 

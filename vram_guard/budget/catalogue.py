@@ -152,6 +152,17 @@ def match_gpu(nvml_name: str, memory_bytes: int) -> GPU | None:
     return min(near, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
 
 
+@cache
+def most_multiprocessors(capability: tuple[int, int]) -> int:
+    """The most multiprocessors that a card of this compute capability has, or of the nearest older one there is.
+
+    It is assumed of a card that is not named: what kernels take to fill a card grows with it.
+    """
+    known = sorted({gpu.compute_capability for gpu in _catalogue()})
+    nearest = max((one for one in known if one <= capability), default=known[0])
+    return max(gpu.multiprocessors for gpu in _catalogue() if gpu.compute_capability == nearest)
+
+
 def context_bytes(multiprocessors: int | None) -> int:
     """Bytes that a training process holds on the GPU outside PyTorch's allocator: an estimate from reports.
 

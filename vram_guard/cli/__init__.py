@@ -47,6 +47,8 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. argparse itself exits with 0 for help and 2 for bad usage."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    python, given = _python_of(given)
+    as_given = given
     wanted, given = _language_of(given)
     try:
         found, problem = settings(), None
@@ -61,7 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What the terminal's encoding cannot show becomes a question mark: the answer is delivered all the same.
         sys.stdout.reconfigure(errors="replace")
     with speaking(spoken):
-        return _run(given, found, problem)
+        return _run(given, found, problem) if python is None else _run_elsewhere(python, as_given)
+
+
+def _run_elsewhere(python: str, given: list[str]) -> int:
+    """The command in another environment; where that runs it in this process's place, this does not return."""
+    from vram_guard.cli._python import run_in
+
+    try:
+        return run_in(python, given)
+    except VramGuardError as error:
+        tell(str(error))
+        return _exit_code(error)
 
 
 def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
@@ -89,6 +102,18 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     return code
+
+
+def _python_of(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """``--python``, which stands before the command; and the arguments without it."""
+    for index, word in enumerate(arguments):
+        if word == "--python" and index + 1 < len(arguments):
+            return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
+        if word.startswith("--python="):
+            return word.removeprefix("--python="), arguments[:index] + arguments[index + 1 :]
+        if not word.startswith("-") and arguments[max(0, index - 1)] != "--lang":
+            break
+    return None, arguments
 
 
 def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -130,6 +155,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--lang", metavar="LANGUAGE", help=_("en or zh (default: the language of the environment, LANG=zh_CN)")
+    )
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        help=_("run the command in another environment: its interpreter, or its folder; vram_guard need not be there"),
     )
     commands = parser.add_subparsers(
         title=_("commands"), metavar="COMMAND", required=True, dest="command", parser_class=Parser

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 #: Settings that are options of some commands.
 _FROM_SETTINGS = frozenset(
-    {"allow", "budget", "gpu", "gpu_memory", "host_budget", "lr_rule", "margin", "target_utilization", "threshold"}
+    {
+        *("allow", "budget", "gpu", "gpu_memory", "host_budget", "ignore_releases", "lr_rule", "margin", "releases"),
+        *("target_utilization", "threshold"),
+    }
 )
 #: Commands whose options only share the names: ``monitor --gpu`` is the number of a GPU of this machine.
 _OTHER_MEANING = frozenset({"monitor"})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.printing import print_json, tell
+from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vram_guard.plan.comparison import Comparison, Configuration
+    from vram_guard.releases.required import RequiredReleases
     from vram_guard.step import TrainingStep
 
 _RATES = ("lr", "learning_rate")
@@ -71,6 +73,7 @@ def add_variants(commands: Any) -> None:
 def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
     add_options(parser, *DEVICE, "json")
     add_options(parser, "allow", default=allow)
+    add_release_options(parser)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -78,6 +81,7 @@ def _compare(options: argparse.Namespace) -> int:
     from vram_guard.plan.techniques import DEFAULT_ALLOW
 
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
+    required = required_releases(options)
     configurations = tuple(_configurations(options))
     answer = compare(
         configurations,
@@ -87,13 +91,14 @@ def _compare(options: argparse.Namespace) -> int:
         lr_rule=options.lr_rule,
         progress=tell_progress,
     )
-    _print(answer, options)
+    _print(answer, options, required)
     return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
 
 
 def _variants(options: argparse.Namespace) -> int:
     from vram_guard.plan.variants import variants
 
+    required = required_releases(options)
     steps = dict[str, "TrainingStep"]()
     for name, step in _named(options.names):
         if name in steps:
@@ -108,7 +113,7 @@ def _variants(options: argparse.Namespace) -> int:
         prefer=options.prefer,
         progress=tell_progress,
     )
-    _print(answer, options)
+    _print(answer, options, required)
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
 
 
@@ -117,13 +122,14 @@ def listed(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def _print(answer: Comparison, options: argparse.Namespace) -> None:
+def _print(answer: Comparison, options: argparse.Namespace, required: RequiredReleases) -> None:
     from vram_guard.report.comparison import comparison_dict, show
 
     if options.json:
         print_json(comparison_dict(answer))
     else:
         show(answer)
+    tell_differences(required, answer.releases)
 
 
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:

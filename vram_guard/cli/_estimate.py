@@ -10,6 +10,7 @@ from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_options
 from vram_guard.cli.printing import Notes, print_json, print_now, say
+from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 
@@ -47,6 +48,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help=_('memory of the GPU: 24 is 24 GB, "24GiB", "80GB"'))
     add_options(parser, *DEVICE, "margin", "json")
+    add_release_options(parser)
     parser.set_defaults(run=_estimate)
 
 
@@ -65,6 +67,7 @@ def _estimate(options: argparse.Namespace) -> int:
     calculation = Calculation(request.network(), memory, share) if by_rule else None
     notes = Notes()
     step = None if options.quick else _step(request, config, notes)
+    required = None if step is None else required_releases(options)
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:
@@ -91,6 +94,8 @@ def _estimate(options: argparse.Namespace) -> int:
         print_json(answer)
     else:
         _print_verdict(symbolic, fits=fits)
+    if symbolic is not None and required is not None:
+        tell_differences(required, symbolic.estimate.releases)
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
 
 
@@ -141,7 +146,8 @@ def _symbolic(step: TrainingStep, batch: int, budget: Budget) -> SymbolicAnswer:
     from vram_guard.report.symbolic import SymbolicAnswer
     from vram_guard.simulate import trace
 
-    timeline = trace(step, compute_capability=budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
+    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
     return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vram_guard.cli._arguments import checked_margin, count, counts, gpu_memory
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.printing import Notes, print_json, print_now, tell
+from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
 
@@ -34,6 +35,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
     sizes = InputSizes(**counts(options, "height", "width", "num_frames", "seq_length"))
     batch = count("batch_size", options.batch) or 1
     folder = read_folder(Path(options.model_path).expanduser())
+    required = None if options.quick else required_releases(options)
     tuning = tuning_of_folder(folder, options, sizes, batch)
     budget = _budget(options)
     savings = None
@@ -58,6 +60,8 @@ def estimate_folder(options: argparse.Namespace) -> int:
         print_now(["", *symbolic_lines(symbolic)])
         if symbolic.plan is not None:
             print_now(["", symbolic.plan.explain()])
+    if symbolic is not None and required is not None:
+        tell_differences(required, symbolic.estimate.releases)
     return EXIT_DOES_NOT_FIT if fits is False else EXIT_DONE
 
 
@@ -138,7 +142,8 @@ def _symbolic(tuning: Tuning, sizes: InputSizes, budget: Budget | None, *, recom
     precision: Any = PRECISION_OF[tuning.dtype]
     step = tuning_of(trained.config, frozen, twin=twin, sizes=sizes, precision=precision)
     capability = (None if budget is None else budget.compute_capability) or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(step, compute_capability=capability)
+    multiprocessors = None if budget is None else budget.multiprocessors
+    timeline = trace(step, compute_capability=capability, multiprocessors=multiprocessors)
     largest = None if budget is None else timeline.max_batch_size(budget, limit=4096)
     made = None
     if recommend and budget is not None:

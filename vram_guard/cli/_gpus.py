@@ -10,6 +10,7 @@ from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import FOLDER, NETWORK, add_options
 from vram_guard.cli.printing import print_columns, print_json, say
+from vram_guard.cli.releases import add_release_options
 from vram_guard.language import _
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
     add_options(parser, "json")
     group = parser.add_argument_group(_("a model: what fits on each GPU"))
     add_options(group, *NETWORK, *FOLDER)
+    add_release_options(group)
     group.add_argument(
         "--resolutions", metavar="LIST", help=_('several in one table: "64,128,256x512" (height x width)')
     )

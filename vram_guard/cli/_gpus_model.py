@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.cli._arguments import counts, number, unknown_model, whole_number
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.printing import print_columns, print_json, say, tell
+from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -32,13 +33,23 @@ def asks_about_a_model(options: argparse.Namespace) -> bool:
 
 def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     """Print what each card holds of the model."""
+    from vram_guard.releases.installed import Releases
+
+    required = required_releases(options)
     title, tables = _folder_tables(options, cards) if options.model_path else _network_tables(options, cards)
+    releases = Releases.here() if title == _SYMBOLIC else None
     if options.json:
-        print_json({"kind": "gpus", "method": title, "tables": [_dict(size, rows) for size, rows in tables.items()]})
+        held_for = {} if releases is None else {"releases": releases.as_dict()}
+        found = [_dict(size, rows) for size, rows in tables.items()]
+        print_json({"kind": "gpus", "method": title, **held_for, "tables": found})
     else:
         say(_about(options, title))
         say()
         _print_tables(tables)
+        if releases is not None:
+            say()
+            say(_("Releases: {releases}", releases=releases))
+    tell_differences(required, releases)
     return EXIT_DONE
 
 

@@ -160,7 +160,8 @@ def _batch(
     accumulate: int = found["accumulate"][0].value if "accumulate" in found else 1
     target, _why = (None, "") if "precision" in keep else mixed_precision(precision, budget.compute_capability)
     step = step.with_(precision=target or precision, accumulate=1)
-    timeline = trace(step, compute_capability=budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
+    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
     if options.benchmark:
         results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
         return chosen_by_measurement(results, batch_size, accumulate, device), results

@@ -11,6 +11,7 @@ from vram_guard.cli._plots import add_picture_options, check_pictures, write_pic
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.printing import print_json
+from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.language import _
 
 
@@ -26,6 +27,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
     add_options(parser, "step", *DEVICE, "allow", "json")
+    add_release_options(parser)
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
@@ -41,6 +43,7 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.report.text import show
 
     check_pictures(options)
+    required = required_releases(options)
     cards = listed(options.cards or "")
     for card in cards:
         Budget.of(card)  # an unknown one is an error before any work
@@ -53,5 +56,6 @@ def _plan(options: argparse.Namespace) -> int:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:
         show(made)
+    tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

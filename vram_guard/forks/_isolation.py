@@ -28,11 +28,11 @@ _MOST_COPIED = 64 * 2**20
 _PR_SET_PDEATHSIG = 1
 
 
-def isolate(home: int) -> None:
+def isolate(kept: set[int]) -> None:
     """Called first in a copy of a process.
 
     Args:
-        home: the file descriptor over which the copy answers; it stays as it is.
+        kept: file descriptors that stay as they are: those over which the copy answers.
     """
     import torch
 
@@ -42,15 +42,15 @@ def isolate(home: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)  # the threads of its pool were not copied
     sys.dont_write_bytecode = True
-    _cut_off_files(home)
+    _cut_off_files(kept)
     _renew_output()
     make_private()
     discard_writes()
 
 
-def _cut_off_files(home: int) -> None:
+def _cut_off_files(kept: set[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in _open_files() - {home, nowhere}:
+    for number in _open_files() - {*kept, nowhere}:
         try:
             kind = os.fstat(number).st_mode
             flags = fcntl.fcntl(number, fcntl.F_GETFL)

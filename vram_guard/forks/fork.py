@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks import _isolation
+from vram_guard.forks._fatal_stack import FatalStack
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.language import _
 
@@ -38,6 +39,8 @@ IDLE_SECONDS = 120.0
 MOST_SECONDS = 1800.0
 #: How often its processor time is looked at.
 _LOOK_SECONDS = 1.0
+#: Seconds that a hanging copy has for writing down where it hangs.
+_ABORT_SECONDS = 2.0
 
 #: Parts of messages with which CUDA and torch's autograd refuse to work in a copy of a process that has used a GPU.
 _REFUSED_IN_FORKS = ("Cannot re-initialize CUDA in forked subprocess", "combination with fork-based multiprocessing")
@@ -56,6 +59,10 @@ class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of t
 
     def __str__(self) -> str:
         return f"\n{self._text}"
+
+
+class _HangsError(Exception):
+    """The copy sends nothing and does nothing."""
 
 
 def can_fork() -> bool:
@@ -90,6 +97,7 @@ def run_in_fork(
     if not can_fork():
         raise ForkRefusedError(_("this system cannot copy a process (fork)"))
     here, there = Pipe(duplex=False)
+    stack = FatalStack()
     with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -102,10 +110,10 @@ def run_in_fork(
     if process == 0:
         here.close()
         random.setstate(generators)
-        _work_in_copy(work, there)
+        _work_in_copy(work, there, stack)
     there.close()
-    with here:
-        kind, value, buffers = _answer(here, process, progress or (lambda _line: None), most_seconds)
+    with here, contextlib.closing(stack):
+        kind, value, buffers = _answer(here, process, stack, progress or (lambda _line: None), most_seconds)
     if kind == "error":
         caught, text = value
         if any(part in str(caught) for part in _REFUSED_IN_FORKS):
@@ -117,13 +125,14 @@ def run_in_fork(
 # --- in the copy ---------------------------------------------------------------------------------------------------
 
 
-def _work_in_copy(work: Callable[[Progress], Any], home: Connection) -> None:
+def _work_in_copy(work: Callable[[Progress], Any], home: Connection, stack: FatalStack) -> None:
     """Do the work, send what came of it, and end without the exit handlers of the process."""
     code = 1
     try:
+        stack.write_when_killed()
         renew_in_copy()
         gc.freeze()  # finalizers of the original's objects are not run here
-        _isolation.isolate(home.fileno())
+        _isolation.isolate({home.fileno(), stack.number})
         buffers: list[pickle.PickleBuffer] = []
         outcome = _outcome(work, home, buffers)
         home.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))
@@ -175,9 +184,10 @@ def _picklable(error: Exception) -> Exception:
 
 
 def _answer(
-    pipe: Connection, process: int, progress: Progress, most_seconds: float
+    pipe: Connection, process: int, stack: FatalStack, progress: Progress, most_seconds: float
 ) -> tuple[str, Any, list[bytearray]]:
     """The copy's last message, and the arrays that follow it; the copy is gone afterwards."""
+    problem: str | None = None
     try:
         for kind, value, sizes in _messages(pipe, process, most_seconds):
             if kind != "progress":
@@ -185,18 +195,33 @@ def _answer(
             progress(value)
     except (EOFError, OSError, pickle.UnpicklingError):
         pass  # it died
+    except _HangsError as error:
+        problem = str(error)
+        _abort(process)
     finally:
         # One that has answered ends by itself at once: nothing is lost by not waiting for it.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    problem = problem or _death(code)
+    if place := stack.place():
+        problem += _("; it was at {place}", place=place)
+    raise UnsupportedStepError(problem) from (_RemoteTraceback(stack.text()) if place else None)
+
+
+def _death(code: int) -> str:
     if code < 0:
-        raise UnsupportedStepError(
-            _("the copy of the process that looked at the training was killed by signal {number}", number=-code)
-        )
-    raise UnsupportedStepError(
-        _("the copy of the process that looked at the training ended with exit code {code}", code=code)
-    )
+        return _("the copy of the process that looked at the training was killed by signal {number}", number=-code)
+    return _("the copy of the process that looked at the training ended with exit code {code}", code=code)
+
+
+def _abort(process: int) -> None:
+    """Let a copy that hangs write its stack, and wait for that."""
+    with contextlib.suppress(OSError):
+        os.kill(process, signal.SIGABRT)
+        until = time.monotonic() + _ABORT_SECONDS
+        while time.monotonic() < until and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            time.sleep(0.02)
 
 
 def _array(pipe: Connection, size: int) -> bytearray:
@@ -214,7 +239,7 @@ def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[t
     """Messages as they arrive.
 
     Raises:
-        UnsupportedStepError: none arrives any more.
+        _HangsError: none arrives any more.
     """
     begun = busy = time.monotonic()
     worked = _processor_seconds(process)
@@ -227,7 +252,7 @@ def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[t
         if used is None or worked is None or used > worked:
             busy, worked = now, used
         if now - busy > IDLE_SECONDS or now - begun > most_seconds:
-            raise UnsupportedStepError(
+            raise _HangsError(
                 _(
                     "the copy of the process that looked at the training did not answer for {seconds} s (it may wait "
                     "for a lock that a thread of the original holds)",

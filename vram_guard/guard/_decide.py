@@ -16,6 +16,7 @@ from vram_guard.language import _
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.prove import Proof, prove, prove_cut
+from vram_guard.releases.required import RequiredReleases
 from vram_guard.watch.corrections import Corrections, subject
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def decide_alone(
     Raises:
         UnsupportedStepError: the step cannot be predicted, or a pin asks for what cannot be done here.
     """
+    # On the device that trains, the releases that train are those that predict.
+    required = RequiredReleases.find(settings.releases, ignore=settings.ignore_releases or gpu is not None)
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
     graph = LossGraph(step, captured.loaded)
     captured = replace(captured, step=graph.step)
@@ -112,7 +115,9 @@ def decide_alone(
     refused = {technique: reason for technique, reason in refusals if reason}
     plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
-    notes = [*captured.notes, *(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
+    releases = plan.before.releases
+    notes = [*captured.notes, *(() if releases is None else required.remarks(releases))]
+    notes += [*(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
     notes += [one for one in (proof.words, *proof.notes) if one]
     splitter = spare = None
     if "accumulate" not in refused:

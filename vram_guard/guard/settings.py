@@ -35,6 +35,9 @@ class PlanSettings:
         target_utilization: the share of the memory that growth may fill, in (0, 1].
         lr_rule: "linear", "sqrt" or "none".
         host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
+        releases: the lock file or requirements whose releases are compared with the installed ones, where the training
+            will run elsewhere; None: those in the current folder.
+        ignore_releases: True: they are not compared.
 
     Raises:
         InvalidInputError: a setting makes no sense.
@@ -49,6 +52,8 @@ class PlanSettings:
     target_utilization: float = 0.8
     lr_rule: str = "linear"
     host_budget: str | int | None = None
+    releases: str | None = None
+    ignore_releases: bool = False
 
     def __post_init__(self) -> None:
         allow = DEFAULT_ALLOW if self.allow is None else self.allow
@@ -57,7 +62,9 @@ class PlanSettings:
         self._keep("allow", frozenset(names) - {""})
         check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
         check_growth(self.target_utilization, self.lr_rule)
-        check_switches(grow=self.grow)
+        check_switches(grow=self.grow, ignore_releases=self.ignore_releases)
+        if not isinstance(self.releases, str | None):
+            raise InvalidInputError(_("releases must be the path of a file, not {value}", value=repr(self.releases)))
 
     def _keep(self, name: str, value: object) -> None:
         """Replace a value by its checked form."""

@@ -133,7 +133,7 @@ def plan(
     else:
         watched = watched_modules(named if may_checkpoint else (), pins)
         source = source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY, watched)
-    traces = Traces(source, batch_size, report)
+    traces = Traces(source, batch_size, report, resolved.multiprocessors)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu)
     # Errors of the step as written come before all others.
     changes = traces(Option(source.precision, 1)).changes

@@ -24,12 +24,20 @@ class Traces:
         source: what is traced.
         batch_size: samples that the loader delivers at once; the law of the step as written is checked there.
         progress: called with a line of text before each trace.
+        multiprocessors: of the GPU that is meant; None: unknown.
     """
 
-    def __init__(self, source: Source, batch_size: int, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        progress: Callable[[str], None],
+        multiprocessors: int | None = None,
+    ) -> None:
         self.source = source
         self._batch_size = batch_size
         self._progress = progress
+        self._multiprocessors = multiprocessors
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
 
@@ -64,7 +72,7 @@ class Traces:
         return self.source.request(option.precision, option.splits, option.unordered.recipe, size)
 
     def _at(self, request: TraceRequest) -> Callable[[int], Timeline]:
-        return lambda size: self.source.trace(replace(request, batch_size=size))
+        return lambda size: self.source.trace(replace(request, batch_size=size)).on(self._multiprocessors)
 
     def _confirmed(self, request: TraceRequest, option: Option) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.plan.model import Plan
+    from vram_guard.releases.installed import Releases
     from vram_guard.timeline import Estimate
 
 
@@ -106,6 +107,11 @@ class Comparison:
         """Samples a second over those of the first row that has a time."""
         first = next((one.samples_per_second for one in self.rows if one.samples_per_second), None)
         return None if first is None or row.samples_per_second is None else row.samples_per_second / first
+
+    @property
+    def releases(self) -> Releases | None:
+        """The releases that the predictions are for; None where there is none."""
+        return next((row.estimate.releases for row in self.rows if row.estimate is not None), None)
 
     @property
     def all_fit(self) -> bool:

@@ -46,13 +46,14 @@ def on_every_gpu(
 
     checked_count("limit", limit)
     timeline_for = cache(trace)
-    peak_at = cache(lambda capability, size: timeline_for(capability).replay(size).peak_reserved)
+    peak_at = cache(lambda card, size: timeline_for(card[0]).on(card[1]).replay(size).peak_reserved)
 
     def one(gpu: GPU) -> OnGpu:
         capability = gpu.compute_capability
+        card = capability, gpu.multiprocessors
         tier = timeline_for(capability).tier
         budget = Budget.of(gpu).for_tier(tier)
-        largest = largest_that_fits(lambda size: peak_fits(peak_at(capability, size), tier, budget), limit)
-        return OnGpu(gpu, budget.usable, largest, peak_at(capability, max(largest, 1)), tier != "formula")
+        largest = largest_that_fits(lambda size: peak_fits(peak_at(card, size), tier, budget), limit)
+        return OnGpu(gpu, budget.usable, largest, peak_at(card, max(largest, 1)), tier != "formula")
 
     return tuple(map(one, gpus))

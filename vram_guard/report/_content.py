@@ -108,6 +108,7 @@ class Content:
             (_("source"), estimate.peak_source),
             (_("operator"), estimate.peak_operator),
             (_("answer"), _(_TIERS[estimate.tier])),
+            (_("releases"), "" if estimate.releases is None else str(estimate.releases)),
         ]
         point = estimate.out_of_memory
         if point is not None:

@@ -92,6 +92,7 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
             "operator": estimate.peak_operator,
         },
         "tier": estimate.tier,
+        "releases": None if estimate.releases is None else estimate.releases.as_dict(),
         "notes": [_note(note) for note in estimate.notes],
         "out_of_memory": _out_of_memory(estimate.out_of_memory),
     }

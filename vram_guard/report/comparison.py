@@ -102,6 +102,8 @@ def _report(answer: Comparison, *, unicode: bool) -> Group:
     if isinstance(answer, Variants):
         above = [words(answer.choice(), "bold red" if chosen is None else "bold green")]
     notes = [_("Budget: {words}", words=answer.budget.explain()), *_notes(answer)]
+    if answer.releases is not None:
+        notes.append(_("Releases: {releases}", releases=answer.releases))
     return Group(*above, table, *(words(line, "dim") for line in notes))
 
 

@@ -46,6 +46,8 @@ def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
         held = estimate.breakdown.get(name, 0)
         if held:
             yield f"     {category_name(name)}: {amount(held)}"
+    if estimate.releases is not None:
+        yield _("   - releases: {releases}", releases=estimate.releases)
     if answer.budget is None:
         return
     usable = answer.budget.for_tier(estimate.tier).usable

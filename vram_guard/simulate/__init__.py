@@ -28,6 +28,7 @@ def trace(
     step: TrainingStep,
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
+    multiprocessors: int | None = None,
     check_at: int | None = None,
     checked: bool = True,
 ) -> Timeline:
@@ -41,6 +42,8 @@ def trace(
     Args:
         step: what is trained.
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
+        multiprocessors: of the GPU that is meant, on which the buffers of large reductions depend; None: the most that
+            a card of this compute capability has (:func:`vram_guard.budget.catalogue.most_multiprocessors`).
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
         checked: False leaves the check to the caller, who compares with :func:`traced_at` where it matters.
 
@@ -58,7 +61,8 @@ def trace(
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
     step = with_built_model(step, compute_capability)
-    return law(lambda size: run_step(step, size, compute_capability), check_at=check_at, checked=checked)
+    followed = law(lambda size: run_step(step, size, compute_capability), check_at=check_at, checked=checked)
+    return followed.on(multiprocessors)
 
 
 def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked: bool = True) -> Timeline:
@@ -89,7 +93,11 @@ def traced_at(run: Callable[[int], Timeline], batch_size: int) -> Timeline:
 
 
 def trace_at(
-    step: TrainingStep, batch_size: int, *, compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
+    step: TrainingStep,
+    batch_size: int,
+    *,
+    compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
+    multiprocessors: int | None = None,
 ) -> Timeline:
     """The step traced at one batch size alone, see :func:`traced_at`.
 
@@ -100,7 +108,7 @@ def trace_at(
     from vram_guard.simulate.tracing.run import run_step
 
     checked_count("batch_size", batch_size)
-    return traced_at(lambda size: run_step(step, size, compute_capability), batch_size)
+    return traced_at(lambda size: run_step(step, size, compute_capability).on(multiprocessors), batch_size)
 
 
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:

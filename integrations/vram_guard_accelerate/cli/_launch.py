@@ -12,6 +12,7 @@ from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.codec import to_json
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.releases.required import RequiredReleases
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
@@ -58,6 +59,7 @@ def launch(arguments: Sequence[str]) -> int:
         )
     local = max(1, target.ranks // target.machines)
     budget = budget_for(given.settings, local, target.gpu_ids)
+    required = RequiredReleases.find(given.settings.releases, ignore=given.settings.ignore_releases)
     command = (given.script, *given.arguments)
     request = DryRunRequest(command, given.module, given.settings, budget, target.ranks, target.environment, local)
     _launchers.say_what_is_ignored()
@@ -69,7 +71,7 @@ def launch(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
         return _signals.EXIT_BASE + signal.SIGINT
-    show(prediction, as_json=given.options.json)
+    show(prediction, as_json=given.options.json, remarks=required.remarks(prediction.answer.releases))
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
@@ -85,13 +87,19 @@ def _again(status: Status, options: str) -> None:
     status.update(_("vram-guard: running the script symbolically once more, launched with {options}", options=options))
 
 
-def show(prediction: Prediction, *, as_json: bool) -> None:
-    """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own."""
+def show(prediction: Prediction, *, as_json: bool, remarks: Sequence[str] = ()) -> None:
+    """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own.
+
+    Args:
+        prediction: of the launch.
+        as_json: for programs.
+        remarks: on this launch, after the plan's own notes.
+    """
     answer = prediction.answer
     if as_json:
         found = {
             **answer.plan,
-            "notes": list(answer.notes),
+            "notes": [*answer.notes, *remarks],
             "script_arguments": answer.launch_plan.script_arguments(),
             "seconds": dict(answer.seconds),
             "host_memory": dict(answer.host_memory),
@@ -100,7 +108,7 @@ def show(prediction: Prediction, *, as_json: bool) -> None:
         }
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
-    lines = [answer.text.rstrip(), *(f"  - {note}" for note in answer.notes)]
+    lines = [answer.text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks))]
     if prediction.remembered:
         lines.append(_("vram-guard: the plan of an equal launch before (--fresh plans anew)"))
     say("\n".join(lines))

@@ -106,7 +106,8 @@ def key_of(request: DryRunRequest) -> str:
     digest = hashlib.sha256()
     variables = {**os.environ, **request.environment}
     kept = sorted((name, value) for name, value in variables.items() if name.startswith("ACCELERATE_"))
-    launch = (request.command, request.module, request.settings, kept, str(Path.cwd()))
+    settings = replace(request.settings, releases=None, ignore_releases=False)  # compared with the answer afterwards
+    launch = (request.command, request.module, settings, kept, str(Path.cwd()))
     budget = (request.budget.usable, request.budget.compute_capability)
     digest.update(repr((launch, budget, request.ranks, request.local_ranks, sys.version)).encode())
     for name in LIBRARIES:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vram_guard.budget import Budget
+from vram_guard.releases.installed import Releases
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._script_files import FileState
 from vram_guard_accelerate._settings import Settings
@@ -65,6 +66,8 @@ class DryRunAnswer:
     """Of the script until its first batch, and of the planning."""
     host_memory: Mapping[str, int]
     """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
+    releases: Releases
+    """Those that the script ran with."""
 
     @property
     def slowdown(self) -> float:

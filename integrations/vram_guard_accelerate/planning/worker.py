@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from vram_guard.codec import from_json, to_json
 from vram_guard.language import _
+from vram_guard.releases.installed import Releases
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
@@ -58,6 +59,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
                 changed=found.plan.changed or found.launch_plan.resumes_grown,
                 seconds={"script": stood - began, "plan": time.monotonic() - stood},
                 host_memory={"script": memory, "plan": _memory()},
+                releases=Releases.here(),
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Literal
@@ -13,12 +13,14 @@ from typing import Literal
 import torch
 
 from vram_guard.language import Message
+from vram_guard.scratch import Rule
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
-from vram_guard.timeline import Affine, Block, Category, Collective, Gate, Note, Phase, Tier
+from vram_guard.timeline import Affine, Block, Category, Collective, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
-#: This package's folder; the file is at ``vram_guard/simulate/memory/recorder.py``.
-_OWN_ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
+#: This package's folder, as code objects have it (links and all); the file is at
+#: ``vram_guard/simulate/memory/recorder.py``.
+_OWN_ROOT = str(Path(__file__).parents[2]) + os.sep
 #: Classes whose tensors wrap no others; asking for an attribute that is not there takes longer.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -56,8 +58,8 @@ class Recorder:
         self._sizes: list[int] = []
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
-        self._gates: dict[int, tuple[int, int]] = {}
         self._optional: set[int] = set()
+        self._scratch: dict[int, tuple[Rule, Sequence[int]]] = {}
         self._live: dict[int, StorageRef] = {}
         self.host = HostRecorder()
         self._on_meta: dict[int, StorageRef] = {}
@@ -140,13 +142,28 @@ class Recorder:
             self._optional.add(block)
         self.events.extend(~block for block in held)
 
-    def gated_temporary(self, size: int, quantity: int, threshold: int, operator: str) -> None:
-        """A temporary that exists only where ``quantity`` (affine in the batch size) exceeds ``threshold``."""
-        if size > 0 and not self._closed:
-            block = self._allocate(size, operator)
-            self._categories[block] = "temporaries"
-            self._gates[block] = (quantity, threshold)
-            self.events.append(~block)
+    def scratch(self, rules: Iterable[Rule], numbers: Sequence[int], operator: str, *, copied: int = 0) -> None:
+        """Temporaries that a kernel holds together, sized by rules, and beside them a copy of an operand."""
+        origin = self._origin()
+        held = [self.hold(copied, operator, origin)] if copied else []
+        self.release([*held, *(self.hold((rule, numbers), operator, origin) for rule in rules)])
+
+    def hold(
+        self, size: int | tuple[Rule, Sequence[int]], operator: str, origin: tuple[str, str] | None = None
+    ) -> int | None:
+        """A temporary that lives until it is released; its size in bytes, or a rule and what that is asked with."""
+        if self._closed:
+            return None
+        block = self._allocate(size if isinstance(size, int) else 0, operator, origin)
+        self._categories[block] = "temporaries"
+        if not isinstance(size, int):
+            self._scratch[block] = size
+        return block
+
+    def release(self, held: Sequence[int | None]) -> None:
+        """Free temporaries as C++ does, the youngest first."""
+        if not self._closed:
+            self.events.extend(~block for block in reversed(held) if block is not None)
 
     def permanent(self, size: int, operator: str, category: Category) -> None:
         """Bytes that are taken and never given back (library workspaces)."""
@@ -163,12 +180,12 @@ class Recorder:
         ref = self._live.get(storage)
         return None if ref is None else ref.block
 
-    def _allocate(self, size: int, operator: str) -> int:
+    def _allocate(self, size: int, operator: str, origin: tuple[str, str] | None = None) -> int:
         block = len(self._sizes)
         self._sizes.append(size)
         recomputing = self.in_backward and torch.is_grad_enabled()
         self._categories.append("activations" if recomputing else self._default_category)
-        module, source = self._origin()
+        module, source = origin or self._origin()
         self._origins.append((module, source, operator))
         self.events.append(block)
         return block
@@ -337,7 +354,7 @@ class Recorder:
         made = []
         for index, (size, category) in enumerate(zip(self._sizes, self._categories, strict=True)):
             module, source, operator = self._origins[index]
-            gate = self._gates.get(index)
+            rule, numbers = self._scratch.get(index, (None, ()))
             made.append(
                 Block(
                     Affine(size, 0),
@@ -345,8 +362,8 @@ class Recorder:
                     module,
                     source,
                     operator,
-                    None if gate is None else Gate(Affine(gate[0], 0), gate[1]),
                     index in self._optional,
+                    None if rule is None else Scratch(rule, tuple(Affine(number, 0) for number in numbers)),
                 )
             )
         return tuple(made)

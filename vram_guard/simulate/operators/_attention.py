@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators._release import torch_release
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 
@@ -66,12 +67,7 @@ def choose_backend(
 
 def _prefers_cudnn(capability: tuple[int, int]) -> bool:
     """CuDNN attention comes first on data-centre Hopper and Blackwell since torch 2.9.1 (cuDNN 9.15.1)."""
-    return capability[0] in (9, 10) and _torch_version() >= (2, 10)
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    return capability[0] in (9, 10) and torch_release() >= (2, 10)
 
 
 def _efficient_takes(query: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import cudnn
+from vram_guard.simulate.operators.reductions import column_sum
 
 _ELEMENTS: dict[torch.dtype, cudnn.Element] = {
     torch.float32: "float32",
@@ -60,6 +61,8 @@ def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _
     if wanted[2]:
         made[2] = bias = torch.empty(bias_sizes, dtype=grad.dtype, device="meta")
         recorder.track(bias, name)
+        # ConvShared.cpp: ``grad_output.sum`` over all but the channels.
+        column_sum(recorder, grad, [dim for dim in range(grad.dim()) if dim != 1], name)
     return tuple(made)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from vram_guard.language import Message
+from vram_guard.scratch import RadixSort
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.kernels import in_backward_formula
 
@@ -99,14 +102,52 @@ def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return func(tensor, replaced)
 
 
-def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """In place: returns its target; the functional form returns a copy of it."""
+def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place: returns its target; the functional form returns a copy of it. To accumulate, the indices are sorted."""
     if func._schema.name.endswith("_"):
         constants.forget(args[0])
-        return args[0]
-    if in_backward_formula(recorder):  # ``index_backward`` writes into its own zeros, as in ``scatter``
-        return args[0]
-    return torch.empty_like(args[0])
+        out = args[0]
+    elif in_backward_formula(recorder):  # ``index_backward`` writes into its own zeros, as in ``scatter``
+        out = args[0]
+    else:
+        out = torch.empty_like(args[0])
+        recorder.track(out, str(func))
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if accumulates and is_symbolic(args[0]):
+        _sorted_accumulation(recorder, str(func), args)
+    return out
+
+
+def _sorted_accumulation(recorder: Recorder, name: str, args: tuple[Any, ...]) -> None:
+    """Indexing.cu, ``index_put_with_sort_kernel``: linear indices, sorted with their positions, and CUB's storage.
+
+    Each index is first wrapped around and multiplied (``computeLinearIndex``); values that are not contiguous are
+    copied. A boolean mask counts as many indices as it selects elements.
+    """
+    target, indices, values = args[:3]
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if not given or any(index.dtype in (torch.bool, torch.uint8) for _dim, index in given):
+        return
+    shape = torch.broadcast_shapes(*(index.shape for _dim, index in given))
+    count = shape.numel()
+    size = 8 * count
+    linear: list[int | None] = []
+    for _dim, _index in given:
+        wrapped = recorder.hold(size, name)
+        multiplied = recorder.hold(size, name)
+        recorder.release([wrapped])
+        if linear:
+            recorder.release([multiplied])  # added to the first
+        else:
+            linear.append(multiplied)
+    selected = count * torch.Size(n for dim, n in enumerate(target.shape) if dim not in dict(given)).numel()
+    held = linear
+    if not values.is_contiguous() or values.numel() < selected:
+        held.append(recorder.hold(selected * values.element_size(), name))
+    held += [recorder.hold(size, name), recorder.hold(size, name)]
+    largest = math.prod(target.shape[dim] for dim, _index in given) - 1
+    recorder.release([recorder.hold(size, name), recorder.hold((RadixSort(), (count, max(largest, 0))), name)])
+    recorder.release(held)
 
 
 def unique(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,14 +6,21 @@ transformers of diffusion models normalise transposed activations in every block
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from vram_guard.scratch import PartialGradient
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators import shape_rules
+from vram_guard.simulate.operators._release import torch_release
 
 _META = torch.device("meta")
+
+#: The release in which large inputs are summed in parts (pull request 150773 of April 2025).
+_PARTS_SINCE = (2, 8)
+_PARTS: tuple[Literal["rows", "result", "buffer", "semaphores"], ...] = ("rows", "result", "buffer", "semaphores")
 
 
 def layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -21,6 +28,17 @@ def layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
 
     The input is made contiguous for the call, and the output is; the statistics are in the accumulation type.
     """
+    return _normalized(recorder, func, args, kwargs, 2)
+
+
+def rms_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Output and inverse root mean squares, as a layer norm's (layer_norm_kernel.cu, ``_fused_rms_norm_cuda``)."""
+    return _normalized(recorder, func, args, kwargs, 1)
+
+
+def _normalized(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], statistics_kept: int
+) -> Any:
     source, normalized = args[:2]
     kept = source.dim() - len(normalized)
     if not source.is_floating_point() or tuple(source.shape[kept:]) != tuple(normalized):
@@ -31,7 +49,7 @@ def layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
     shape = [*source.shape[:kept], *[1] * len(normalized)]
     statistics = [
         _tracked(recorder, torch.empty(shape, dtype=_accumulated(source), device=_META), name)
-        for _which in ("mean", "deviation")
+        for _which in range(statistics_kept)
     ]
     del copied
     return out, *statistics
@@ -42,15 +60,50 @@ def layer_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
 
     Input and incoming gradient are made contiguous for the call; what comes out is contiguous.
     """
-    gradient, source, _normalized, _mean, _deviation, weight, bias, wanted = args
+    gradient, source, _shape, _mean, _deviation, weight, bias, wanted = args
     if not source.is_floating_point() or gradient.shape != source.shape:
         return func(*args, **kwargs)
+    return _norm_gradients(recorder, func, gradient, source, zip((source, weight, bias), wanted, strict=True))
+
+
+def rms_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients of input and weight, as a layer norm's (layer_norm_kernel.cu, ``_fused_rms_norm_backward_cuda``)."""
+    gradient, source, _shape, _deviation, weight, wanted = args
+    return _norm_gradients(recorder, func, gradient, source, zip((source, weight), wanted, strict=True))
+
+
+def _norm_gradients(
+    recorder: Recorder, func: Any, gradient: torch.Tensor, source: torch.Tensor, wanted: Any
+) -> tuple[torch.Tensor | None, ...]:
     name = str(func)
     copied = [_contiguous(recorder, source, name)]
-    made = _gradients(recorder, name, zip((source, weight, bias), wanted, strict=True))
+    tensors = list(wanted)
+    made = _gradients(recorder, name, tensors)
     copied.append(_contiguous(recorder, gradient, name))
+    _partial_gradients(
+        recorder, name, source, [tensor for tensor, asked in tensors[1:] if asked and tensor is not None]
+    )
     del copied
     return made
+
+
+def _partial_gradients(recorder: Recorder, name: str, source: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    """The sums by blocks of rows, for weight and bias, and then the sum of each."""
+    if torch_release() < _PARTS_SINCE or not weights:
+        return
+    rows = source.numel() // weights[0].numel() if weights[0].numel() else 0
+    held = []
+    sums = []
+    for weight in weights:
+        parts = [
+            PartialGradient(part, weight.numel(), weight.element_size(), _accumulated(weight).itemsize)
+            for part in _PARTS
+        ]
+        held.append(recorder.hold((parts[0], (rows,)), name))
+        sums.append(parts[1:])
+    for parts in sums:
+        recorder.scratch(parts, (rows,), name)
+    recorder.release(held)
 
 
 def group_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,6 +123,23 @@ def group_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
     by_channels = [by_channel] * (3 if weight is not None else 2)
     recorder.together([*by_channels, by_group, by_group] if wanted[0] else by_channels[:2], name)
     return made
+
+
+def group_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Output, mean and inverse deviation; two numbers by (sample, channel) for a moment.
+
+    group_norm_kernel.cu, ``GroupNormKernelImplInternal``: where there is more than one position, and a weight.
+    """
+    source, weight, bias, samples, channels, positions = args[:6]
+    rule = shape_rules.NEW["aten::native_group_norm"]
+    found = rule(args, kwargs)
+    out = func(*args, **kwargs) if found is None else found
+    for tensor in out:
+        recorder.track(tensor, str(func))
+    if positions > 1 and (weight is not None or bias is not None) and source.is_floating_point():
+        size = samples * channels * _accumulated(source).itemsize
+        recorder.together([size, size], str(func))
+    return out
 
 
 def batch_norm_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -70,11 +70,13 @@ _KEYS = DispatchKeySet(_KEY)
 class CastCache:
     """Low-precision copies of leaf weights, kept until the outermost autocast region ends.
 
-    As ``cached_cast`` in ``autocast_mode.cpp``: only float32 leaves that require grad and are no views.
+    As ``cached_cast`` in ``autocast_mode.cpp``: only float32 leaves that require grad and are no views. In inference
+    mode weights are cast every time (seen in a history recorded on a GPU with torch 2.11, and on the CPU with 2.13).
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.in_inference_mode = False
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The tensor in ``dtype``: itself, its cached copy, or a new copy."""
@@ -87,6 +89,7 @@ class CastCache:
             and tensor.is_leaf
             and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
+            and not self.in_inference_mode
         )
         if not cacheable:
             return _to_dtype(tensor, dtype)
@@ -193,6 +196,28 @@ def _kernels(cache: CastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 @contextlib.contextmanager
+def _inference_mode(cache: CastCache) -> Iterator[None]:
+    """Inside the block ``torch.inference_mode`` switches off gradients and the copies of weights, and nothing else.
+
+    Symbolic tensors must stay out of the real one: it leaves out autograd's dispatch keys, so that composite operators
+    would be met in one piece.
+    """
+    entered: list[tuple[bool, bool]] = []
+
+    def enter(self: torch.inference_mode) -> None:
+        entered.append((torch.is_grad_enabled(), cache.in_inference_mode))
+        torch.set_grad_enabled(not self.mode)
+        cache.in_inference_mode = self.mode
+
+    def leave(_self: torch.inference_mode, *_error: object) -> None:
+        grad, cache.in_inference_mode = entered.pop()
+        torch.set_grad_enabled(grad)
+
+    with replaced(torch.inference_mode, {"__enter__": enter, "__exit__": leave}):
+        yield
+
+
+@contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Inside the block ``torch.autocast("cuda")`` acts on symbolic tensors as it does on CUDA tensors."""
     cache = CastCache()
@@ -212,7 +237,7 @@ def cuda_autocast() -> Iterator[None]:
         before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
         try:
-            with replaced(torch, {"clear_autocast_cache": clear_both}):
+            with replaced(torch, {"clear_autocast_cache": clear_both}), _inference_mode(cache):
                 yield
         finally:
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, before)

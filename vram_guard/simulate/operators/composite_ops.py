@@ -10,7 +10,7 @@ here stand in front of that decomposition, for symbolic tensors only, and call w
 | softmax, log_softmax to float32 | float16 input: in one kernel, without a float32 copy of the input | SoftMax.cpp |
 | scaled_dot_product_attention | flash, memory-efficient, cuDNN or math | sdp_utils.cpp |
 | lstm, gru, rnn_tanh, rnn_relu | ``_cudnn_rnn`` over flattened weights | RNN.cpp |
-| rms_norm | ``_fused_rms_norm`` from torch 2.9 on | layer_norm.cpp |
+| _fused_rms_norm | one kernel from torch 2.9 on; ``rms_norm`` itself says when | layer_norm.cpp ``rms_norm_symint`` |
 """
 
 from __future__ import annotations
@@ -108,11 +108,14 @@ def _rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     return kernel
 
 
-def _rms_norm(
-    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
-    return made
+def _fused_rms_norm(
+    input: torch.Tensor, normalized_shape: list[int], _weight: torch.Tensor | None, _eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and inverse root mean squares; without a kernel of its own torch would decompose it, as on the CPU."""
+    kept = input.dim() - len(normalized_shape)
+    accumulated = torch.float64 if input.dtype == torch.float64 else torch.float32
+    rows = input.new_empty([*input.shape[:kept], *[1] * len(normalized_shape)], dtype=accumulated)
+    return input.new_empty(input.shape), rows
 
 
 def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -123,8 +126,6 @@ def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., A
     yield "scaled_dot_product_attention", partial(attention, capability)
     for name in _RNN_MODES:
         yield f"{name}.input", _rnn_kernel(name)
-    if operator("_fused_rms_norm") is not None and operator("_fused_rms_norm_backward") is not None:
-        yield "rms_norm", _rms_norm
 
 
 @contextlib.contextmanager
@@ -139,6 +140,10 @@ def cuda_composites(capability: tuple[int, int]) -> Iterator[None]:
                 for key in ("Meta", "AutogradMeta"):
                     # Library.impl refuses Meta kernels of composites; the C++ object it wraps does not.
                     registry.impl(name, key, kernel)
+            if (
+                operator("_fused_rms_norm_backward") is not None
+            ):  # with a kernel of its own, autograd does not decompose
+                registry.impl("_fused_rms_norm", "Meta", _fused_rms_norm)
         yield
     finally:
         library._destroy()

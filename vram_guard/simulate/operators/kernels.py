@@ -7,26 +7,29 @@ handler, after the results, as the CUDA kernels allocate them.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from vram_guard.scratch import EMBEDDING_SORT_ABOVE, EmbeddingGradient, RadixSort, Rule
+from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators import shape_rules
 
 #: ``CUDABlas.cpp`` / ``CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: ``:4096:2:16:8`` KiB before Hopper,
 #: 32 MiB from compute capability 9.0 on. Taken from the caching allocator once per handle and stream.
 CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
 
-#: ``Embedding.cu``, ``embedding_dense_backward_cuda``: up to this many indices no sort is needed.
-EMBEDDING_SORT_ABOVE = 3072
-
 #: ``Sort.h``, ``should_use_small_sort``: up to this many elements a row is sorted in place.
 SMALL_SORT = 4096
 
 
 class Matmuls:
-    """cuBLAS takes a workspace at its first call in each thread: the forward thread and autograd's own."""
+    """cuBLAS takes a workspace at its first call in each thread: the forward thread and autograd's own.
+
+    After the result: it is asked for when the product is launched (Blas.cpp; CUDABlas.cpp, ``getCUDABlasLtWorkspace``).
+    """
 
     OPERATORS: ClassVar[frozenset[str]] = frozenset(
         {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"}
@@ -37,12 +40,37 @@ class Matmuls:
         self._size = CUBLAS_WORKSPACE if capability < (9, 0) else CUBLAS_WORKSPACE_HOPPER
         self._threads: set[bool] = set()
 
-    def before(self, func: Any) -> None:
+    def after(self, func: Any) -> None:
         """Note the workspace if this thread has none yet."""
         thread = self._recorder.in_backward
         if thread not in self._threads:
             self._threads.add(thread)
             self._recorder.permanent(self._size, str(func), "workspace")
+
+
+#: Operators whose kernels first copy operands that are not contiguous -> the positions of these operands.
+CONTIGUOUS: dict[str, tuple[int, ...]] = {
+    # SoftMax.cu, ``host_softmax`` and ``host_softmax_backward``.
+    **dict.fromkeys(("aten::_softmax", "aten::_log_softmax"), (0,)),
+    "aten::_log_softmax_backward_data": (0, 1),
+    # NLLLoss2d.cu, ``nll_loss2d_forward_out_cuda_template``: scores and labels; Loss.cu: the same, for rows.
+    **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss2d_forward"), (0, 1)),
+    # UpSampleBilinear2d.cu, ``upsample_bilinear2d_backward_out_cuda_template``; Im2Col.cu, Col2Im.cu.
+    **dict.fromkeys(("aten::upsample_bilinear2d_backward", "aten::im2col", "aten::col2im"), (0,)),
+}
+
+
+def contiguous_first(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results; for the call copies of operands that are not contiguous."""
+    name = func._schema.name
+    rule = shape_rules.rule_for(func)
+    out = rule(args, kwargs) if rule is not None else None
+    out = func(*args, **kwargs) if out is None else out
+    for result in out if isinstance(out, (tuple, list)) else (out,):
+        recorder.track(result, str(func))
+    copied = [args[at] for at in CONTIGUOUS[name] if is_symbolic(args[at]) and not args[at].is_contiguous()]
+    recorder.release([recorder.hold(tensor.numel() * tensor.element_size(), str(func)) for tensor in copied])
+    return out
 
 
 def softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -84,16 +112,63 @@ def scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The dense gradient; above 3,072 indices their sorted copy and their order, int64 each."""
+    """The dense gradient; above 3,072 indices they are sorted, and the rows of each are summed in pieces.
+
+    Embedding.cu, ``embedding_dense_backward_cuda``; EmbeddingBackwardKernel.cu, ``embedding_backward_cuda_kernel``.
+    """
     grad, indices, rows = args[:3]
-    out = torch.empty((rows, grad.shape[-1]), dtype=grad.dtype, device="meta")
+    stride = grad.shape[-1]
+    out = torch.empty((rows, stride), dtype=grad.dtype, device="meta")
     name = str(func)
+    count, width = indices.numel(), indices.element_size()
+
+    def hold(rule: Rule, *numbers: int) -> int | None:
+        return recorder.hold((rule, numbers or (count,)), name)
+
+    copies = [
+        recorder.hold(tensor.numel() * tensor.element_size(), name)
+        for tensor in (indices, grad)
+        if not tensor.is_contiguous()
+    ]
+    number = EmbeddingGradient("indices", rows, width)
+    held = [hold(number), hold(number)]
+    # Their range, and CUB's storage; all bits are sorted.
+    recorder.release([hold(number), hold(RadixSort(width, whole=True, above=EMBEDDING_SORT_ABOVE), count, 0)])
     recorder.track(out, name)
-    if not grad.is_contiguous():  # Embedding.cu begins with grad.contiguous()
-        recorder.temporary(grad.numel() * grad.element_size(), name)
-    count = indices.numel()
-    recorder.gated_temporary(2 * count * 8, count, EMBEDDING_SORT_ABOVE, name)
+    summed = 8 if grad.dtype == torch.float64 else 4
+    parts: tuple[tuple[Literal["indices", "segments", "pieces"], int], ...] = (
+        ("indices", width),
+        ("segments", width),
+        ("segments", width),
+        ("pieces", width),
+        ("pieces", summed * stride),
+    )
+    for part, size in parts:
+        held.append(hold(EmbeddingGradient(part, rows, size)))
+    recorder.release([*copies, *held])
     return out
+
+
+def embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rows; indices that are not contiguous are copied first (Embedding.cpp, ``indices.reshape(-1)``)."""
+    indices = args[1]
+    name = str(func)
+    copied = indices.dim() > 1 and is_symbolic(indices) and not _flat(indices)
+    held = [recorder.hold(indices.numel() * indices.element_size(), name)] if copied else []
+    out = func(*args, **kwargs)
+    recorder.track(out, name)
+    recorder.release(held)
+    return out
+
+
+def _flat(tensor: torch.Tensor) -> bool:
+    """True if ``reshape(-1)`` is a view."""
+    return all(
+        size == 1 or inner == 1 or stride == after * inner
+        for size, stride, inner, after in zip(
+            tensor.shape[:-1], tensor.stride()[:-1], tensor.shape[1:], tensor.stride()[1:], strict=True
+        )
+    )
 
 
 def nothing_new(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
-from vram_guard.simulate.operators import shape_rules
+from vram_guard.simulate.operators import foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
@@ -122,6 +122,8 @@ class SymbolicMode(TorchDispatchMode):
             return self._foreach_in_place if name.endswith("_") else self._foreach_new
         if name in Matmuls.OPERATORS:
             return self._matmul
+        if name in reductions.REDUCTIONS:
+            return self._reduction
         if func is _add:
             return self._add
         if name in ("aten::resize_", "aten::set_", "aten::resize_as_"):
@@ -252,9 +254,16 @@ class SymbolicMode(TorchDispatchMode):
         return out
 
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._generic(func, args, kwargs)
         if self._place == "cuda" and any_symbolic(args):
-            self.matmuls.before(func)
-        return self._generic(func, args, kwargs)
+            self.matmuls.after(func)
+        return out
+
+    def _reduction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._generic(func, args, kwargs)
+        if self._place == "cuda" and is_symbolic(args[0]):
+            reductions.reduction(self.recorder, func, args, kwargs, out)
+        return out
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Autograd's own sum of two gradients is done in place where nothing else holds the first one.
@@ -293,11 +302,13 @@ class SymbolicMode(TorchDispatchMode):
             return func(*args, **kwargs)
         name = str(func)
         scalars = "norm" in name or "max" in func._schema.name.rsplit("_", 1)[-1]
+        held = foreach.norm_parts(self.recorder, func, first)
         made = []
         for tensor in first:
             out = tensor.new_empty(()) if scalars and "maximum" not in name else torch.empty_like(tensor)
             self.recorder.put(out, self.recorder.place_of(tensor), operator=name)
             made.append(out)
+        self.recorder.release(held)
         return made
 
     # --- the answer ------------------------------------------------------------------------------------------

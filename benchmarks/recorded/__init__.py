@@ -1,0 +1,1 @@
+"""Allocator histories that other people recorded on GPUs: replayed, and predicted from the models alone."""

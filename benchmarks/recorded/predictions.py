@@ -1,0 +1,182 @@
+"""The language models of the recordings, predicted without a GPU and compared with what was recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.harness.records import Row
+from benchmarks.harness.workers import ask
+from benchmarks.recorded import lm_2_7b, lm_medium
+from benchmarks.recorded.in_order import share_in_order
+from benchmarks.recorded.loops import PROGRAMS
+from benchmarks.recorded.recordings import path_of, recordings, source_of
+from vram_guard.allocator import compare, replay
+from vram_guard.simulate import trace_at
+from vram_guard.step import TrainingStep
+from vram_guard.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded run of a language model, as a step that can be predicted."""
+
+    step: TrainingStep
+    batch_size: int
+    capability: tuple[int, int]
+    """Of the GPU: 9.0 for the H100. Nobody names the card of lm-medium; its cuBLAS workspaces are not Hopper's."""
+    recorded_step: int
+    """The step of the two traced ones that was recorded; a run that recorded its first step ended with it."""
+
+
+class Names:
+    """The names of a source's loop that live until they are assigned again, while the next forward runs.
+
+    The loss itself is such a name too, which the trace keeps by itself.
+    """
+
+    output: Any = None
+
+
+def medium_training(context: int, precision: str) -> Run:
+    """``memory_profile`` of Wedsonlin/assignment2-systems: five steps before the recorded one."""
+    names = Names()
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        shapes = {"warm_up": lm_medium.WARM_UPS, "recorded": 1}
+        return {
+            f"{name}_{part}": torch.zeros(count, size, context, dtype=torch.long)
+            for part in ("inputs", "targets")
+            for name, count in shapes.items()
+        }
+
+    def loss(model: lm_medium.LanguageModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        names.output = model(batch["warm_up_inputs"][0])
+        return lm_medium.cross_entropy(names.output, batch["warm_up_targets"][0])
+
+    step = TrainingStep(
+        lambda: lm_medium.LanguageModel(context), batch, loss, lm_medium.AdamW, precision, zero_grad="after_step"
+    )
+    return Run(step, lm_medium.BATCH, (8, 9), recorded_step=2)
+
+
+def medium_inference(context: int, precision: str) -> Run:
+    """The same without gradients; nothing holds the logits."""
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        return {
+            "warm_up": torch.zeros(lm_medium.WARM_UPS, size, context, dtype=torch.long),
+            "recorded": torch.zeros(1, size, context, dtype=torch.long),
+        }
+
+    def forward(model: lm_medium.LanguageModel, batch: dict[str, torch.Tensor]) -> None:
+        with torch.inference_mode():
+            model(batch["warm_up"][0])
+
+    step = TrainingStep(lambda: lm_medium.LanguageModel(context), batch, forward, None, precision)
+    return Run(step, lm_medium.BATCH, (8, 9), recorded_step=2)
+
+
+def billions_training(context: int) -> Run:
+    """``run_memory_foward_fullstep`` of kkaitlyn111/cs336-a2-systems: the first step of all is recorded."""
+    names = Names()
+
+    def loss(model: lm_2_7b.LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+        names.output = model(tokens)
+        return lm_2_7b.cross_entropy(names.output, tokens)
+
+    step = TrainingStep(
+        lambda: lm_2_7b.LanguageModel(context), _tokens(context), loss, lm_2_7b.AdamW, zero_grad="before_forward"
+    )
+    return Run(step, lm_2_7b.BATCH, (9, 0), recorded_step=1)
+
+
+def billions_forward(context: int, precision: str) -> Run:
+    """The same for a forward alone, with gradients switched on: everything is kept for a backward that never comes."""
+    names = Names()
+
+    def forward(model: lm_2_7b.LanguageModel, tokens: torch.Tensor) -> None:
+        with torch.enable_grad():
+            names.output = model(tokens)
+
+    step = TrainingStep(lambda: lm_2_7b.LanguageModel(context), _tokens(context), forward, None, precision)
+    return Run(step, lm_2_7b.BATCH, (9, 0), recorded_step=1)
+
+
+def _tokens(context: int) -> Callable[[int], torch.Tensor]:
+    return lambda size: torch.zeros(size, context, dtype=torch.long)
+
+
+#: Recording -> its run. lm-2.7b-forward is only replayed: another model was left in its process.
+RUNS: dict[str, Callable[[], Run]] = {
+    "lm-medium-128-training": lambda: medium_training(128, "32-true"),
+    "lm-medium-256-training": lambda: medium_training(256, "32-true"),
+    "lm-medium-512-training": lambda: medium_training(512, "bf16-mixed"),
+    "lm-medium-1024-training": lambda: medium_training(1024, "bf16-mixed"),
+    "lm-medium-128-inference": lambda: medium_inference(128, "32-true"),
+    "lm-medium-256-inference": lambda: medium_inference(256, "32-true"),
+    "lm-medium-512-inference": lambda: medium_inference(512, "bf16-mixed"),
+    "lm-medium-1024-inference": lambda: medium_inference(1024, "32-true"),
+    "lm-2.7b-128-fullstep": lambda: billions_training(128),
+    "lm-2.7b-512-fullstep": lambda: billions_training(512),
+    "lm-2.7b-256-forward": lambda: billions_forward(256, "32-true"),
+    "lm-2.7b-256-forward-mixed": lambda: billions_forward(256, "bf16-mixed"),
+}
+
+
+def predicted(name: str) -> Row:
+    """The reserved peak of a recorded run, recorded and predicted, in bytes.
+
+    ``details``: ``allocated`` and ``predicted_allocated``: peaks in bytes; ``allocations`` of the recorded step;
+    ``in_order``: their share that the prediction finds, see :mod:`benchmarks.recorded.in_order`; ``program`` and
+    ``program_allocated``: peaks of the source's whole program, where :func:`with_programs` was asked.
+    """
+    started = time.perf_counter()
+    run = RUNS[name]()
+    timeline = trace_at(run.step, run.batch_size, compute_capability=run.capability)
+    sizes = timeline.sizes(run.batch_size)
+    start, end = _bounds(timeline, run.recorded_step)
+    answer = replay(timeline.events[:end], sizes)
+    (recording,) = recordings(path_of(name))
+    followed = compare(recording)
+    recorded = [entry.size for entry in recording.trace if entry.action == "alloc"]
+    asked_for = [sizes[event] for event in timeline.events[start:end] if event >= 0 and sizes[event]]
+    return Row(
+        source=source_of(name),
+        name=name,
+        measured=followed.recorded_peak_reserved,
+        predicted=answer.peak_reserved,
+        tier=timeline.tier,
+        seconds=round(time.perf_counter() - started, 3),
+        details={
+            "allocated": followed.simulated_peak_allocated,
+            "predicted_allocated": answer.peak_allocated,
+            "allocations": len(recorded),
+            "in_order": share_in_order(recorded, asked_for),
+            "program": None,
+            "program_allocated": None,
+        },
+    )
+
+
+def with_programs(rows: list[Row]) -> list[Row]:
+    """The same rows; those whose source's whole program is described say under "program" what it comes to."""
+    wanted = {row.name: PROGRAMS[row.name] for row in rows if row.name in PROGRAMS}
+    answers = {
+        program: ask(program[0], *program[1], limit=None).checked() for program in dict.fromkeys(wanted.values())
+    }
+    for row in rows:
+        if row.name in wanted:
+            row.details["program"], row.details["program_allocated"] = answers[wanted[row.name]][row.name]
+    return rows
+
+
+def _bounds(timeline: Timeline, step: int) -> tuple[int, int]:
+    """The events of one step from its forward on; the batch had been there before the recordings began."""
+    start = next(phase.start for phase in timeline.phases if phase.step == step and phase.name == "forward")
+    after = [phase.start for phase in timeline.phases if phase.step == step + 1]
+    return start, after[0] if after else len(timeline.events)

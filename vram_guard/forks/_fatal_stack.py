@@ -1,0 +1,43 @@
+"""The Python stack of a copy of the process that is killed by a signal, for the original to read."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+from typing import IO
+
+#: A line of what faulthandler writes, innermost first.
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+
+
+class FatalStack:
+    """A file that both processes have open, which only a fatal signal fills.
+
+    Example:
+        >>> stack = FatalStack()
+        >>> stack.text(), stack.place()
+        ('', '')
+        >>> stack.close()
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] = os.fdopen(os.memfd_create("stack"), "w+b")
+        self.number = self._file.fileno()
+
+    def write_when_killed(self) -> None:
+        """In the copy: from now on; by SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT."""
+        faulthandler.enable(self.number, all_threads=False)
+
+    def text(self) -> str:
+        """The stack, innermost frame first; "" where the copy was not killed by one of these signals."""
+        return os.pread(self.number, os.fstat(self.number).st_size, 0).decode(errors="replace")
+
+    def place(self) -> str:
+        """The innermost frame as "file:line, in function"; "" where there is none."""
+        frame = _FRAME.search(self.text())
+        return "" if frame is None else f"{frame['file']}:{frame['line']}, in {frame['function']}"
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()

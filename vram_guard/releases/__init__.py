@@ -1,0 +1,1 @@
+"""Releases: what a prediction holds for, and what the training's own files ask for."""

@@ -1,0 +1,14 @@
+"""The release of torch whose kernels are followed: the installed one."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def torch_release() -> tuple[int, int]:
+    """(major, minor)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
