@@ -10,6 +10,8 @@ import pytest
 import torch
 from architectures import Decoder, adamw
 from torch import nn
+from torch.cuda import nvtx
+from torch.cuda.nvtx import range_pop, range_push
 from torch.nn import functional as F
 
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
@@ -434,6 +436,41 @@ def test_a_model_that_asks_its_tensors_where_they_are_is_answered_cuda() -> None
     assert not torch.ones(1).is_cuda
 
 
+@nvtx.range("a decorated forward")
+def _decorated(model, batch):
+    return model(batch).sum()
+
+
+def _in_ranges(model, batch):
+    range_push("forward")
+    with torch.cuda.nvtx.range("layer {}", 1):
+        hidden = model(batch)
+    range_pop()
+    nvtx.mark("loss")
+    handle = nvtx.range_start("sum")
+    value = hidden.sum()
+    nvtx.range_end(handle)
+    return value
+
+
+def _profiled(model, batch):
+    torch.cuda.cudart().cudaProfilerStart()
+    with torch.cuda.profiler.profile():
+        value = model(batch).sum()
+    torch.cuda.cudart().cudaProfilerStop()
+    return value
+
+
+@pytest.mark.parametrize("loss", [_decorated, _in_ranges, _profiled])
+def test_ranges_for_a_profiler_stop_no_trace(loss) -> None:
+    plain = trace(step_of(linear))
+    timeline = trace(step_of(linear, loss))
+    assert (timeline.tier, timeline.notes) == ("symbolic", ())
+    assert [(block.size, block.category) for block in timeline.blocks] == [
+        (block.size, block.category) for block in plain.blocks
+    ]
+
+
 def test_compiled_models_are_counted_as_eager_and_said() -> None:
     step = step_of(torch.compile(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), backend="eager"))
     if not hasattr(torch.compiler, "set_stance"):
@@ -477,7 +514,8 @@ def test_a_weight_of_the_loss_outside_the_model_is_taken() -> None:
     weights = torch.ones(16)
 
     def loss(model, batch):
-        return F.cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device=batch.device), weights)
+        targets = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
+        return F.cross_entropy(model(batch), targets, weights.to(batch.device))
 
     assert trace(step_of(linear, loss)).tier in ("symbolic", "partly symbolic")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 
 import numpy as np
@@ -376,3 +377,16 @@ def test_a_module_that_is_imported_during_a_trace_is_a_real_one(where, tmp_path,
     finally:
         for name in ("lazily_imported", "lazily_imported_helper"):
             sys.modules.pop(name, None)
+
+
+def test_factories_follow_the_default_device_after_a_trace_as_before() -> None:
+    """In a process of its own: torch looks its factories up once, when a device is first used as a context."""
+    code = (
+        "import torch\n"
+        "from vram_guard import TrainingStep, trace\n"
+        "trace(TrainingStep(lambda: torch.nn.Linear(4, 4), lambda n: torch.zeros(n, 4), lambda m, b: m(b).sum()))\n"
+        "with torch.device('meta'):\n"
+        "    print(torch.tensor([1.0]).device, torch.as_tensor([1.0]).device, torch.empty(2).device)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["meta", "meta", "meta"]

@@ -14,7 +14,7 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import DeviceMismatchError, UnsupportedStepError
 from vram_guard.simulate import trace
 from vram_guard_lightning import _capture, _namespaces, _sample
 
@@ -308,3 +308,17 @@ def test_a_lost_loss_is_refused_by_name(tmp_path: Any) -> None:
 
     with pytest.raises(UnsupportedStepError, match="training_step returned None"):
         captured(tmp_path, Silent())
+
+
+def test_on_a_cpu_trainer_the_modules_own_tensors_are_on_the_device(tmp_path: Any) -> None:
+    class Projecting(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if not hasattr(self, "table"):
+                self.table = torch.ones(2, 2)
+            return torch.einsum("bi,ij->bj", self.net(batch[0]), self.table).sub(torch.ones(2)).square().mean()
+
+    found = captured(tmp_path, Projecting())
+    assert found.capture.step.device == "cpu"
+    assert (found.timeline.tier, found.timeline.notes) == ("symbolic", ())
+    with pytest.raises(DeviceMismatchError), found.capture.symbolic_run():
+        trace(found.capture.step.with_(device="cuda"))

@@ -59,6 +59,49 @@ def test_a_linear_layer_by_hand():
     assert one(timeline, "aten.mm.default", "backward").flops == forward.flops
 
 
+#: Results of float32 from operands of half precision; torch 2.8 and later.
+TO_FLOAT = {
+    "mm": lambda x, w: torch.mm(x, w, out_dtype=torch.float32),
+    "addmm": lambda x, w: torch.addmm(torch.zeros(48, device=x.device), x, w, out_dtype=torch.float32),
+    "bmm": lambda x, w: torch.bmm(x[None], w[None], out_dtype=torch.float32)[0],
+    "baddbmm": lambda x, w: torch.baddbmm(
+        torch.zeros(1, 1, 48, device=x.device), x[None], w[None], out_dtype=torch.float32
+    )[0],
+}
+
+
+@pytest.mark.skipif("dtype" not in torch.ops.aten.mm.overloads(), reason="torch.mm has no out_dtype here")
+@pytest.mark.parametrize("name", TO_FLOAT)
+def test_products_with_a_dtype_of_their_own_by_hand(name):
+    class Product(torch.autograd.Function):  # torch has no derivative for them: who trains with them brings it along
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x)
+            return TO_FLOAT[name](x.half(), w.half())
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, ctx.saved_tensors[0].t() @ grad
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 48))
+
+        def forward(self, x):
+            return Product.apply(x, self.weight)
+
+    timeline = traced(Head, lambda b: torch.randn(b, 64), size=16)
+    work = one(timeline, f"aten.{name}.dtype")
+    assert work.flops.base == 2 * 16 * 64 * 48
+    assert work.unit == "fp16"
+    (first, *_) = [
+        block for block in timeline.blocks if block.operator == f"aten.{name}.dtype" and block.size.base < 2**20
+    ]
+    assert first.size.base == 16 * 48 * 4
+    assert timeline.tier == "symbolic"
+
+
 def test_grouped_convolutions_by_hand():
     def build() -> nn.Module:
         return nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), nn.Conv2d(16, 32, 3, stride=2, groups=4, bias=False))

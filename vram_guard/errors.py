@@ -35,6 +35,10 @@ class UnsupportedOperatorError(UnsupportedStepError):
     """One operator of the step can be run neither symbolically nor on stand-in data; names it and its line."""
 
 
+class DeviceMismatchError(UnsupportedStepError):
+    """An operator of the step is given tensors of the GPU and of host memory at once, which CUDA refuses."""
+
+
 class DoesNotFitError(VramGuardError, RuntimeError):
     """``mode="strict"``, or nothing that is allowed makes the step fit; names the nearest miss in bytes."""
 

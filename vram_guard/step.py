@@ -14,13 +14,25 @@ from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LARGEST_BATCH", "PRECISIONS", "ZERO_GRADS", "Precision", "TrainingStep", "ZeroGrad", "checked_count"]
+__all__ = [
+    "KEEPS",
+    "LARGEST_BATCH",
+    "PRECISIONS",
+    "ZERO_GRADS",
+    "Keeps",
+    "Precision",
+    "TrainingStep",
+    "ZeroGrad",
+    "checked_count",
+]
 
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 ZeroGrad = Literal["after_step", "before_forward", "before_backward"]
+Keeps = Literal["nothing", "loss", "outputs"]
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 ZERO_GRADS: tuple[str, ...] = get_args(ZeroGrad)
+KEEPS: tuple[str, ...] = get_args(Keeps)
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,8 @@ class TrainingStep:
             (built symbolically: no memory is taken for its weights).
         batch: a callable ``batch_size -> batch`` (any pytree of tensors), or one example batch whose
             tensors share the leading batch dimension.
-        loss: ``(model, batch) -> scalar loss``; for inference its result is ignored.
+        loss: ``(model, batch) -> scalar loss``, or a pair (loss, outputs), a dict with "loss", an object with
+            ``.loss``; for inference its result is ignored.
         optimizer: ``parameters -> torch.optim.Optimizer``; None for inference (forward only, no grad).
         precision: Lightning's words, see :data:`PRECISIONS`.
         accumulate: micro-batches per optimizer step.
@@ -47,6 +60,13 @@ class TrainingStep:
         prepare: called once with the model, on the simulated device, before the optimizer is made
             (what a framework does there: ``configure_model``, wrapping blocks, ...).
         recipe: techniques that are switched on for the step, see :class:`Recipe`.
+        keeps: what the loop's names hold from one iteration into the next. "loss": a plain loop's ``loss``, until it is
+            assigned again; what else ``loss`` makes dies when it returns. "outputs": also the rest of what it returns
+            (``logits``, ``outputs``), until the next forward of the model has ended: let it return them beside the
+            loss. "nothing": the loop's body is a function (Lightning, MMEngine), and its names end with the step.
+        device: the device on which the step really runs. "cuda": the model and the batch lie on it, every other
+            tensor where the code puts it, and a tensor of the host beside one of the GPU is an error as in CUDA. "cpu"
+            (a Trainer without a GPU, of which a GPU's memory is asked): the code's own tensors lie with the rest.
 
     Example:
         >>> step = TrainingStep(
@@ -72,10 +92,14 @@ class TrainingStep:
     whole_batch: bool = False
     prepare: Callable[[Any], None] | None = None
     recipe: Recipe = AS_WRITTEN
+    keeps: Keeps = "loss"
+    device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
+        one_of("device", self.device, ("cuda", "cpu"))
         one_of("zero_grad", self.zero_grad, ZERO_GRADS)
+        one_of("keeps", self.keeps, KEEPS)
         if not callable(self.model):
             raise InvalidInputError(_("model must be an nn.Module or a callable that builds one"))
         if not callable(self.loss):

@@ -68,7 +68,7 @@ def _measured(model: str, size: int, optimizer: str, gpu: str) -> Measurement:
 
 
 def _published(model: str, title: str, size: int, gpu: str, layers: Layers, optimizer: str = "AdamW") -> Asked:
-    kept = batches.KeptOutputs(xmem.run_transformer)
+    kept = batches.KeptOutputs()
     step = step_of(language.published(model), batches.whole_sequences(xmem.LENGTH), kept, optimizer, **FOREACH)
     return Asked(
         f"{title}, {size} x 128, {optimizer}",

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness.networks.batches import KeptOutputs, whole_sequences
+from benchmarks.harness.networks.batches import whole_sequences
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import optimizer_of
 from benchmarks.published.source import DATA, Record, Source, main, predicted, records_of
@@ -125,11 +125,11 @@ def llama() -> nn.Module:
 
 
 def _llama_step(file: str, length: int) -> TrainingStep:
-    def run(model: Any, inputs: Any) -> tuple[Any, Any]:
-        outputs = model(**inputs, num_items_in_batch=inputs["input_ids"].numel())
-        return outputs, outputs.loss
+    def outputs(model: Any, inputs: Any) -> Any:
+        return model(**inputs, num_items_in_batch=inputs["input_ids"].numel())
 
-    return _step(lambda: _adapted(llama(), file), whole_sequences(length), KeptOutputs(run), weight_decay=0.1)
+    step = _step(lambda: _adapted(llama(), file), whole_sequences(length), outputs, weight_decay=0.1)
+    return step.with_(keeps="outputs")
 
 
 def _step(build: Any, batch: Any, loss: Any, weight_decay: float) -> TrainingStep:

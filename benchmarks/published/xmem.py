@@ -26,7 +26,7 @@ from typing import Any
 from torch.nn import functional
 
 from benchmarks.harness.networks import language
-from benchmarks.harness.networks.batches import KeptOutputs, shapes_of_images, whole_sequences
+from benchmarks.harness.networks.batches import shapes_of_images, whole_sequences
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import step_of
 from benchmarks.published.source import Record, Source, main, predicted, records_of
@@ -86,7 +86,9 @@ def predict(row: Record) -> Row:
         return {"predicted": (found if fits else timeline.at(size)).peak_reserved, "fits": fits}
 
     return predicted(
-        (_cnn(row) if row["kind"] == "cnn" else _transformer(row)).with_(zero_grad=MODES[row["zero_grad_mode"]]),
+        (_cnn(row) if row["kind"] == "cnn" else _transformer(row)).with_(
+            zero_grad=MODES[row["zero_grad_mode"]], keeps="outputs"
+        ),
         size,
         CARDS[card],
         answer,
@@ -99,23 +101,22 @@ def predict(row: Record) -> Row:
     )
 
 
-def run_transformer(model: Any, inputs: Any) -> tuple[Any, Any]:
-    """Outputs and loss."""
-    outputs = model(**inputs)
-    return outputs, outputs.loss
+def _outputs(model: Any, inputs: Any) -> Any:
+    """Outputs of a transformer, the loss among them."""
+    return model(**inputs)
 
 
 def _run_cnn(model: Any, inputs: Any) -> tuple[Any, Any]:
     images, labels = inputs
     outputs = model(images)
-    return outputs, functional.cross_entropy(outputs, labels)
+    return functional.cross_entropy(outputs, labels), outputs
 
 
 def _transformer(row: Record) -> TrainingStep:
     if importlib.util.find_spec("transformers") is None:
         raise NotReproducible("transformers is not installed")
-    build, loss = language.published(row["model"]), KeptOutputs(run_transformer)
-    return step_of(build, whole_sequences(LENGTH), loss, row["optimizer"], lr=1e-3)
+    build = language.published(row["model"])
+    return step_of(build, whole_sequences(LENGTH), _outputs, row["optimizer"], lr=1e-3)
 
 
 def _cnn(row: Record) -> TrainingStep:
@@ -125,7 +126,7 @@ def _cnn(row: Record) -> TrainingStep:
         raise NotReproducible("torchvision is not installed") from None
     constructor, arguments = CNNS[row["model"]]
     build = getattr(models, constructor)
-    return step_of(lambda: build(**arguments), shapes_of_images(SIDE), KeptOutputs(_run_cnn), row["optimizer"], lr=1e-3)
+    return step_of(lambda: build(**arguments), shapes_of_images(SIDE), _run_cnn, row["optimizer"], lr=1e-3)
 
 
 TRANSFORMERS = Source(

@@ -11,6 +11,9 @@ from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 #: Where the processes of a launch find their plan, as :mod:`vram_guard.codec` writes it.
 VARIABLE = "VRAM_GUARD_LAUNCH_PLAN"
 
+#: Tells a dry run whether the launch will train on the CPU: ``ACCELERATE_USE_CPU`` as the launch has it.
+ON_CPU = "VRAM_GUARD_ON_CPU"
+
 
 @dataclass(frozen=True)
 class LoaderPlace:

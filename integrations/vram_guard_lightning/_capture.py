@@ -95,10 +95,12 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         precision=cast("Precision", trainer.precision),
         accumulate=accumulation(trainer),
         zero_grad="before_backward",
+        keeps="nothing",  # TrainingEpochLoop.advance is over before the next batch is loaded
         clip_grad_norm=_clipping(trainer, "norm"),
         clip_grad_value=_clipping(trainer, "value"),
         data_parallel_ranks=trainer.world_size,
         prepare=_preparation_of(trainer, module),
+        device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))
     return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
@@ -188,10 +190,10 @@ def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], 
             raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
         return output
 
-    def manual(model: Any, batch: Any) -> Any:
+    def manual(model: Any, batch: Any) -> None:
         batch = after.on_after_batch_transfer(batch, 0)
         with torch.enable_grad(), contexts():
-            return model.training_step(batch, *arguments)
+            model.training_step(batch, *arguments)  # whatever it returns: Lightning looks for no loss in it
 
     return loss if module.automatic_optimization else manual
 

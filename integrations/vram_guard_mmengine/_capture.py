@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
+from mmengine.device import get_device
 from mmengine.model import is_model_wrapper, revert_sync_batchnorm
 from mmengine.optim import OptimWrapper
 from mmengine.registry import LOOPS
@@ -177,10 +178,12 @@ def capture(runner: Any) -> Captured:
         precision=facts.precision,
         accumulate=facts.accumulate,
         zero_grad="after_step",
+        keeps="nothing",  # run_iter is over before the next batch is loaded
         clip_grad_norm=facts.clip_grad_norm,
         clip_grad_value=facts.clip_grad_value,
         data_parallel_ranks=runner.world_size,
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
+        device="cpu" if get_device() == "cpu" else "cuda",
     )
     notes = (*sample.notes, *_notes(runner, model))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None

@@ -143,7 +143,12 @@ def averaging(options):
                 average.lerp_(new, 0.1)
         return 0.0
 
-    train(options, Accelerator(), before=lambda model: [p.detach().clone() for p in model.parameters()], clip=clip)
+    accelerator = Accelerator()
+
+    def before(model):
+        return [parameter.detach().clone().to(accelerator.device) for parameter in model.parameters()]
+
+    train(options, accelerator, before=before, clip=clip)
 
 
 def values(options):
@@ -156,8 +161,9 @@ def two_models(options):
     accelerator = Accelerator()
     one, two = Wide(), Wide()
     optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()])
-    one, two, optimizer = accelerator.prepare(one, two, optimizer)
-    for x, y in DataLoader(data(options.samples), batch_size=options.batch_size):
+    loader = DataLoader(data(options.samples), batch_size=options.batch_size)
+    one, two, optimizer, loader = accelerator.prepare(one, two, optimizer, loader)
+    for x, y in loader:
         accelerator.backward(nn.functional.cross_entropy(one(x) + two(x), y))
         optimizer.step()
         optimizer.zero_grad()

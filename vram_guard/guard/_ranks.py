@@ -42,7 +42,8 @@ class Failure:
     @property
     def unsupported(self) -> bool:
         """True if the training cannot be predicted; False if it is wrong."""
-        return self.kind == errors.UnsupportedStepError.__name__
+        kind = getattr(errors, self.kind, None)
+        return isinstance(kind, type) and issubclass(kind, errors.UnsupportedStepError)
 
     @property
     def foreign(self) -> bool:

@@ -19,6 +19,8 @@ _ASKED = "test_a_model_that_asks_its_tensors_where_they_are_is_answered_cuda"
 _NAMED = "test_where_a_block_comes_from_is_written_down"
 _IN_PLACE = "test_gradients_that_others_hold_are_not_summed_in_place"
 _IMPORTED = "test_a_module_that_is_imported_during_a_trace_is_a_real_one"
+_META = "test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device"
+_PROFILED = "test_ranges_for_a_profiler_stop_no_trace"
 _FOREACH = "test_foreach_optimizers_hold_copies_of_the_parameters"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
@@ -62,7 +64,16 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.utils._pytree:tree_map", "batches of any structure", "test_one_example_batch_is_resized"),
     PrivateName("torch.cuda:_lazy_init", "no CUDA context is opened", _ASKED),
     PrivateName("torch.cuda:_lazy_call", "seeding is not queued for a later context", _CHECKPOINT),
+    PrivateName("torch.cuda:_cudart", "a profiler that is switched on and off", _PROFILED),
+    PrivateName("torch.cuda.nvtx:_nvtx", "ranges for a profiler, on a build without CUDA", _PROFILED),
     PrivateName("torch:_GLOBAL_DEVICE_CONTEXT", "the default device is put back", "test_switches_that_a_step_turns"),
+    PrivateName(
+        "torch.utils._device:_device_constructors",
+        "which factories follow the default device",
+        "test_factories_follow_the_default_device_after_a_trace_as_before",
+    ),
+    PrivateName("torch.utils._device:DeviceContext", "who names the meta device", _META),
+    PrivateName("torch.overrides:_get_current_function_mode_stack", "who names the meta device", _META),
     PrivateName("torch.nn:Module._compiled_call_impl", "compiled modules are noticed", "test_compiled_models"),
     PrivateName(
         "torch._C:_swap_tensor_impl",

@@ -107,16 +107,14 @@ def own_loss(model: Any, batch: Batch) -> Tensor:
 
 
 class KeptOutputs:
-    """A loss whose model's outputs stay referenced until the next iteration's replace them.
+    """The loss of transformers' models, whose outputs stay referenced until the next iteration's replace them.
 
-    Args:
-        run: (model, batch) -> outputs, loss.
+    For tools that call the loss themselves; a ``TrainingStep`` has the word ``keeps="outputs"`` for it.
     """
 
-    def __init__(self, run: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        self.run = run
+    def __init__(self) -> None:
         self.outputs: Any = None
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        self.outputs, loss = self.run(model, batch)
-        return loss
+        self.outputs = model(**batch)
+        return self.outputs.loss

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
+from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.apply import fsdp
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedCopy
@@ -43,6 +45,7 @@ class FollowedLoop:
         self.tracer = ExternalLoopTracer(
             run.shape.capability,
             lambda optimizer: run.phase.stepped(optimizer),  # noqa: PLW0108 - of the phase that it is then
+            on_cpu=parse_flag_from_env(ON_CPU),
         )
         self.tracer.begin()
         side_effects.discard_file_writes()

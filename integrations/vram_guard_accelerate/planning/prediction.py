@@ -19,6 +19,7 @@ from typing import Any
 from vram_guard.codec import from_json, to_json
 from vram_guard.language import _
 from vram_guard_accelerate import _signals
+from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate._script_files import state_of
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
@@ -214,5 +215,6 @@ def _environment(added: Mapping[str, str]) -> dict[str, str]:
     """The script's own environment, on a machine without a GPU: no driver is touched, the GPU is simulated."""
     environment = {name: value for name, value in {**os.environ, **added}.items() if name not in OF_A_RANK}
     environment.update(SILENT_ENVIRONMENT)
+    environment[ON_CPU] = environment.get("ACCELERATE_USE_CPU", "False")
     environment.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="False", PYTHONUNBUFFERED="1")
     return environment

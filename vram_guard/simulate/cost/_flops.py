@@ -25,7 +25,7 @@ Formula = Callable[[Args, dict[str, Any], Any], int]
 
 
 def _mm(args: Args, _kwargs: dict[str, Any], _out: Any) -> int:
-    left, right = args[-2:]
+    left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]  # mm.dtype: the last one is a dtype
     return int(2 * left.numel() * right.shape[-1])
 
 
@@ -80,12 +80,12 @@ def _recurrent_backward(args: Args, kwargs: dict[str, Any], out: Any) -> int:
     return 2 * _recurrent(args, kwargs, out)
 
 
-_MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 RECURRENT = frozenset({"aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"})
 _BY_CUDNN = RECURRENT | {"aten::convolution", "aten::convolution_backward"}
 
 FLOPS: dict[str, Formula] = {
-    **dict.fromkeys(_MATMULS, _mm),
+    **dict.fromkeys(MATMULS, _mm),
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::_scaled_dot_product_flash_attention": _attention_forward(4),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vram_guard.budget.margins import Network
-from vram_guard.simulate.cost._flops import RECURRENT, Args, Formula, formula_of, unit_of
+from vram_guard.simulate.cost._flops import MATMULS, RECURRENT, Args, Formula, formula_of, unit_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.tensors import tensors_in
@@ -171,7 +171,9 @@ class CostMeter:
         flops = 0
         unit: Unit = "vector"
         if kind.flops is not None:
-            dtype = next((tensor.dtype for tensor in tensors_in(args)), torch.float32)
+            # A product's first tensor may be a bias, of the result's dtype (``out_dtype``).
+            operand = next(iter(tensors_in(args)[-1:] if kind.name in MATMULS else tensors_in(args)), None)
+            dtype = torch.float32 if operand is None else operand.dtype
             unit = unit_of(kind.name, dtype)
             flops = int(kind.flops(args, kwargs, out))
             if dtype.is_complex:

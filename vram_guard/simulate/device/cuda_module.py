@@ -43,6 +43,20 @@ class _NullContext:
         return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else None
 
 
+class _Tools:
+    """Stands for NVTX and the CUDA runtime's own module, which builds without CUDA lack: nobody profiles a trace."""
+
+    cudaError = SimpleNamespace(success=0)  # noqa: N815 - the runtime's name
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: 0
+
+
+#: Stands for ``torch.cuda.nvtx._nvtx`` and ``torch.cuda._cudart``.
+TOOLS = _Tools()
+
 #: What ``torch.cuda.get_device_name`` answers.
 _NAME = "vram_guard simulated GPU"
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replaced
-from vram_guard.simulate.device.cuda_module import CUDA, cuda_answers, while_active
+from vram_guard.simulate.device.cuda_module import CUDA, TOOLS, cuda_answers, while_active
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -39,9 +41,25 @@ class FakeCudaState:
         """Set while torch's own code for meta tensors runs: that must see the truth."""
         self.shapes_only = 0
         """Above 0 while torch derives the shapes of results: operators that run then take no memory."""
-        self.on_host = recorder.on_host
-        self.pinned = recorder.host.pinned
+        self.own_meta = False
+        """Set while the user's own code makes a tensor on the meta device."""
+        self.recorder = recorder
         self.queries = ScalarQueries(recorder)
+
+    def place(self, tensor: torch.Tensor) -> torch.device:
+        """The device that a symbolic tensor claims to be on."""
+        return _DEVICES[self.recorder.place_of(tensor)]
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """True if this symbolic tensor lies in host memory."""
+        return self.recorder.place_of(tensor) == "cpu"
+
+    def pinned(self, tensor: torch.Tensor) -> bool:
+        """True if this symbolic tensor lies in pinned host memory."""
+        return self.recorder.host.pinned(tensor)
+
+
+_DEVICES = {"cuda": CUDA, "cpu": torch.device("cpu"), "meta": _META}
 
 
 def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
@@ -52,27 +70,38 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
 
     def device(self: torch.Tensor) -> torch.device:
         if simulated(self):
-            return torch.device("cpu") if state.on_host(self) else CUDA
+            return state.place(self)
         return _real_device(self)
 
     def is_cuda(self: torch.Tensor) -> bool:
-        return simulated(self) and not state.on_host(self)
+        return simulated(self) and state.place(self) is CUDA
 
     def is_cpu(self: torch.Tensor) -> bool:
         return state.on_host(self) if simulated(self) else _real_is_cpu(self)
 
     def is_meta(self: torch.Tensor) -> bool:
-        return state.in_kernel and is_symbolic(self)
+        return is_symbolic(self) and (state.in_kernel or state.place(self) is _META)
 
     def get_device(self: torch.Tensor) -> int:
-        return 0 if simulated(self) else _base.get_device(self)
+        return 0 if is_cuda(self) else _base.get_device(self)
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not state.in_kernel:
+            # A wrapper comes here twice, by way of ``__torch_function__``: then our own meta device is named already.
+            to_meta = not hasattr(self, "__tensor_flatten__") and _names_meta(args, kwargs, state)
             args, kwargs = _on_meta(self, args, kwargs, state)
-            if is_symbolic(self) and state.on_host(self):
+            place = state.place(self) if is_symbolic(self) else None
+            if to_meta and place is not _META:
+                return _to_own_meta(self, args, kwargs, state)
+            if place is not None and place.type == "cpu":
                 return _from_host(self, args, kwargs)
+            if place is _META and not to_meta and _target(args, kwargs) is not None:
+                # c10's own words
+                raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         return _base.to(self, *args, **kwargs)
+
+    def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return to(self, other) if is_symbolic(self) else _base.type_as(self, other)
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return to(self, "cuda")
@@ -127,6 +156,7 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         "is_meta": property(is_meta),
         "get_device": get_device,
         "to": to,
+        "type_as": type_as,
         "cuda": cuda,
         "cpu": cpu,
         "pin_memory": pin_memory,
@@ -186,16 +216,46 @@ def _on_meta(
     return args, kwargs
 
 
+def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device among arguments of ``Tensor.to``, as :func:`_on_meta` left them."""
+    return args[0] if args and isinstance(args[0], torch.device) else kwargs.get("device")
+
+
+def _dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    return next((value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)), None)
+
+
+def _names_meta(args: tuple[Any, ...], kwargs: dict[str, Any], state: FakeCudaState) -> bool:
+    """True if ``Tensor.to`` is asked for the user's own meta device."""
+    named = args[0] if args else kwargs.get("device")
+    if isinstance(named, torch.Tensor):
+        return is_symbolic(named) and state.place(named) is _META
+    device = as_device(named)
+    return device is not None and device.type == "meta"
+
+
+def _to_own_meta(
+    self: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], state: FakeCudaState
+) -> torch.Tensor:
+    """``Tensor.to`` the meta device, where a tensor takes no memory."""
+    state.shapes_only += 1
+    try:
+        made = torch.empty_like(self, dtype=_dtype(args, kwargs), device=_META)
+    finally:
+        state.shapes_only -= 1
+    state.recorder.put(made, "meta")
+    return made
+
+
 def _from_host(self: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``Tensor.to`` of a symbolic tensor in host memory, its arguments as :func:`_on_meta` left them.
 
     Both places are the meta device, so torch would take a move to the GPU for none at all, and a move to where the
     tensor is already for one.
     """
-    device = args[0] if args and isinstance(args[0], torch.device) else kwargs.get("device")
+    device, dtype = _target(args, kwargs), _dtype(args, kwargs)
     if device is None:
         return _base.to(self, *args, **kwargs)
-    dtype = next((value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)), None)
     if device.type == "cpu":
         return _base.to(self, self.dtype if dtype is None else dtype)
     moved: torch.Tensor = torch.ops.aten._to_copy(self, dtype=dtype, device=CUDA)
@@ -220,6 +280,47 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
             else:
                 result = original(*args, device="cpu", **kwargs).to(CUDA)
         return result.requires_grad_() if requires_grad else result
+
+    return made
+
+
+#: Factories that the user's code may ask for a tensor on the meta device; ``nn.Linear(..., device="meta")`` does.
+_FACTORIES = (
+    "empty",
+    "empty_strided",
+    "zeros",
+    "ones",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "linspace",
+    "eye",
+)
+
+
+def _default_device() -> torch.device | None:
+    """Device of the innermost ``with torch.device(...)``; ``torch.get_default_device`` would make a tensor to know."""
+    contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return contexts[-1].device if contexts else None
+
+
+def _on_named_device(original: Callable[..., Any], state: FakeCudaState) -> Callable[..., Any]:
+    """A factory that says whether it was the user's code that named the meta device."""
+
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if state.in_kernel:  # our own: nobody looks at the places of what a kernel makes in between
+            own: torch.Tensor = original(*args, **kwargs)
+            return own
+        named = _default_device() if kwargs.get("device") is None else as_device(kwargs["device"])
+        before, state.own_meta = state.own_meta, named is not None and named.type == "meta"
+        try:
+            result: torch.Tensor = original(*args, **kwargs)
+        finally:
+            state.own_meta = before
+        return result
 
     return made
 
@@ -250,11 +351,15 @@ TENSOR_ATTRIBUTES: tuple[str, ...] = tuple(_tensor_attributes(FakeCudaState(Reco
 def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
     """Symbolic tensors and ``torch.cuda`` answer as one CUDA device of this compute capability inside the block."""
     group = "_group_tensors_by_device_and_dtype"
+    torch.utils._device._device_constructors()  # cached for good: let it see torch's own factories, not these
     answers = cuda_answers(capability)
     replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.Tensor, _tensor_attributes(state)),
         (torch.cuda, {name: while_active(state, value, getattr(torch.cuda, name)) for name, value in answers.items()}),
+        (torch.cuda, {"_cudart": TOOLS}),
+        (torch.cuda.nvtx, {"_nvtx": TOOLS}),
         (torch, {"tensor": _factory(torch.tensor), "as_tensor": _factory(torch.as_tensor)}),
+        (torch, {name: _on_named_device(getattr(torch, name), state) for name in _FACTORIES}),
         # flatten_parameters would call cuDNN; the stand-ins of an RNN's weights are flat from the start.
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
         (torch._C, {group: _group_by_device(getattr(torch._C, group), state)}),

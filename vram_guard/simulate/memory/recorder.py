@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,14 @@ _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder, as code objects have it (links and all); the file is at
 #: ``vram_guard/simulate/memory/recorder.py``.
 _OWN_ROOT = str(Path(__file__).parents[2]) + os.sep
+#: Classes whose tensors wrap no others; asking for an attribute that is not there takes longer.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+#: The simulated GPU, host memory, or the user's own meta device, which takes no memory anywhere.
+Place = Literal["cuda", "cpu", "meta"]
+#: Attribute of a symbolic tensor with its place: one that was made before the trace began.
+PLACE = "_vram_guard_place"
+
 #: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
 
@@ -54,6 +63,9 @@ class Recorder:
         self._scratch: dict[int, tuple[Rule, Sequence[int]]] = {}
         self._live: dict[int, StorageRef] = {}
         self.host = HostRecorder()
+        self._on_meta: dict[int, StorageRef] = {}
+        self.users_own_meta = True
+        """False: symbolic tensors that nobody has seen before are not the user's own, but on the GPU (FSDP's)."""
         self._default_category: Category | None = None
         self._nodes: list[int] = []
         self._node_origins: list[tuple[str, str]] = []
@@ -102,7 +114,7 @@ class Recorder:
             return
         storage = tensor.untyped_storage()
         key: int = storage._cdata
-        if key in self._live or self.host.holds(tensor):
+        if key in self._live or key in self._on_meta or self.host.holds(tensor):
             return
         size = storage.nbytes()
         if size == 0 or self._closed:
@@ -242,6 +254,44 @@ class Recorder:
         if hasattr(tensor, "__tensor_flatten__"):  # a wrapper lies where what it wraps lies
             return self.on_host(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
         return tensor.layout == torch.strided and self.host.holds(tensor)
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Where this symbolic tensor lies. One that no operator of the trace has made is the user's own meta tensor."""
+        if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+            return self.place_of(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
+        if tensor.layout != torch.strided:
+            return "cuda"
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        if key in self._live:
+            return "cuda"
+        if self.host.holds(tensor):
+            return "cpu"
+        if key in self._on_meta:
+            return "meta"
+        if self._closed or not self.users_own_meta or not storage.nbytes():
+            return "cuda"
+        place: Place = tensor.__dict__.get(PLACE, "meta")
+        self.put(tensor, place)
+        return place
+
+    def put(self, tensor: torch.Tensor, place: Place, *, pinned: bool = False, operator: str = "") -> None:
+        """This symbolic tensor lies there from now on."""
+        if tensor.layout != torch.strided:
+            return self.track(tensor, operator)
+        storage = tensor.untyped_storage()
+        self._on_meta.pop(storage._cdata, None)
+        if place == "cuda":
+            self.track(tensor, operator)
+        elif place == "cpu":
+            self.mark_host(tensor, pinned=pinned)
+        else:
+            self._on_meta[storage._cdata] = StorageRef.of(storage, self._left_meta, -1)
+        return None
+
+    def _left_meta(self, ref: StorageRef) -> None:
+        if self._on_meta.get(ref.key) is ref:
+            del self._on_meta[ref.key]
 
     def mark_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
         """This symbolic tensor lives in host memory: it takes nothing from the GPU."""

@@ -133,6 +133,21 @@ def _mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.empty((left.shape[0], right.shape[1]), dtype=left.dtype, device=_META)
 
 
+def _baddbmm_to_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``baddbmm(..., out_dtype=)``, whose meta kernel takes the dtype for a number; checks of ``Blas.cpp``."""
+    added, left, right, dtype = args
+    shape = (*left.shape[:-1], right.shape[-1])
+    if not left.dim() == right.dim() == 3 or left.shape[::2] != right.shape[:2]:
+        return None
+    if (
+        left.dtype != right.dtype
+        or added.dtype not in (dtype, left.dtype)
+        or _broadcast(added.shape, torch.Size(shape)) != [*shape]
+    ):
+        return None
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
 def _native_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, p, train = args[:3]
     if not _plain(tensor) or not train or not 0 < p < 1:
@@ -223,6 +238,8 @@ FILLED: frozenset[str] = frozenset(
 def rule_for(func: Any) -> Rule | None:
     """The direct rule for an operator, or None."""
     name: str = func._schema.name
+    if func._overloadname == "dtype":
+        return _baddbmm_to_dtype if name == "aten::baddbmm" else None
     if func._overloadname in ("out", "Tensor_mode", "Scalar_mode"):
         return None
     return NEW.get(name) or UPDATES.get(name)

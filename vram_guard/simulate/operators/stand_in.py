@@ -10,7 +10,7 @@ from vram_guard.errors import UnsupportedOperatorError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
-from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.memory.recorder import Place, Recorder
 from vram_guard.tensors import map_tensors_in, tensors_in
 
 #: Larger stand-ins are not computed for real: it would cost host memory and time.
@@ -18,9 +18,17 @@ LARGEST_STAND_IN = 64 * 2**20
 
 
 def stand_in_result(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, error: Exception
 ) -> Any:
     """Run an operator that has no kernel for symbolic tensors on real zeros, to learn its results' shapes.
+
+    Args:
+        recorder: knows from then on that the results lie in ``place``, and what is not known of them.
+        func: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        place: where it runs.
+        error: the failure of the symbolic run.
 
     Raises:
         UnsupportedOperatorError: the stand-ins would be too large, or the CPU cannot run the operator either; the
@@ -59,7 +67,7 @@ def stand_in_result(
         return args[0]
     made = map_tensors_in(lambda tensor: torch.empty_like(tensor, device="meta"), results)
     for tensor in tensors_in((made,)):
-        recorder.track(tensor, name)
+        recorder.put(tensor, place, operator=name)
     return made
 
 

@@ -17,7 +17,7 @@ from vram_guard.simulate.cost.op_cost import CostMeter, network_of
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
-from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
@@ -25,6 +25,7 @@ from vram_guard.simulate.operators.stand_in import stand_in_result
 from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._noting import OperatorNotes
+from vram_guard.simulate.tracing._placement import Placement
 from vram_guard.simulate.tracing._undo_log import UndoLog
 from vram_guard.techniques.purity import PurityWatch
 from vram_guard.tensors import is_dense, tensors_in
@@ -42,7 +43,14 @@ class SymbolicMode(TorchDispatchMode):
     """Runs operators on symbolic tensors (shapes only) and tells the recorder what they allocate."""
 
     def __init__(
-        self, recorder: Recorder, state: FakeCudaState, capability: tuple[int, int], interrupts: Interrupts
+        self,
+        recorder: Recorder,
+        state: FakeCudaState,
+        capability: tuple[int, int],
+        interrupts: Interrupts,
+        *,
+        on_cpu: bool = False,
+        building: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
@@ -52,6 +60,11 @@ class SymbolicMode(TorchDispatchMode):
         self.capability = capability
         self.matmuls = Matmuls(recorder, capability)
         self.meter = CostMeter(recorder)
+        self.placement = Placement(recorder, mixed=on_cpu or building)
+        self._place: Place = "cuda"
+        """Where the operator that runs has its tensors."""
+        self._building = building
+        """A model is being built, under ``torch.device("meta")``: what its constructor makes there lies on the host."""
         self.waiting: dict[int, str] = {}
         """Storages of weights that are kept on the host -> the module they belong to."""
         self._notes = OperatorNotes(recorder)
@@ -78,13 +91,14 @@ class SymbolicMode(TorchDispatchMode):
         self.operations += 1
         if self.interrupts.pending:
             self.interrupts.deliver()
-        before = self.state.in_kernel
+        before = self.state.in_kernel, self._place
         self.state.in_kernel = True
         try:
             if self.state.shapes_only:
                 return func(*args, **(kwargs or {}))
             if self.waiting:
                 self._check_waiting(func, args)
+            self._place, args = self.placement.of(func, args)
             if self._notes.open:
                 self._notes.runs(func, args, kwargs or {})
             out = plan(func, args, kwargs or {})
@@ -94,7 +108,7 @@ class SymbolicMode(TorchDispatchMode):
                 self.meter.count(func, args, kwargs or {}, out)
             return out
         finally:
-            self.state.in_kernel = before
+            self.state.in_kernel, self._place = before
 
     # --- how each operator is run, decided once --------------------------------------------------------------
 
@@ -125,7 +139,7 @@ class SymbolicMode(TorchDispatchMode):
 
     def _handled(self, handler: Callable[..., Any]) -> Runner:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not any_symbolic(args):
+            if self._place != "cuda" or not any_symbolic(args):
                 return self._generic(func, args, kwargs)
             out = handler(self.recorder, func, args, kwargs)
             self._track(func, out)
@@ -151,44 +165,52 @@ class SymbolicMode(TorchDispatchMode):
         except NotImplementedError as error:
             if not any_symbolic(args):
                 raise
-            return stand_in_result(self.recorder, func, args, kwargs, error)
+            return stand_in_result(self.recorder, func, args, kwargs, self._place, error)
         except (RuntimeError, IndexError) as error:
             # Either the user's mistake, or torch's code for meta tensors cannot do what its real kernels can.
             if not any_symbolic(args):
                 raise
             try:
-                return stand_in_result(self.recorder, func, args, kwargs, error)
+                return stand_in_result(self.recorder, func, args, kwargs, self._place, error)
             except UnsupportedOperatorError:
                 raise error from None
 
     def _generic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
-        to_host = pinned = False
+        place, pinned = self._place, False
         if device is not None:
+            place = self._named_place(device, args)
             if device.type == "cuda":
                 kwargs = {**kwargs, "device": _META}
             elif device.type == "cpu" and any_symbolic(args):
                 kwargs = {**kwargs, "device": _META}
-                to_host = True
                 # A copy that is not waited for goes to pinned memory (ATen/native/TensorConversions.cpp, `pin_out`).
-                pinned = bool(kwargs.get("non_blocking")) and not self._all_on_host(args)
-            elif device.type == "meta" and self.recorder.has_host_tensors:
-                to_host = self._all_on_host(args)  # a change of type only: it stays where it is
-        elif self.recorder.has_host_tensors:
-            to_host = self._all_on_host(args)
+                pinned = bool(kwargs.get("non_blocking")) and self._place != "cpu"
         if kwargs.get("pin_memory"):
             pinned = True
             kwargs = {**kwargs, "pin_memory": False}
         out = self._run(func, args, kwargs)
-        if to_host:
-            self._mark_host(out, pinned)
-        elif pinned and isinstance(out, torch.Tensor) and not is_symbolic(out):
+        if pinned and isinstance(out, torch.Tensor) and not is_symbolic(out):
             self.recorder.host.add_real(out, pinned=True)
         else:
-            self._track(func, out)
+            self._track(func, out, place, pinned)
         if isinstance(out, torch.Tensor) and is_symbolic(out):
             constants.derive(func, args, kwargs, out)
         return out
+
+    def _named_place(self, device: torch.device, args: tuple[Any, ...]) -> Place:
+        """The place that an argument names.
+
+        torch's own code says "meta" where it makes a tensor like a symbolic one; the user's code says so in a factory,
+        or in ``with torch.device("meta")``.
+        """
+        if device.type != "meta":
+            return "cuda" if device.type == "cuda" else "cpu"
+        if any_symbolic(args):
+            return self._place
+        if self._building:
+            return "cpu"
+        return "meta" if self.state.own_meta else "cuda"
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._run(func, args, kwargs)
@@ -233,13 +255,13 @@ class SymbolicMode(TorchDispatchMode):
 
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._generic(func, args, kwargs)
-        if any_symbolic(args):
+        if self._place == "cuda" and any_symbolic(args):
             self.matmuls.after(func)
         return out
 
     def _reduction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._generic(func, args, kwargs)
-        if is_symbolic(args[0]) and not self.recorder.on_host(args[0]):
+        if self._place == "cuda" and is_symbolic(args[0]):
             reductions.reduction(self.recorder, func, args, kwargs, out)
         return out
 
@@ -284,10 +306,7 @@ class SymbolicMode(TorchDispatchMode):
         made = []
         for tensor in first:
             out = tensor.new_empty(()) if scalars and "maximum" not in name else torch.empty_like(tensor)
-            if self.recorder.on_host(tensor):
-                self.recorder.mark_host(out)
-            else:
-                self.recorder.track(out, name)
+            self.recorder.put(out, self.recorder.place_of(tensor), operator=name)
             made.append(out)
         self.recorder.release(held)
         return made
@@ -340,22 +359,18 @@ class SymbolicMode(TorchDispatchMode):
         if is_symbolic(source) and source.untyped_storage()._cdata in self.waiting:
             self.recorder.classify([copy], "parameters")
 
-    def _track(self, func: Any, out: Any) -> None:
+    def _track(self, func: Any, out: Any, place: Place = "cuda", pinned: bool = False) -> None:
         if isinstance(out, torch.Tensor):
             if is_symbolic(out):
-                self.recorder.track(out, str(func))
+                if place == "cuda":
+                    self.recorder.track(out, str(func))
+                else:
+                    self.recorder.put(out, place, pinned=pinned)
+                if self._building:
+                    setattr(out, PLACE, place)
         elif isinstance(out, (tuple, list)):
             for item in out:
-                self._track(func, item)
-
-    def _mark_host(self, out: Any, pinned: bool) -> None:
-        for tensor in tensors_in((out,)):
-            if is_symbolic(tensor):
-                self.recorder.mark_host(tensor, pinned=pinned)
-
-    def _all_on_host(self, args: Any) -> bool:
-        symbolic = [tensor for tensor in tensors_in(args) if is_symbolic(tensor)]
-        return bool(symbolic) and all(self.recorder.on_host(tensor) for tensor in symbolic)
+                self._track(func, item, place, pinned)
 
 
 _NO_RULE_YET: Any = object()

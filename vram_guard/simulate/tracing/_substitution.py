@@ -12,6 +12,7 @@ from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.simulate.memory.recorder import PLACE
 from vram_guard.state.containers import contents_of, look
 from vram_guard.state.modules import ModuleState
 from vram_guard.state.random_generators import RandomState
@@ -139,6 +140,7 @@ class Substitution:
             twin.requires_grad_()
         for name, value in vars(tensor).items():
             setattr(twin, name, value)
+        setattr(twin, PLACE, "cuda")
         return twin
 
     def flatten_rnn(self, module: nn.RNNBase) -> None:

@@ -35,15 +35,18 @@ class ExternalLoopTracer:
     Args:
         capability: compute capability of the GPU that is simulated.
         on_step: called after every step of every optimizer, with that optimizer.
+        on_cpu: the loop will really run on the CPU: its own CPU tensors lie with everything else.
     """
 
-    def __init__(self, capability: tuple[int, int], on_step: Callable[[torch.optim.Optimizer], None]) -> None:
+    def __init__(
+        self, capability: tuple[int, int], on_step: Callable[[torch.optim.Optimizer], None], *, on_cpu: bool = False
+    ) -> None:
         self.capability = capability
         self.recorder = Recorder()
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
         self._device = FakeCudaState(self.recorder)
-        self._mode = SymbolicMode(self.recorder, self._device, capability, Interrupts())
+        self._mode = SymbolicMode(self.recorder, self._device, capability, Interrupts(), on_cpu=on_cpu)
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
@@ -77,7 +80,7 @@ class ExternalLoopTracer:
         for tensor in tensors:
             if not is_symbolic(tensor):
                 self._in_place(tensor)
-                self.recorder.track(tensor, "")
+                self.recorder.put(tensor, "cuda")
 
     def adopt_model(self, model: nn.Module) -> None:
         """The parameters and buffers of a model arrive on the GPU, as ``model.to("cuda")`` would move them."""
@@ -108,9 +111,10 @@ class ExternalLoopTracer:
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_symbolic(tensor):
                 self._in_place(tensor)
-                self.recorder.mark_host(tensor)
+                self.recorder.put(tensor, "cpu")
         self._device.shapes_only -= 1
         self.recorder.note(STREAMS)
+        self.recorder.users_own_meta = False
         self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
         self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
         model.register_forward_pre_hook(self._before_forward)

@@ -13,6 +13,7 @@ from torch import nn
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from vram_guard.simulate.tracing._dispatch import SymbolicMode
     from vram_guard.step import TrainingStep
 
-_META = torch.device("meta")
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 #: Precisions in which weights and inputs themselves are of half precision.
@@ -52,9 +52,21 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
         self.batch: Any = None
         self.loss: Any = None
+        self.returned: Any = None
+        """The result of the loss callable, where the step keeps more of it than the loss."""
 
     def run(self) -> None:
         """Two optimizer steps; two forwards where nothing is trained."""
+        if self.step.keeps != "outputs":
+            return self._run()
+        # ``outputs = model(batch)``: the old ones die where the new ones are there, and not only once the loss is.
+        handle = self.model.register_forward_hook(lambda *_: setattr(self, "returned", None))
+        try:
+            return self._run()
+        finally:
+            handle.remove()
+
+    def _run(self) -> None:
         if self.optimizer is None:
             return self._infer()
         if _needs_closure(self.optimizer):
@@ -69,7 +81,10 @@ class Loop:
                     self._load(number)
                 self._forward(number)
                 self._backward(number, first=micro == 0)
+                if micro < rounds - 1:
+                    self._ends()
             self._update(number)
+            self._ends()
             if self.step.zero_grad == "after_step":
                 self.optimizer.zero_grad()
         return None
@@ -95,6 +110,7 @@ class Loop:
             self._load(number)
             self.recorder.phase("optimizer", number)
             optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
+            self._ends()
             classify_states(self.recorder, optimizer)
 
     def _infer(self) -> None:
@@ -102,6 +118,12 @@ class Loop:
             for number in (1, 2):
                 self._load(number)
                 self._forward(number)
+                self._ends()
+
+    def _ends(self) -> None:
+        """An iteration is over: the names of a function end with it."""
+        if self.step.keeps == "nothing":
+            self.loss = self.returned = None
 
     def _zero_grad(self, number: int) -> None:
         assert self.optimizer is not None
@@ -122,9 +144,9 @@ class Loop:
             raise UnsupportedStepError(_("the batch holds a nested tensor: its rows have no common size"))
         dtype = TRUE_DTYPES.get(self.step.precision) if tensor.is_floating_point() else None
         if is_symbolic(tensor):
-            moved = torch.empty_like(tensor, dtype=dtype)
+            moved = torch.empty_like(tensor, dtype=dtype, device=CUDA)
         else:
-            moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_META)
+            moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=CUDA)
             constants.known(moved, tensor)
         self.recorder.track(moved, "")
         self.mode.meter.loaded(moved)
@@ -136,7 +158,9 @@ class Loop:
         region = torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
         before = self.mode.operations
         with region:
-            self.loss = scalar_loss(self.step.loss(self.model, self.batch))
+            returned = self.step.loss(self.model, self.batch)
+            self.loss = scalar_loss(returned)
+        self.returned = None if self.step.keeps == "loss" else returned
         if self.mode.operations == before:
             raise UnsupportedStepError(
                 _("the step ran no operation at all; check that loss(model, batch) calls the model")
@@ -184,22 +208,31 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def scalar_loss(result: Any) -> Any:
-    """The loss among what a loss callable may return: a tensor, a mapping or object with ``loss``, several losses."""
+    """The loss among what a loss callable may return.
+
+    A tensor, a mapping or object with ``loss``, several losses, or a pair of a loss and the outputs that it is made of.
+    """
     if isinstance(result, torch.Tensor) or result is None:
         return result
     if isinstance(result, dict) and "loss" in result:
         return result["loss"]
     if hasattr(result, "loss") and isinstance(result.loss, torch.Tensor):
         return result.loss
+    if isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[0]) and not _is_scalar(result[1]):
+        return result[0]
     if isinstance(result, (list, tuple)) and result and all(isinstance(item, torch.Tensor) for item in result):
         return torch.stack(list(result)).sum() if len(result) > 1 else result[0]
     raise UnsupportedStepError(
         _(
             "loss(model, batch) returned {kind}; it must return a scalar tensor, a dict with 'loss', an object with "
-            ".loss, or several scalar tensors",
+            ".loss, a pair (loss, outputs), or several scalar tensors",
             kind=type(result).__name__,
         )
     )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:

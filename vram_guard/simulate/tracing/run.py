@@ -19,7 +19,7 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
 from vram_guard.simulate.device.symbolic import is_symbolic
-from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.memory.recorder import PLACE, Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
@@ -35,12 +35,13 @@ from vram_guard.simulate.tracing._substitution import (
     symbolic_model,
 )
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states
+from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
 from vram_guard.timeline import Timeline
 
-_META = torch.device("meta")
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 #: DistributedDataParallel's default buckets: the first of 1 MiB, then 25 MiB each (``bucket_cap_mb``).
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
@@ -150,7 +151,7 @@ class _Run:
         self.interrupts = interrupts
         self.recorder = Recorder()
         self.device = FakeCudaState(self.recorder)
-        self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts)
+        self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.take_off: Callable[[], None] = lambda: None
 
     def timeline(self) -> Timeline:
@@ -161,6 +162,7 @@ class _Run:
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
             self._note_hooks(model)
+            self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
                 symbolic_model(model, TRUE_DTYPES.get(step.precision)) as moved,
@@ -180,13 +182,27 @@ class _Run:
 
     def _build(self, constructor: Callable[[], nn.Module]) -> nn.Module:
         """The model of a constructor; a recorder of its own, thrown away, answers ``.item()`` while it is built."""
-        thrown_away, queries = Recorder(), self.device.queries
-        self.device.queries = ScalarQueries(thrown_away)  # initialisers look at what they have drawn
+        thrown_away = Recorder()
+        before = self.device.recorder, self.device.queries
+        # Initialisers look at what they have drawn, and at where it lies.
+        self.device.recorder, self.device.queries = thrown_away, ScalarQueries(thrown_away)
         try:
-            with SymbolicMode(thrown_away, self.device, self.capability, self.interrupts):
+            with SymbolicMode(thrown_away, self.device, self.capability, self.interrupts, building=True):
                 return build_symbolically(constructor)
         finally:
-            self.device.queries = queries
+            self.device.recorder, self.device.queries = before
+
+    def _take_plain_attributes(self, model: nn.Module) -> None:
+        """Plain attributes of a model that was made on the meta device lie on the host, as its constructor's do."""
+        own = [*model.parameters(), *model.buffers()]
+        if not own or not all(is_symbolic(tensor) for tensor in own):
+            return
+        known = {id(tensor) for tensor in own}
+        for module in model.modules():
+            plain = {name: value for name, value in vars(module).items() if name not in _MODULE_DICTS}
+            for leaf in leaves(plain):
+                if isinstance(leaf, torch.Tensor) and is_symbolic(leaf) and id(leaf) not in known:
+                    self.recorder.put(leaf, leaf.__dict__.get(PLACE, "cpu"))
 
     def _note_hooks(self, model: nn.Module) -> None:
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
@@ -255,6 +271,7 @@ class _Run:
         for tensor in moved if recipe.parameters_on_host else itertools.chain(*waiting):
             self.recorder.mark_host(tensor)
         if recipe.parameters_on_host:
+            self.recorder.users_own_meta = False
             moved.clear()  # what FSDP replaces dies, as for real
             self.recorder.note(STREAMS)
         place(model, recipe, "cuda", self.step.precision, mesh)
