@@ -211,3 +211,37 @@ def test_the_error_is_one_of_steps_that_cannot_be_predicted() -> None:
         trace(
             TrainingStep(made(MIXED["closure"]), lambda size: torch.zeros(size, WIDTH), lambda m, b: m(b).sum(), adamw)
         )
+
+
+class SizedByNumbers(nn.Module):
+    """Layers sized by what the constructor computes on the host (RegNet), and a weight that is replaced (adapters)."""
+
+    def __init__(self, entries: int) -> None:
+        super().__init__()
+        rows, columns = torch.meshgrid(torch.arange(entries), torch.arange(entries), indexing="ij")
+        pairs = torch.stack([rows.flatten(), columns.flatten()], dim=1)
+        self.apart = pairs[pairs[:, 0] != pairs[:, 1]]
+        sizes = torch.diff(torch.tensor([0, 1, 3, 8])).tolist()
+        self.layer = nn.Linear(4, sum(sizes))
+        self.layer.weight.data = torch.zeros(sum(sizes), 4, device=self.layer.weight.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+@pytest.mark.parametrize("entries", [4, 2000])  # known values, and more than are computed
+def test_a_constructor_computes_on_the_host(entries: int) -> None:
+    seen: list[int] = []
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        seen.append(out.shape[1])
+        total: torch.Tensor = out.sum()
+        return total
+
+    timeline = trace(
+        TrainingStep(lambda: SizedByNumbers(entries), lambda size: torch.zeros(size, 4), loss, torch.optim.SGD)
+    )
+    assert set(seen) == {8}
+    assert timeline.tier == "symbolic"

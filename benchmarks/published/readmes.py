@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.harness.networks.batches import KeptOutputs, shapes_of_images
+from benchmarks.harness.networks.batches import shapes_of_images
 from benchmarks.harness.networks.vision_transformer import VisionTransformer
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import optimizer_of
@@ -86,12 +86,12 @@ VITS: dict[str, tuple[Any, int, int, Callable[[Any], torch.optim.Optimizer], boo
 def _classified(model: Any, batch: Any) -> tuple[Any, Any]:
     images, labels = batch
     logits = model(images)
-    return logits, functional.cross_entropy(logits, labels)
+    return functional.cross_entropy(logits, labels), logits
 
 
 def _classified_by_fabric(model: Any, batch: Any) -> tuple[Any, Any]:
-    logits, loss = _classified(model, batch)
-    return (logits, batch), loss
+    loss, logits = _classified(model, batch)
+    return loss, (logits, batch)
 
 
 def predict_vit(row: Record) -> list[Row]:
@@ -100,7 +100,8 @@ def predict_vit(row: Record) -> list[Row]:
     step = TrainingStep(
         model=lambda: VisionTransformer(classes=10),
         batch=shapes_of_images(224),
-        loss=KeptOutputs(_classified_by_fabric if fabric else _classified),
+        loss=_classified_by_fabric if fabric else _classified,
+        keeps="outputs",
         optimizer=optimizer,
         precision=precision,
         accumulate=slices,
@@ -161,7 +162,7 @@ def _next_tokens(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
     logits = model(ids, lm_head_chunk_size=128)
     logits[-1] = logits[-1][..., :-1, :]
     loss = chunked_cross_entropy(logits, ids[..., 1:])
-    return (logits, loss), loss
+    return loss, logits
 
 
 def predict_litgpt(row: Record) -> list[Row]:
@@ -183,7 +184,8 @@ def predict_litgpt(row: Record) -> list[Row]:
     step = TrainingStep(
         model=build,
         batch=lambda samples: torch.zeros(samples, TOKENS, dtype=torch.long),
-        loss=KeptOutputs(_next_tokens),
+        loss=_next_tokens,
+        keeps="outputs",
         optimizer=optimizer_of("AdamW", lr=2e-4),
         precision="bf16-true",
         accumulate=2,

@@ -43,6 +43,8 @@ class FakeCudaState:
         """Above 0 while torch derives the shapes of results: operators that run then take no memory."""
         self.own_meta = False
         """Set while the user's own code makes a tensor on the meta device."""
+        self.building = False
+        """Set while a model's constructor runs, under ``torch.device("meta")``."""
         self.recorder = recorder
         self.queries = ScalarQueries(recorder)
 
@@ -262,8 +264,11 @@ def _from_host(self: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     return moved
 
 
-def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.tensor`` and ``torch.as_tensor``, which would open the GPU before anybody can step in."""
+def _factory(original: Callable[..., Any], state: FakeCudaState) -> Callable[..., Any]:
+    """``torch.tensor`` and ``torch.as_tensor``, which would open the GPU before anybody can step in.
+
+    What a constructor makes of given numbers keeps them, for layers may be sized by them.
+    """
 
     @functools.wraps(original)
     def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -272,6 +277,8 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
         if named is None or named.type != "cuda":
             if device is not None:
                 kwargs["device"] = device
+            elif state.building:
+                kwargs["device"] = "cpu"
             result: torch.Tensor = original(*args, **kwargs)
         else:
             data = args[0] if args else kwargs["data"]
@@ -307,13 +314,18 @@ def _default_device() -> torch.device | None:
 
 
 def _on_named_device(original: Callable[..., Any], state: FakeCudaState) -> Callable[..., Any]:
-    """A factory that says whether it was the user's code that named the meta device."""
+    """A factory that says whether it was the user's code that named the meta device.
+
+    A constructor that asks for a tensor where another one lies gets one that takes no memory either.
+    """
 
     @functools.wraps(original)
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         if state.in_kernel:  # our own: nobody looks at the places of what a kernel makes in between
             own: torch.Tensor = original(*args, **kwargs)
             return own
+        if state.building and kwargs.get("device") is _DEVICES["cpu"]:
+            del kwargs["device"]
         named = _default_device() if kwargs.get("device") is None else as_device(kwargs["device"])
         before, state.own_meta = state.own_meta, named is not None and named.type == "meta"
         try:
@@ -358,7 +370,7 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
         (torch.cuda, {name: while_active(state, value, getattr(torch.cuda, name)) for name, value in answers.items()}),
         (torch.cuda, {"_cudart": TOOLS}),
         (torch.cuda.nvtx, {"_nvtx": TOOLS}),
-        (torch, {"tensor": _factory(torch.tensor), "as_tensor": _factory(torch.as_tensor)}),
+        (torch, {name: _factory(getattr(torch, name), state) for name in ("tensor", "as_tensor")}),
         (torch, {name: _on_named_device(getattr(torch, name), state) for name in _FACTORIES}),
         # flatten_parameters would call cuDNN; the stand-ins of an RNN's weights are flat from the start.
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),

@@ -353,8 +353,16 @@ class Recorder:
     def note(self, said: Message, operator: str = "", tier: Tier | None = None, *, from_values: bool = False) -> None:
         """Remember something the reader must know; ``tier`` lowers the answer's tier, never raises it."""
         self.notes[Note(said, self.source(), operator, from_values)] = None
+        self._lower(tier or self.tier)
+
+    def take_notes(self, aside: Recorder) -> None:
+        """Remember what another recorder has noted."""
+        self.notes |= aside.notes
+        self._lower(aside.tier)
+
+    def _lower(self, tier: Tier) -> None:
         order: tuple[Tier, ...] = ("symbolic", "partly symbolic", "formula")
-        if tier is not None and order.index(tier) > order.index(self.tier):
+        if order.index(tier) > order.index(self.tier):
             self.tier = tier
 
     # --- result -------------------------------------------------------------------------------------------

@@ -60,3 +60,9 @@ HANDLERS: dict[str, Handler] = {
     ),
     "aten::_amp_update_scale_": kernels.update_scale,
 }
+
+#: Operators whose sizes depend on values wherever the tensors lie.
+BY_VALUES = frozenset(
+    "aten::" + name
+    for name in ("_local_scalar_dense", "equal", "nonzero", "masked_select", "index", "_unique2", "unique_consecutive")
+)

@@ -19,7 +19,7 @@ from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
-from vram_guard.simulate.operators.handlers import HANDLERS
+from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
 from vram_guard.simulate.tracing import _collectives
@@ -139,10 +139,17 @@ class SymbolicMode(TorchDispatchMode):
 
     def _handled(self, handler: Callable[..., Any]) -> Runner:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._place != "cuda" or not any_symbolic(args):
+            if not any_symbolic(args):
                 return self._generic(func, args, kwargs)
-            out = handler(self.recorder, func, args, kwargs)
-            self._track(func, out)
+            if self._place == "cuda":
+                out = handler(self.recorder, func, args, kwargs)
+            elif func._schema.name in BY_VALUES:
+                aside = Recorder()  # temporaries of the host take nothing from the GPU
+                out = handler(aside, func, args, kwargs)
+                self.recorder.take_notes(aside)
+            else:
+                return self._generic(func, args, kwargs)
+            self._track(func, out, self._place)
             return out
 
         return run

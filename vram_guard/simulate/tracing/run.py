@@ -186,11 +186,13 @@ class _Run:
         before = self.device.recorder, self.device.queries
         # Initialisers look at what they have drawn, and at where it lies.
         self.device.recorder, self.device.queries = thrown_away, ScalarQueries(thrown_away)
+        self.device.building = True
         try:
             with SymbolicMode(thrown_away, self.device, self.capability, self.interrupts, building=True):
                 return build_symbolically(constructor)
         finally:
             self.device.recorder, self.device.queries = before
+            self.device.building = False
 
     def _take_plain_attributes(self, model: nn.Module) -> None:
         """Plain attributes of a model that was made on the meta device lie on the host, as its constructor's do."""
