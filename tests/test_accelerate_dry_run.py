@@ -50,9 +50,9 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "remembers", TRAINING, "remembers", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "remembering_blocks", TRAINING, "remembers", "--batch_size", 64, "--samples", 128,
                   budget="112MiB", allow=("checkpoint",))  # fmt: skip
-    cases.request(asked / "mixed", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="100MiB",
+    cases.request(asked / "mixed", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="115MiB",
                   allow=("precision",))  # fmt: skip
-    cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="100MiB",
+    cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="115MiB",
                   gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
     cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
@@ -60,9 +60,9 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
         cases.request(asked / name, TRAINING, name, budget="40MiB", allow=("accumulate",))
     cases.request(asked / "told", TRAINING, "masked", budget="40MiB", allow=("accumulate",), loss_weight="mean")
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
-                  budget="100MiB", allow=("precision",))  # fmt: skip
+                  budget="115MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
-                  "--samples", 128, budget="100MiB", allow=("precision",))  # fmt: skip
+                  "--samples", 128, budget="115MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "scaling", TRAINING, "plain", "--scale_lr", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB")
