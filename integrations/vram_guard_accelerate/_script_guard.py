@@ -19,7 +19,7 @@ from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.settings import disabled
-from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
@@ -172,6 +172,7 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) ->
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(silent, descriptor)
+    os.environ[ON_CPU] = str(accelerator.device.type == "cpu")
     ranks = accelerator.num_processes
     try:
         budget = budget_for(settings, ranks, "all")
