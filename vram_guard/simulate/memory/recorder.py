@@ -14,6 +14,7 @@ import torch
 
 from vram_guard.language import Message
 from vram_guard.scratch import Rule
+from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.timeline import Affine, Block, Category, Collective, Note, Phase, Scratch, Tier
 
@@ -274,6 +275,16 @@ class Recorder:
         place: Place = tensor.__dict__.get(PLACE, "meta")
         self.put(tensor, place)
         return place
+
+    def all_on_gpu(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """True where every tensor is a symbolic one on the GPU: the usual case, told quickly."""
+        live = self._live
+        for tensor in tensors:
+            if not is_symbolic(tensor) or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+                return False
+            if tensor.untyped_storage()._cdata not in live:
+                return False
+        return True
 
     def put(self, tensor: torch.Tensor, place: Place, *, pinned: bool = False, operator: str = "") -> None:
         """This symbolic tensor lies there from now on."""

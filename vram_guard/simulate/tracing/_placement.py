@@ -54,8 +54,11 @@ class Placement:
         Raises:
             DeviceMismatchError: a tensor of the host meets one of the GPU.
         """
+        tensors = tensors_in(args)
+        if self._recorder.all_on_gpu(tensors):
+            return "cuda", args
         on_gpu = on_host = elsewhere = False
-        for tensor in tensors_in(args):
+        for tensor in tensors:
             if not is_symbolic(tensor):
                 on_host = on_host or (tensor.dim() > 0 and tensor.device.type == "cpu")
                 continue

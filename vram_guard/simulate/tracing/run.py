@@ -7,6 +7,7 @@ import gc
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ from vram_guard.techniques.placement import import_libraries, optimizer_for, pla
 from vram_guard.timeline import Timeline
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+
+_NUMBERS_AND_NAMES = (bool, int, float, str, type(None), FunctionType, torch.dtype)
 
 #: DistributedDataParallel's default buckets: the first of 1 MiB, then 25 MiB each (``bucket_cap_mb``).
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
@@ -133,6 +136,11 @@ def _garbage_collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def _holds_nothing(value: Any) -> bool:
+    """True for what most attributes of a module are: numbers, names, empty containers."""
+    return isinstance(value, _NUMBERS_AND_NAMES) or (isinstance(value, (dict, list, tuple)) and not value)
+
+
 class _Run:
     """One trace: its recorder, its simulated device, and the loop."""
 
@@ -201,8 +209,8 @@ class _Run:
             return
         known = {id(tensor) for tensor in own}
         for module in model.modules():
-            plain = {name: value for name, value in vars(module).items() if name not in _MODULE_DICTS}
-            for leaf in leaves(plain):
+            plain = (value for name, value in vars(module).items() if name not in _MODULE_DICTS)
+            for leaf in leaves([value for value in plain if not _holds_nothing(value)]):
                 if isinstance(leaf, torch.Tensor) and is_symbolic(leaf) and id(leaf) not in known:
                     self.recorder.put(leaf, leaf.__dict__.get(PLACE, "cpu"))
 
