@@ -328,6 +328,12 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
 @contextlib.contextmanager
 def waiting_script(cache: Path, interrupts: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A launch whose script waits, and the script's process; SIGINT is as given, however these tests were started."""
+
+    def signals_of_a_terminal() -> None:
+        signal.signal(signal.SIGINT, interrupts)
+        for number in (signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+
     out = cache / "pid"
     out.unlink(missing_ok=True)
     process = subprocess.Popen(
@@ -338,7 +344,7 @@ def waiting_script(cache: Path, interrupts: Any) -> Iterator[tuple[subprocess.Po
         stdin=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupts),  # noqa: PLW1509 - nothing else runs in the child
+        preexec_fn=signals_of_a_terminal,  # noqa: PLW1509 - nothing else runs in the child
     )
     try:
         deadline = time.monotonic() + 250

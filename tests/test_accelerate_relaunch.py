@@ -50,7 +50,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     asked = folder / "asked"
     for name in ("by_hand", "undivided", "per_batch", "compares", "centred"):
         cases.request(asked / name, OPTIONS, name, "--out", "never.pt", budget="45MiB", allow=("accumulate",))
-    cases.request(asked / "asks", OPTIONS, "asks", budget="45MiB", allow=("precision", "accumulate"))
+    cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "accumulate"))
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     cases.request(asked / "trainer", TRAINER, *words, budget="80MiB", allow=("accumulate",))

@@ -26,7 +26,7 @@ def traced(model, batch, loss=None, *, capability=AMPERE, batch_size=4, **settin
 
 
 def made_by(timeline: Timeline, operator: str) -> list[Block]:
-    return [block for block in timeline.blocks if operator in block.operator]
+    return [block for block in timeline.blocks if operator in block.operator and not block.unknown]
 
 
 def in_phase(timeline: Timeline, name: str, step: int) -> list[Block]:

@@ -138,7 +138,11 @@ def conv_temporaries(model: torch.nn.Module, precision: str, layout: torch.memor
         precision=precision,
     )
     timeline = trace(step)
-    forward = [block.bytes_at(4) for block in timeline.blocks if block.operator.startswith("aten.convolution.")]
+    forward = [
+        block.bytes_at(4)
+        for block in timeline.blocks
+        if block.operator.startswith("aten.convolution.") and not block.unknown
+    ]
     return forward[: len(forward) // 2]
 
 

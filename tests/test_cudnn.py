@@ -372,4 +372,4 @@ def test_the_range_says_nothing_about_whether_a_step_fits() -> None:
     assert estimate.fits(budget)
     kind = Budget.of("1GiB").for_tier("symbolic", found.network)
     assert kind.margin > Budget.of("1GiB").for_tier("symbolic", "no convolutions, float32").margin
-    assert "convolutions in float32" in kind.explain()
+    assert "convolutional networks in float32" in kind.explain()

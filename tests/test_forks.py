@@ -165,10 +165,14 @@ def test_a_copy_that_dies_is_reported() -> None:
         run_in_fork(lambda _say: sys.exit(3))
 
 
-def test_a_fatal_error_says_where_it_was() -> None:
+def test_a_fatal_error_says_where_it_was(request: pytest.FixtureRequest) -> None:
     def work_that_dies(_say: object) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
+    before = signal.signal(
+        signal.SIGSEGV, signal.SIG_DFL
+    )  # as a library's handler in place of an enabled faulthandler's
+    request.addfinalizer(lambda: signal.signal(signal.SIGSEGV, before))
     with pytest.raises(
         UnsupportedStepError, match=r"signal 11; it was at .*test_forks\.py:\d+, in work_that_dies"
     ) as caught:

@@ -571,7 +571,7 @@ def test_float16_whose_scaler_does_not_work_with_the_optimizer_is_never_planned(
     from vram_guard import Budget
 
     for optimizer, planned in (("sgd", "16-mixed"), ("lbfgs", "32-true")):
-        whole = of(optimizer, budget="4GiB", mode="report").plan
+        whole = of(optimizer, budget=Budget.resolve("4GiB", "T4", 0), mode="report").plan
         assert whole is not None
         tight = Budget.resolve(whole.before.peak_reserved - 1, "T4", 0)
         made = of(optimizer, budget=tight, mode="report").plan

@@ -15,6 +15,7 @@ from benchmarks.harness import workloads as whole
 from benchmarks.harness.networks import batches, convolutional, language
 from benchmarks.harness.workloads import Workload, of_suite, step_of
 from benchmarks.published import xmem
+from vram_guard.budget.catalogue import find_gpu
 
 
 class Measurement(NamedTuple):
@@ -64,7 +65,7 @@ def _measured(model: str, size: int, optimizer: str, gpu: str) -> Measurement:
     wanted = (model, str(size), optimizer)
     rows = [row for row in xmem.all_rows() if (row["model"], row["batch_size"], row["optimizer"]) == wanted]
     row = next(row for row in rows if gpu in row["gpu_name"])
-    return Measurement(int(row["ground_bytes"]), gpu, xmem.CAPABILITIES[gpu])
+    return Measurement(int(row["ground_bytes"]), gpu, find_gpu(xmem.CARDS[gpu]).compute_capability)
 
 
 def _published(model: str, title: str, size: int, gpu: str, layers: Layers, optimizer: str = "AdamW") -> Asked:

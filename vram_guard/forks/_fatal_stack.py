@@ -27,6 +27,7 @@ class FatalStack:
 
     def write_when_killed(self) -> None:
         """In the copy: from now on; by SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT."""
+        faulthandler.disable()  # one that is enabled already would not put its handlers in place of others
         faulthandler.enable(self.number, all_threads=False)
 
     def text(self) -> str:
