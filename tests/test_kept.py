@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from kept import Watch
 from torch import nn
 from torch.nn import functional as F
 
-from kept import Watch
 from vram_guard import Timeline, TrainingStep
 from vram_guard.errors import InvalidInputError
 from vram_guard.simulate.tracing.run import run_step
