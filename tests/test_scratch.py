@@ -460,3 +460,20 @@ def test_a_softmax_copies_what_is_not_contiguous() -> None:
     plain, turned = copies(lambda x: x), copies(lambda x: x.transpose(1, 2))
     assert len(turned) == len(plain) + 2, "one more in each of two steps"
     assert set(turned) == {3 * 64 * 32 * 4}
+
+
+def test_an_index_in_host_memory_is_copied_for_the_call() -> None:
+    """As ``logits[torch.arange(n), labels]``: one copy forward, and in the backward one buffer less than on the GPU."""
+
+    def held(device: str) -> tuple[int, int]:
+        step = TrainingStep(
+            model=lambda: nn.Linear(8, 512),
+            batch=lambda size: torch.zeros(size, 8),
+            loss=lambda model, batch: model(batch)[torch.arange(64, device=device)].sum(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
+        sizes = [(b.operator, b.bytes_at(64)) for b in trace_at(step, 64).blocks if b.bytes_at(64) == 64 * 8]
+        return tuple(sum(name.startswith(f"aten.{kind}.") for name, _size in sizes) for kind in ("index", "index_put"))
+
+    (on_gpu, back), (on_host, back_from_host) = held("cuda"), held("cpu")
+    assert (on_host - on_gpu, back_from_host - back) == (2, -2)  # in each of two steps

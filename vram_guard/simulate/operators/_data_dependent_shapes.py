@@ -85,11 +85,18 @@ def masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs:
 
 
 def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask]``: a boolean mask selects as many rows as it has true entries; indices are as everywhere."""
+    """``x[mask]``: a boolean mask selects as many rows as it has true entries; indices are as everywhere.
+
+    Indices in host memory are copied for the call (TensorAdvancedIndexing.cpp, ``make_info``).
+    """
     tensor, indices = args[:2]
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        name = str(func)
+        copies = [recorder.hold(i.numel() * i.element_size(), name) for i in indices if _on_host(recorder, i)]
         out = func(*args, **kwargs)
         constants.derive(func, args, kwargs, out)
+        recorder.track(out, name)
+        recorder.release(copies)
         return out
     replaced: list[Any] = []
     for position in indices:
@@ -100,6 +107,10 @@ def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         recorder.track(rows, str(func))
         replaced.extend(rows[:, dim] for dim in range(position.dim()))
     return func(tensor, replaced)
+
+
+def _on_host(recorder: Recorder, tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not (is_symbolic(tensor) and recorder.place_of(tensor) == "cuda")
 
 
 def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,8 +132,8 @@ def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
 def _sorted_accumulation(recorder: Recorder, name: str, args: tuple[Any, ...]) -> None:
     """Indexing.cu, ``index_put_with_sort_kernel``: linear indices, sorted with their positions, and CUB's storage.
 
-    Each index is first wrapped around and multiplied (``computeLinearIndex``); values that are not contiguous are
-    copied. A boolean mask counts as many indices as it selects elements.
+    Each index is first wrapped around and multiplied (``computeLinearIndex``), one of the host before it is copied;
+    values that are not contiguous are copied. A boolean mask counts as many indices as it selects elements.
     """
     target, indices, values = args[:3]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -132,8 +143,8 @@ def _sorted_accumulation(recorder: Recorder, name: str, args: tuple[Any, ...]) -
     count = shape.numel()
     size = 8 * count
     linear: list[int | None] = []
-    for _dim, _index in given:
-        wrapped = recorder.hold(size, name)
+    for _dim, index in given:
+        wrapped = None if _on_host(recorder, index) else recorder.hold(size, name)
         multiplied = recorder.hold(size, name)
         recorder.release([wrapped])
         if linear:
