@@ -109,6 +109,12 @@ class Comparison:
         return None if first is None or row.samples_per_second is None else row.samples_per_second / first
 
     @property
+    def compared_budget(self) -> Budget:
+        """The budget with the margin of the predictions, where they are all of one tier and kind of network."""
+        kinds = {(row.estimate.tier, row.estimate.network) for row in self.rows if row.estimate is not None}
+        return self.budget.for_tier(*kinds.pop()) if len(kinds) == 1 else self.budget
+
+    @property
     def releases(self) -> Releases | None:
         """The releases that the predictions are for; None where there is none."""
         return next((row.estimate.releases for row in self.rows if row.estimate is not None), None)
