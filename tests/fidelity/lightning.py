@@ -209,6 +209,10 @@ def of(module: Any) -> list[Case]:
 # --- the driver ---------------------------------------------------------------------------------------------
 
 
+#: Checkpoints of trainings that name no folder.
+_FOLDER = tempfile.TemporaryDirectory()
+
+
 class Log(Logger):
     """Keeps what is logged."""
 
@@ -217,6 +221,7 @@ class Log(Logger):
         self.rows: list[Any] = []
 
     name = version = "kept"  # type: ignore[assignment]
+    save_dir = _FOLDER.name  # type: ignore[assignment]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         mine = {name: float(value) for name, value in metrics.items() if not name.startswith("vram_guard")}
