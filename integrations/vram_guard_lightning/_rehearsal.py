@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -17,6 +16,7 @@ from vram_guard_lightning import _apply, _closure, _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from torchmetrics import Metric
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -59,6 +59,8 @@ def rehearse(
     """
     namespace = _namespaces.of(trainer)
     closed = tuple(_namespaces.part(namespace, path) for path in ("trainer.trainer.Trainer", "callbacks.Callback"))
+    from torchmetrics import Metric  # it comes with Lightning, whose absence has its own message
+
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
     step = RehearsedStep(module, rehearsal, closed=(*closed, Metric))
     _on_cpu(trainer, module, double=rehearsal.double)
