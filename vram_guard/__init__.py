@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.check import assert_fits
     from vram_guard.errors import VramGuardError
+    from vram_guard.parallel.spec import Parallel
     from vram_guard.plan.variants import variants
     from vram_guard.simulate import estimate, trace
     from vram_guard.step import TrainingStep
@@ -29,6 +30,7 @@ __all__ = [
     "AllocatorSettings",
     "Budget",
     "Estimate",
+    "Parallel",
     "Plan",
     "Timeline",
     "TrainingStep",
@@ -45,6 +47,7 @@ _HOME = {
     "AllocatorSettings": "vram_guard.allocator",
     "Budget": "vram_guard.budget",
     "Estimate": "vram_guard.timeline",
+    "Parallel": "vram_guard.parallel.spec",
     "Timeline": "vram_guard.timeline",
     "TrainingStep": "vram_guard.step",
     "VramGuardError": "vram_guard.errors",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from vram_guard.checks import LARGEST_BATCH, checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.parallel.spec import Parallel
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class TrainingStep:
         device: the device on which the step really runs. "cuda": the model and the batch lie on it, every other
             tensor where the code puts it, and a tensor of the host beside one of the GPU is an error as in CUDA. "cpu"
             (a Trainer without a GPU, of which a GPU's memory is asked): the code's own tensors lie with the rest.
+        parallel: how the step is spread over several GPUs, see :class:`Parallel`: one rank is predicted, and ``batch``
+            is what that rank loads. None: one GPU (or DistributedDataParallel, with ``data_parallel_ranks``).
 
     Example:
         >>> step = TrainingStep(
@@ -94,12 +97,15 @@ class TrainingStep:
     recipe: Recipe = AS_WRITTEN
     keeps: Keeps = "loss"
     device: Literal["cuda", "cpu"] = "cuda"
+    parallel: Parallel | None = None
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
         one_of("device", self.device, ("cuda", "cpu"))
         one_of("zero_grad", self.zero_grad, ZERO_GRADS)
         one_of("keeps", self.keeps, KEEPS)
+        if self.parallel is not None and not isinstance(self.parallel, Parallel):
+            raise InvalidInputError(_("parallel must be a Parallel, or None"))
         if not callable(self.model):
             raise InvalidInputError(_("model must be an nn.Module or a callable that builds one"))
         if not callable(self.loss):
