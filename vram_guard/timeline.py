@@ -398,7 +398,7 @@ class Timeline:
         streams = tuple(block.stream for block in self.blocks)
         return streams if any(streams) else None
 
-    @property
+    @cached_property
     def upper_reasons(self) -> tuple[UpperReason, ...]:
         """Why the reserved peak has a range."""
         workspaces = any(block.unknown for block in self.blocks)

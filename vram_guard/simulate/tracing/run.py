@@ -311,7 +311,6 @@ class _Run:
         if recipe.parameters_on_host:
             self.recorder.users_own_meta = False
             moved.clear()  # what FSDP replaces dies, as for real
-            self.recorder.note(STREAMS)
         place(model, recipe, "cuda", self.step.precision, mesh)
         for name in recipe.frozen_on_host:
             for parameter in model.get_submodule(name).parameters():
