@@ -28,7 +28,7 @@ from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
 from vram_guard.simulate.parallel.ranks import divided, first_place, one_rank, put
-from vram_guard.simulate.parallel.sharding import STREAMS, fsdp_traced
+from vram_guard.simulate.parallel.sharding import fsdp_traced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
