@@ -28,7 +28,7 @@ from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
 from vram_guard.simulate.parallel.ranks import divided, first_place, one_rank, put
-from vram_guard.simulate.parallel.sharding import STREAMS, fsdp_traced
+from vram_guard.simulate.parallel.sharding import fsdp_traced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
@@ -293,8 +293,8 @@ class _Run:
         self.mode.purity.install(model, self.watched)
         if parallel is not None:
             model = divided(model, parallel, mesh, recorder)
-            for kind, tensors in (("buffers", model.buffers()), ("parameters", model.parameters())):
-                recorder.classify([inner for tensor in tensors for inner in inner_tensors(tensor)], kind)
+            recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
+            recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         for parameter in model.parameters():
             if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
@@ -311,7 +311,6 @@ class _Run:
         if recipe.parameters_on_host:
             self.recorder.users_own_meta = False
             moved.clear()  # what FSDP replaces dies, as for real
-            self.recorder.note(STREAMS)
         place(model, recipe, "cuda", self.step.precision, mesh)
         for name in recipe.frozen_on_host:
             for parameter in model.get_submodule(name).parameters():
