@@ -130,7 +130,7 @@ def _finished(out: Any) -> Any:
 
 def _resolved(args: tuple[Any, ...]) -> Any:
     """The group that a functional collective names; None where it names none."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _resolve_process_group
 
     names = [value for value in args if isinstance(value, str)]
     return _resolve_process_group(names[-1]) if names else None  # type: ignore[arg-type]
