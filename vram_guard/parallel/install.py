@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.parallel import _tensor
 from vram_guard.parallel.data_parallel import flattened, replicated
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
@@ -40,7 +41,13 @@ def check(model: nn.Module, parallel: Parallel) -> None:
     _check_torch(parallel)
     if parallel.kind == "fsdp1" and parallel.offload:
         raise UnsupportedTechniqueError(_("fsdp1 with offload cannot be predicted; fsdp2 with offload can"))
-    if parallel.kind not in _WHOLE:
+    if parallel.tensor > 1:
+        if parallel.kind in _WHOLE and parallel.data_ranks > 1:
+            raise UnsupportedTechniqueError(
+                _("{kind} with tensor parallelism cannot be predicted; fsdp2 and hsdp can", kind=parallel.kind)
+            )
+        _tensor.plan_of(model, parallel.tensor)
+    if parallel.kind not in _WHOLE and (parallel.shards > 1 or parallel.blocks):
         blocks_of(model, parallel)
 
 
@@ -61,9 +68,11 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any, **ddp_options: Any)
         UnsupportedTechniqueError: this torch, this kind or a module of the model cannot be used so.
     """
     check(model, parallel)
-    if parallel.kind in _WHOLE:
-        return replicated(model, mesh, ddp_options)
     if parallel.apply is None:
+        if parallel.tensor > 1:
+            _tensor.install(model, mesh_of(mesh, "tensor"))
+        if parallel.kind in _WHOLE:
+            return model if parallel.tensor > 1 else replicated(model, mesh, ddp_options)
         put_on: Installer = _INSTALLERS[str(parallel.kind)]
         return put_on(model, parallel, mesh)
     from torch import nn

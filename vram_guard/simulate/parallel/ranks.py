@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,10 @@ def one_rank(
         flat_parameters_followed(recorder),
         _losses_stay_parallel(),
         pretended_ranks(parallel, rank) as mesh,
+        warnings.catch_warnings(),
     ):
+        # FSDP's advice on what the real training does: there it is given once, here in every trace.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         yield mesh
 
 
