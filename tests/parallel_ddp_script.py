@@ -96,12 +96,12 @@ def main(folder: Path) -> int:
         for rank in range(RANKS):
             child = os.fork()
             if not child:
+                code = 1
                 try:
                     run(name, rank, folder)
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())
-                    os._exit(1)
-                os._exit(0)
+                    code = 0
+                finally:
+                    os._exit(code)
             children.append(child)
         failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
     return failed

@@ -23,7 +23,6 @@ from vram_guard.simulate.tracing.run import run_step
 AMPERE = (8, 0)
 BYTES = sum(parameter.numel() * 4 for parameter in Net().parameters())
 DDP = Parallel(4, kind="ddp")
-WARMED = "aten.empty.memory_format"
 
 
 def traced(rank: int | None = None, **settings: Any) -> Timeline:
@@ -149,11 +148,11 @@ def test_collectives_are_logged_with_their_bytes_and_whose_they_are() -> None:
 
 
 def test_users_own_wrapper_is_traced_with_its_hook() -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     def apply(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
         made = torch.nn.parallel.DistributedDataParallel(model)
-        made.register_comm_hook(None, bf16_compress_hook)
+        made.register_comm_hook(None, fp16_compress_hook)
         return made
 
     timeline = traced(parallel=Parallel(2, apply=apply, init="cuda"))
