@@ -215,6 +215,9 @@ def test_without_a_wait_a_free_is_certain_in_the_next_batch_phase() -> None:
         pytest.param(
             lambda net, inputs: (torch.cuda.current_stream().wait_stream(side(net)), inputs.sum().item()), id="item"
         ),
+        pytest.param(
+            lambda net, inputs: (torch.cuda.current_stream().wait_stream(side(net)), inputs.sum().cpu()), id="copy"
+        ),
     ],
 )
 def test_a_wait_of_the_cpu_for_that_stream_ends_it(wait: Callable[[Any, Any], Any]) -> None:

@@ -59,6 +59,7 @@ class Reduction:
     """
 
     def __init__(self, model: nn.Module, layout: Parallel, options: Mapping[str, Any], recorder: Recorder) -> None:
+        self._recorder = recorder
         tensors = (*model.named_parameters(), *model.named_buffers())
         elsewhere = [name for name, tensor in tensors if recorder.place_of(tensor) != "cuda"]
         # DistributedDataParallel leaves those alone: they are of another device.
@@ -70,16 +71,17 @@ class Reduction:
         """A forward begins: before the second one, the buckets are made anew in the order of the gradients."""
         self._replica._pre_forward()
 
-    def ends(self, output: Any) -> Any:
-        """A forward is over; what goes on in its place."""
+    def ended(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
+        """A forward is over; what goes on in place of its results."""
         return self._replica._post_forward(output)
 
-    def around(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """The loss as the part that DistributedDataParallel wraps."""
+    def around(self, loss: Callable[[Any, Any], Any], micro_batches: int) -> Callable[[Any, Any], Any]:
+        """The loss as the part that DistributedDataParallel wraps; gradients are reduced after the last micro-batch."""
 
         def wrapped(model: Any, batch: Any) -> Any:
+            self._replica.require_backward_grad_sync = self._recorder.micro_batch == micro_batches - 1
             self.begins()
-            return self.ends(loss(model, batch))
+            return self.ended(model, batch, loss(model, batch))
 
         return wrapped
 

@@ -40,7 +40,7 @@ from vram_guard.simulate.tracing._substitution import (
     process_state_restored,
     symbolic_model,
 )
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
@@ -301,9 +301,10 @@ class _Run:
         for parameter in model.parameters():
             if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
-        if parallel is None and self.step.layout is not None:
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if parallel is None and self.step.layout is not None and trained:
             reduction = replicas.Reduction(model, self.step.layout, self.step.ddp_options, recorder)
-            self.step = self.step.with_(loss=reduction.around(self.step.loss))
+            self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
         return model
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
