@@ -15,9 +15,11 @@ import torch
 from parallel_cases import Net, step
 
 from vram_guard import Parallel, Timeline, trace
-from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.parallel.data_parallel import chosen_options, fullest_rank, options_of
+from vram_guard.private_names import PrivateName
 from vram_guard.simulate import holds_at
+from vram_guard.simulate.parallel import replicas
 from vram_guard.simulate.tracing.run import run_step
 
 AMPERE = (8, 0)
@@ -196,6 +198,22 @@ def test_a_trace_leaves_no_trace() -> None:
         name: list(values) for name, values in before.items()
     }
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_parameters_without_a_gradient_are_said() -> None:
+    for layout in ({"parallel": DDP}, {"data_parallel_ranks": 2}):
+        with pytest.raises(UnsupportedStepError, match="find_unused_parameters=True"):
+            traced(model=script.Partly, **layout)
+        traced(model=script.Partly, ddp_options={"find_unused_parameters": True}, **layout)
+
+
+def test_a_torch_without_the_names_counts_no_buckets_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = PrivateName("torch._C:_never_was_there", "nothing", "nowhere")
+    monkeypatch.setattr(replicas, "REDUCER_NAMES", (gone,))
+    timeline = traced(data_parallel_ranks=2)
+    assert timeline.tier == "partly symbolic"
+    assert any("_never_was_there" in note.message for note in timeline.notes)
+    assert timeline.events == traced().events
 
 
 def test_options_are_read_off_a_wrapper_and_off_arguments() -> None:

@@ -8,12 +8,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import Message, _
 from vram_guard.parallel.data_parallel import divided_states, fullest_rank, replicated
 from vram_guard.patching import replaced
+from vram_guard.private_names import missing_names
 from vram_guard.simulate.parallel.groups import pretended_ranks
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES, PARALLEL_NAMES, REDUCER_NAMES
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from vram_guard.parallel.spec import Parallel
@@ -49,6 +54,47 @@ def import_libraries(parallel: Parallel | None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, by torch itself
             importlib.import_module("torch.distributed.optim")
+
+
+def reduction_of(
+    model: nn.Module, layout: Parallel, options: Mapping[str, Any], recorder: Recorder
+) -> Reduction | None:
+    """DistributedDataParallel for a loop that calls the model by itself.
+
+    None where nothing is trained, and where this torch lacks a private name that its trace leans on, which is noted.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    missing = missing_names((*PARALLEL_NAMES, *COLLECTIVE_NAMES, *REDUCER_NAMES))
+    if not missing:
+        return Reduction(model, layout, options, recorder)
+    said = Message(
+        "buckets of DistributedDataParallel are not counted: torch {version} has no {names}",
+        version=torch.__version__,
+        names=", ".join(name.dotted for name in missing),
+    )
+    recorder.note(said, tier="partly symbolic")
+    return None
+
+
+@contextlib.contextmanager
+def unused_parameters_said() -> Iterator[None]:
+    """Where the Reducer stops because a parameter has got no gradient, the error says what to do.
+
+    Raises:
+        UnsupportedStepError: in place of torch's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        raise UnsupportedStepError(
+            _(
+                "DistributedDataParallel stops in the second step: some parameters got no gradient in the first one. "
+                "It goes on with find_unused_parameters=True (in ddp_options)"
+            )
+        ) from error
 
 
 class Reduction:

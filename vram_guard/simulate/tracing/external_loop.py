@@ -24,7 +24,7 @@ from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
-from vram_guard.simulate.parallel.replicas import Reduction
+from vram_guard.simulate.parallel.replicas import reduction_of
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states
@@ -130,8 +130,8 @@ class ExternalLoopTracer:
             given: its arguments.
         """
         for model in models:
-            if any(parameter.requires_grad for parameter in model.parameters()):
-                reduction = Reduction(model, data_parallel(ranks), chosen_options(given), self.recorder)
+            reduction = reduction_of(model, data_parallel(ranks), chosen_options(given), self.recorder)
+            if reduction is not None:
                 model.register_forward_pre_hook(reduction.begins)
                 model.register_forward_hook(reduction.ended)
 

@@ -246,7 +246,8 @@ class _Run:
                 optimizer = self._optimizer(model, mesh)
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
-                    loop.run()
+                    with replicas.unused_parameters_said():
+                        loop.run()
                 except UnsupportedOperatorError as error:
                     self._lower_bound(model, optimizer, str(error))
                 recorder.close()
@@ -301,10 +302,10 @@ class _Run:
         for parameter in model.parameters():
             if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if parallel is None and self.step.layout is not None and trained:
-            reduction = replicas.Reduction(model, self.step.layout, self.step.ddp_options, recorder)
-            self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
+        if parallel is None and self.step.layout is not None:
+            reduction = replicas.reduction_of(model, self.step.layout, self.step.ddp_options, recorder)
+            if reduction is not None:
+                self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
         return model
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
