@@ -148,6 +148,13 @@ def test_methods_of_the_model_are_reduced_too() -> None:
     assert all(one.bytes.base == BYTES for one in reduced)
 
 
+def test_micro_batches_of_a_static_graph_are_followed() -> None:
+    """Its Reducer fails where nothing is to be reduced yet; a recovery from out-of-memory errors does without it."""
+    timeline = traced(data_parallel_ranks=2, accumulate=2, ddp_options={"static_graph": True})
+    reduced = [one for one in timeline.collectives if one.name == "all_reduce" and one.bytes.base == BYTES]
+    assert [(one.step, one.micro_batch) for one in reduced] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
 def test_collectives_are_logged_with_their_bytes_and_whose_they_are() -> None:
     def loss(model: Any, words: torch.Tensor) -> torch.Tensor:
         out = model(words).float().mean()

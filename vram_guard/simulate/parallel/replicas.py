@@ -133,10 +133,14 @@ class Reduction:
         return self._replica._post_forward(output)
 
     def around(self, loss: Callable[[Any, Any], Any], micro_batches: int) -> Callable[[Any, Any], Any]:
-        """The loss as the part that DistributedDataParallel wraps; gradients are reduced after the last micro-batch."""
+        """The loss as the part that DistributedDataParallel wraps; gradients are reduced after the last micro-batch.
+
+        A static graph is reduced each time: its Reducer counts gradients also where nothing is reduced yet.
+        """
 
         def wrapped(model: Any, batch: Any) -> Any:
-            self._replica.require_backward_grad_sync = self._recorder.micro_batch == micro_batches - 1
+            last = self._recorder.micro_batch == micro_batches - 1
+            self._replica.require_backward_grad_sync = last or self._replica.static_graph
             self.begins()
             return self.ended(model, batch, loss(model, batch))
 
