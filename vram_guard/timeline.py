@@ -11,6 +11,7 @@ from vram_guard.budget.margins import Network
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.parallel.spec import Parallel
 from vram_guard.releases.installed import Releases
 from vram_guard.scratch import Card, Rule
 
@@ -129,6 +130,22 @@ class Collective(NamedTuple):
     phase: PhaseName
     step: int
     """Optimizer step, from 1; 0 for set-up."""
+    bytes: Affine = Affine(0, 0)
+    """Size of the larger side on this rank: the gathered output, or the input that is reduced."""
+    ranks: int = 1
+    """Ranks that take part."""
+    dimension: str = ""
+    """Name of the mesh dimension over which they lie ("shard", "tensor", ...); "" where there is none."""
+    stream: int = 0
+    """The stream that waits for it: 0 is the default stream, on which the step computes."""
+    micro_batch: int = 0
+    """The micro-batch of the optimizer step, from 0."""
+    position: int = 0
+    """Entries of :attr:`Timeline.work` that precede it."""
+    after: int = -1
+    """Entries of the work that have to be done before it can begin; -1: not known."""
+    needed: int = -1
+    """Entries of the work that precede the first one that waits for it; -1: not known."""
 
 
 #: What an operator computes with. "vector": ordinary cores, a few operations an element, so that memory decides;
@@ -315,6 +332,8 @@ class Timeline:
     """What the forwards of watched modules change; empty where none were watched."""
     collectives: tuple[Collective, ...] = ()
     """The calls of both steps for which several processes wait for each other, in order."""
+    parallel: Parallel | None = None
+    """The layout of which this is one rank; None: none."""
     releases: Releases = field(default_factory=Releases.here, repr=False, compare=False)
     """The releases that it was traced with."""
     network: Network | None = None
@@ -583,7 +602,8 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         host_blocks=host_blocks,
         host_events=low.host_events,
         changes=low.changes,
-        collectives=low.collectives,
+        collectives=_merged_collectives(low.collectives, high.collectives, small, large),
+        parallel=low.parallel,
         releases=low.releases,
         network=high.network,
         cudnn=low.cudnn,
@@ -628,6 +648,18 @@ def _merged_work(low: Sequence[Work], high: Sequence[Work], small: int, large: i
             launches=max(one.launches, other.launches),
             transfer=_near_line(one.transfer.base, other.transfer.base, small, large),
         )
+        for one, other in zip(low, high, strict=True)
+    )
+
+
+def _merged_collectives(
+    low: Sequence[Collective], high: Sequence[Collective], small: int, large: int
+) -> tuple[Collective, ...]:
+    """Collectives at every batch size; those of the smaller size where they are not the same calls."""
+    if len(low) != len(high) or any(one.name != other.name for one, other in zip(low, high, strict=True)):
+        return tuple(low)
+    return tuple(
+        one._replace(bytes=_near_line(one.bytes.base, other.bytes.base, small, large))
         for one, other in zip(low, high, strict=True)
     )
 
