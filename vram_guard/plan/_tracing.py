@@ -45,6 +45,8 @@ class Traces:
         """The option's timeline, over the micro-batch size."""
         from vram_guard.simulate import law
 
+        if self.source.topology is not None:
+            return self.exact(option, self._batch_size // option.splits)
         request = self._request(option)
         if request not in self._traced:
             source = self.source

@@ -51,6 +51,8 @@ class Why(Enum):
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
 
+    SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
+
     # a launch with other options
     LAUNCHED_WITH = marked("The script is launched with {options}.")
     LAUNCHED_SO = marked("With these options: {reason}")
@@ -97,6 +99,8 @@ class Why(Enum):
     HOST_MEMORY = marked("takes {amount} of host memory, of which {usable} are available")
     FAILS = marked("the step fails there: {error}")
     COSTS = marked("costs {factor} times the step time")
+    COSTS_MORE_THAN = marked("takes {factor} times as long")
+    NOTHING_FITS = marked("nothing that is allowed makes it fit: {missing} over budget")
     COSTS_WITH_EVERY_BLOCK = marked("costs {factor} times the step time, and more with every block")
     DATA_SET_TOO_SMALL = marked("the data set has {count} samples, and an epoch needs at least one optimizer step")
 

@@ -232,6 +232,11 @@ def assumed_gpu(compute_capability: tuple[int, int]) -> GPU:
     return min(same, key=lambda gpu: (gpu.fp32_flops, gpu.memory_bandwidth, gpu.name))
 
 
+def card_of(gpu: GPU | None, compute_capability: tuple[int, int] | None) -> GPU:
+    """The card that times are modelled on: the one that is known, or the one assumed for a compute capability."""
+    return _card(gpu, compute_capability or (8, 0))[0]
+
+
 def _card(gpu: GPU | str | None, compute_capability: tuple[int, int]) -> tuple[GPU, tuple[str, ...]]:
     if isinstance(gpu, GPU):
         return gpu, ()
