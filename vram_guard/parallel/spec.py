@@ -61,6 +61,11 @@ class Parallel:
             that repeat.
         param_dtype: dtype in which "fsdp2", "hsdp" and "fsdp1" compute ("bfloat16", "bf16"); None: the parameters' own.
         reduce_dtype: dtype in which they reduce gradients; None: ``param_dtype``.
+        init: where the weights lie before they are divided: "meta" (the model is made on the meta device and
+            ``to_empty`` after it was sharded), "cpu" (it is made in host memory and carried to the GPU module by module
+            as it is sharded), "cuda" (moved there as a whole before). This decides how memory is fragmented. None:
+            "cuda" for "ddp" and "zero1"; otherwise "cpu" where the step's model is a module that has values, and "meta"
+            where it is a constructor.
         apply: the user's own code in place of all this: ``apply(model, mesh)`` returns the module that the loss is
             called with. It is traced as it is. The mesh has the dimensions of :attr:`dimensions`.
 
@@ -85,13 +90,15 @@ class Parallel:
     blocks: tuple[str, ...] | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    init: Literal["meta", "cpu", "cuda"] | None = None
     apply: Callable[[nn.Module, Any], nn.Module] | None = None
 
     def __post_init__(self) -> None:
         self._set("gpus", checked_count("gpus", self.gpus))
         if self.gpus > MOST_GPUS:
             raise InvalidInputError(_("gpus must be at most {most}, not {value}", most=MOST_GPUS, value=self.gpus))
-        self._set("node", min(checked_count("node", self.node or GPUS_OF_A_NODE), self.gpus))
+        if self.node is not None:
+            self._set("node", checked_count("node", self.node))
         self._set("tensor", checked_count("tensor", self.tensor))
         self._check_kind()
         self._check_division()
@@ -99,6 +106,8 @@ class Parallel:
         for name in ("param_dtype", "reduce_dtype"):
             self._set(name, _checked_dtype(name, getattr(self, name)))
         self._check_sharding_options()
+        if self.init is not None:
+            one_of("init", self.init, ("meta", "cpu", "cuda"))
         if self.blocks is not None:
             self._set("blocks", _checked_names(self.blocks))
 
@@ -155,8 +164,6 @@ class Parallel:
                         ranks=self.data_ranks,
                     )
                 )
-        elif self.kind == "hsdp":
-            self._set("replicate", self.nodes)
 
     def _check_sharding_options(self) -> None:
         shards = self.kind in (None, *_BY_BLOCK)
@@ -194,7 +201,7 @@ class Parallel:
 
     @property
     def gpus_of_a_node(self) -> int:
-        """GPUs of a node, or of the training where it has fewer."""
+        """GPUs of a node: ``node``, or 8 where that is None, or all of them where there are fewer."""
         return min(self.node or GPUS_OF_A_NODE, self.gpus)
 
     @property
@@ -212,7 +219,12 @@ class Parallel:
         """Ranks over which a parameter is divided by sharding; 1: none."""
         if self.kind in ("ddp", "zero1", "deepspeed1", "deepspeed2"):
             return 1
-        return self.data_ranks // (self.replicate or 1)
+        return self.data_ranks // self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Times that the sharded model is repeated; 1 unless for "hsdp" or ``apply``."""
+        return self.replicate or (self.nodes if self.kind == "hsdp" else 1)
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -222,9 +234,9 @@ class Parallel:
         layers are divided.
         """
         made: dict[str, int] = {}
-        if self.replicate is not None:
-            made["replicate"] = self.replicate
-        made["shard" if self.kind in (None, *_BY_BLOCK) else "data"] = self.data_ranks // (self.replicate or 1)
+        if self.replicate is not None or self.kind == "hsdp":
+            made["replicate"] = self.replicas
+        made["shard" if self.kind in (None, *_BY_BLOCK) else "data"] = self.data_ranks // self.replicas
         if self.tensor > 1:
             made["tensor"] = self.tensor
         return made
