@@ -8,7 +8,8 @@ it takes. Here the queues are played through in the order in which the host fill
   wires (within the node, or between nodes) have ended;
 - work that needs its result waits for it; what remains of the collective then is time that is lost.
 
-What the trace does not say of a collective is taken from what it is. On the default stream the work waits for it
+Which work a collective waits for, and which waits for it, is read from the streams and events of the trace. What that
+does not say is taken from what the collective is. On the default stream the work waits for it
 (tensor parallel). Elsewhere, parameters are gathered one module ahead, as FSDP2 does it: in the forward pass while the
 module before computes, in the backward pass until the next gathering is asked for (``_fsdp_param_group.py``,
 ``unshard``, ``_backward_prefetch``). Gradients are reduced beside the rest of the backward pass; FSDP2 lets one such
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.parallel.collectives import collective_seconds, group_of
 from vram_guard.plan.roofline import HOST_PER_OPERATOR, StepTime, total_time
+from vram_guard.plan.step_time import is_own
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
@@ -75,6 +77,8 @@ class _Queued:
     at: int
     after: int
     needed: int
+    reduces: str
+    """"scatter" or "all" for what reduces gradients beside the backward pass; "": nothing."""
 
 
 def communication(
@@ -94,7 +98,7 @@ def communication(
     if layout is None or layout.gpus == 1:
         return Communication()
     timeline = timeline.exact(batch_size)
-    seconds = [total_time((item,), batch_size, gpu).device for item in timeline.work]
+    seconds = [total_time((item,), batch_size, gpu).device if is_own(item) else 0.0 for item in timeline.work]
     last = max((item.micro_batch for item in timeline.work), default=0)
     parts = [_part(timeline, number) for number in range(last + 1)]
     once = _part(timeline, None)
@@ -168,6 +172,7 @@ def _placed(
                 at=at[index],
                 after=min(one.after, at[index]) if one.after >= start else wait,
                 needed=min(max(one.needed, at[index]), end) if one.needed >= 0 else use,
+                reduces=_reduces(one),
             )
         )
     return made
@@ -175,6 +180,12 @@ def _placed(
 
 def _gathers(one: Collective) -> bool:
     return "gather" in one.name or "broadcast" in one.name
+
+
+def _reduces(one: Collective) -> str:
+    if not one.stream:
+        return ""
+    return "scatter" if "reduce_scatter" in one.name else "all" if "reduce" in one.name else ""
 
 
 def _play(queue: Iterable[_Queued], work: Sequence[float], start: int) -> Communication:
@@ -185,14 +196,17 @@ def _play(queue: Iterable[_Queued], work: Sequence[float], start: int) -> Commun
     wires: dict[str, float] = {}
     reached = [0.0]
     """When each entry of the work begins; the last one is where the present one does."""
-    now, index, total = 0.0, 0, 0.0
+    now, index, total, scattered = 0.0, 0, 0.0, 0.0
     for place in range(len(work) + 1):
         while index < len(collectives) and collectives[index].at - start <= place:
             one = collectives[index]
             index += 1
             ready = now if one.after >= one.at else reached[max(0, min(one.after - start, place))]
-            begin = max(ready, streams.get(one.stream, 0.0), wires.get(one.wires, 0.0))
+            # What is reduced over the groups has been reduced within them.
+            within = scattered if one.reduces == "all" else 0.0
+            begin = max(ready, within, streams.get(one.stream, 0.0), wires.get(one.wires, 0.0))
             finish = begin + one.seconds
+            scattered = finish if one.reduces == "scatter" else scattered
             total += one.seconds
             wires[one.wires] = finish
             streams[one.stream] = finish
