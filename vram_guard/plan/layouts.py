@@ -40,15 +40,34 @@ class LayoutText:
         return layout_words(self.layout)
 
 
+_NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "fsdp2": "FSDP2", "hsdp": "HSDP", "fsdp1": "FSDP"}
+
+
+def layout_name(layout: Parallel | None) -> str:
+    """A layout as a row of a table: "HSDP 8 x 8", "FSDP2, weights kept gathered"."""
+    if layout is None:
+        return _("one GPU")
+    name = _NAMES.get(str(layout.kind), str(layout.kind))
+    if layout.kind == "hsdp" or layout.tensor > 1:
+        name += " " + " x ".join(map(str, (size for key, size in layout.dimensions.items() if key != "tensor")))
+    if layout.tensor > 1:
+        name += f" x TP {layout.tensor}"
+    if layout.reshard is False:
+        return _("{name}, weights kept gathered", name=name)
+    if layout.reshard is not True:
+        return _("{name}, kept over {count} GPUs", name=name, count=layout.reshard)
+    return _("{name}, in host memory", name=name) if layout.offload else name
+
+
 def layout_words(layout: Parallel | None) -> str:
     """A layout in a few words: "FSDP2 over 64 GPUs, weights kept until the backward pass"."""
     if layout is None:
         return _("one GPU")
-    names = {"ddp": "DDP", "zero1": "ZeRO-1", "fsdp2": "FSDP2", "hsdp": "HSDP", "fsdp1": "FSDP"}
     kind = str(layout.kind)
-    words = [_("{name} over {count} GPUs", name=names.get(kind, kind), count=layout.data_ranks)]
+    words = [_("{name} over {count} GPUs", name=_NAMES.get(kind, kind), count=layout.data_ranks)]
     if layout.kind == "hsdp":
-        words = [_("HSDP: {copies} copies, each over {count} GPUs", copies=layout.replicate, count=layout.shards)]
+        copies = layout.dimensions["replicate"]
+        words = [_("HSDP: {copies} copies, each over {count} GPUs", copies=copies, count=layout.dimensions["shard"])]
     if layout.tensor > 1:
         words.append(_("each layer over {count} GPUs of a node (tensor parallel)", count=layout.tensor))
     if layout.reshard is False:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from vram_guard.checks import checked_count
-from vram_guard.errors import InvalidInputError
+from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import Message, _
 from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.outside import OutsideAllocator, outside_allocator
@@ -227,16 +227,19 @@ class SpreadSearch:
         try:
             source = self._source(layout, wires)
             written = source.trace(TraceRequest(batch, source.precision))
+            if layout is not None and layout.tensor > 1 and not _divides_layers(written):
+                why = Message("no layer of this model is divided over GPUs of a node")
+                return None, Way(gpus, layout, fits=False, why=why)
             self._learn_states(written, layout)
             seconds = _seconds(written, batch, self.budget, wires, self.step.accumulate)
             # Only another precision than float32 can be faster than the step as it is written.
             least_time = source.precision != "32-true" or written.at(batch).fits(self._budget(layout, wires))
             if least_time and best is not None and seconds is not None and seconds > best * (1 + TIME_STEP):
-                why = Reason(Why.COSTS_MORE_THAN, factor=f"{seconds / best:.2f}")
-                return None, Way(gpus, layout, fits=False, seconds=seconds, why=why)
+                slower = Reason(Why.COSTS_MORE_THAN, factor=f"{seconds / best:.2f}")
+                return None, Way(gpus, layout, fits=False, seconds=seconds, why=slower)
             return self._planned(gpus, layout, total, wires)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            return None, Way(gpus, layout, fits=False, why=Reason(Why.FAILS, error=f"{type(error).__name__}: {error}"))
+            return None, Way(gpus, layout, fits=False, why=_failure(error))
 
     def _planned(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> tuple[Plan, Way]:
         """The plan of one layout, with the time that a step takes under it."""
@@ -396,6 +399,17 @@ def _seconds(timeline: Timeline, size: int, budget: Budget, wires: Topology, mic
     card = card_of(budget.gpu, timeline.compute_capability)
     waited = communication(timeline, size, card, wires, micro_batches=micro_batches)
     return (time + waited.step_time).seconds
+
+
+def _divides_layers(timeline: Timeline) -> bool:
+    """True if tensor parallelism does something: the ranks that share a layer talk to each other."""
+    return any(one.dimension == "tensor" for one in timeline.collectives)
+
+
+def _failure(error: Exception) -> Message | str:
+    if isinstance(error, VramGuardError):
+        return str(error)
+    return Reason(Why.FAILS, error=f"{type(error).__name__}: {error}")
 
 
 def _why_not(plan: Plan) -> Reason:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.communication import Communication
-from vram_guard.plan.layouts import layout_words
+from vram_guard.plan.layouts import layout_name, layout_words
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Way:
     @property
     def words(self) -> str:
         """The layout and what else is changed."""
-        return "; ".join(part for part in (layout_words(self.layout), self.changes) if part)
+        return "; ".join(part for part in (layout_name(self.layout), self.changes) if part)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Spread:
     @property
     def words(self) -> str:
         """The layout and what else is changed, in a line."""
-        return next((way.words for way in self.ways if way.layout == self.layout), layout_words(self.layout))
+        return next((way.words for way in self.ways if way.layout == self.layout), layout_name(self.layout))
 
     def changes(self) -> tuple[tuple[str, str, str], ...]:
         """How the work is shared, where it is not as DistributedDataParallel does: (name, before, after)."""
@@ -122,7 +122,7 @@ class Spread:
         said = _("{seconds}", seconds=format_seconds(self.seconds))
         if self.communication.calls:
             said = _(
-                "{seconds}; GPUs exchange data for {busy} of it, {waiting} of that in addition to computing",
+                "{seconds}; of {busy} of data exchange between GPUs, {waiting} are not hidden behind computing",
                 seconds=format_seconds(self.seconds),
                 busy=format_seconds(self.communication.seconds),
                 waiting=format_seconds(self.communication.exposed),
@@ -131,7 +131,7 @@ class Spread:
 
     def _outside(self, taken: OutsideAllocator) -> str:
         return _(
-            "{low} to {high} for the buffers of NCCL ({count} communicators), an estimate; up to {most} was reported",
+            "{low} to {high} for NCCL's buffers (communicators: {count}), an estimate; up to {most} has been reported",
             low=format_bytes(taken.low),
             high=format_bytes(taken.high),
             count=taken.communicators,

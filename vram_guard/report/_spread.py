@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.plan.layouts import layout_words
 from vram_guard.plan.spread import format_seconds
 from vram_guard.units import format_bytes
 
@@ -20,7 +19,7 @@ def spread_rows(spread: Spread) -> list[list[str]]:
     """Titles, then a row for each way; none where there was nothing to choose."""
     if len(spread.ways) < 2:
         return []
-    rows = [[_way(way, layout_words(way.layout)), *_figures(way), _verdict(way, spread)] for way in spread.ways]
+    rows = [[way.words, *_figures(way), _verdict(way, spread)] for way in spread.ways]
     return [[_("spread"), _("peak"), _("time per step"), _("answer")], *rows]
 
 
@@ -32,10 +31,6 @@ def count_rows(spread: Spread) -> list[list[str]]:
     ways = {way.gpus: way for way in (*spread.counts, here)}
     rows = [[str(gpus), *_figures(way), way.words if way.fits else str(way.why)] for gpus, way in sorted(ways.items())]
     return [[_("GPUs"), _("peak"), _("time per step"), _("plan")], *rows]
-
-
-def _way(way: Way, words: str) -> str:
-    return f"{words}; {way.changes}" if way.changes and way.fits else words
 
 
 def _figures(way: Way) -> list[str]:
