@@ -28,6 +28,11 @@ ROWS = [
     ("sparsemax", "full", 8192),  # rows sorted by CUB
     ("group_norm", "full", 1024),  # sums by channel and group
     ("jsd", "full", 2048),
+    ("megatron_rms_norm", "full", 16384),  # one fused kernel
+    ("fused_add_rms_norm", "full", 32768),
+    ("fused_neighborhood_attention", "full", 512),
+    ("kl_div", "full", 131072),
+    ("tvd", "full", 4096),
     ("sparse_multi_token_attention", "full", 1024),  # masks that are known must not live longer than they do
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own idiom
 
 from benchmarks.published.liger_base import Operator, WithGradient
 
@@ -48,6 +49,60 @@ class RMSNorm(WithGradient):
     def forward(self) -> Tensor:
         x = self.x.float()
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+
+
+class FusedRMSNorm(Operator):
+    """PyTorch's own RMS norm, all in bfloat16, summed up."""
+
+    def __init__(self, length: int, batch: int, width: int) -> None:
+        super().__init__()
+        self.x = self.wants(length, batch, width, dtype=torch.bfloat16)
+        self.norm = nn.RMSNorm(width, eps=1e-6, dtype=torch.bfloat16)
+
+    def forward(self) -> Tensor:
+        return self.norm(self.x)
+
+    def gradient(self, output: Tensor) -> None:  # noqa: ARG002
+        return None
+
+    def backward(self, output: Tensor, gradient: Tensor | None) -> None:  # noqa: ARG002
+        output.sum().backward()
+
+
+class SwiGLU(FusedRMSNorm):
+    """``silu`` of one half times the other half, all in bfloat16, summed up; each run frees its gradient first."""
+
+    def __init__(self, length: int, batch: int, width: int) -> None:
+        Operator.__init__(self)
+        self.x = self.wants(length, batch, 2 * width, dtype=torch.bfloat16)
+
+    def forward(self) -> Tensor:
+        self.x.grad = None
+        gate, value = torch.chunk(self.x, 2, -1)
+        return F.silu(gate) * value
+
+
+class AddRMSNorm(Operator):
+    """A residual added, then an RMS norm of plain operators; both results get a gradient. All in float32."""
+
+    def __init__(self, rows_: int, width: int) -> None:
+        super().__init__()
+        self.x, self.residual = self.wants(rows_, width), self.wants(rows_, width)
+        self.weight = self.wants(width)
+        for twin in ("fused", "liger", "liger_norm"):
+            self.register_parameter(twin, self.wants(width))
+        for name in ("dy", "ds"):
+            self.hold(name, torch.empty(rows_, width))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        added = self.x + self.residual
+        return self.weight * (added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + 1e-6)), added
+
+    def gradient(self, output: Any) -> None:  # noqa: ARG002
+        return None
+
+    def backward(self, output: Any, gradient: Tensor | None) -> None:  # noqa: ARG002
+        torch.autograd.backward(output, (self.dy, self.ds))
 
 
 class Rope(Operator):
