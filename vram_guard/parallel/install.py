@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.parallel import _tensor
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
 from vram_guard.techniques.host_modules import shared_parameter
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.parallel.spec import Parallel
+
+Installer = Callable[["nn.Module", "Parallel", Any], "nn.Module"]
 
 #: ``torch.distributed.fsdp.fully_shard`` is public since this release.
 FULLY_SHARD_SINCE = (2, 6)
@@ -35,7 +38,10 @@ def check(model: nn.Module, parallel: Parallel) -> None:
     if parallel.kind not in _INSTALLERS:
         raise UnsupportedTechniqueError(_("{kind} cannot be predicted yet", kind=parallel.kind))
     _check_torch()
-    blocks_of(model, parallel)
+    if parallel.tensor > 1:
+        _tensor.plan_of(model, parallel.tensor)
+    if parallel.shards > 1 or parallel.blocks:
+        blocks_of(model, parallel)
 
 
 def install(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
@@ -55,7 +61,10 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
     """
     check(model, parallel)
     if parallel.apply is None:
-        return _INSTALLERS[str(parallel.kind)](model, parallel, mesh)
+        if parallel.tensor > 1:
+            _tensor.install(model, mesh_of(mesh, "tensor"))
+        put_on: Installer = _INSTALLERS[str(parallel.kind)]
+        return put_on(model, parallel, mesh)
     from torch import nn
 
     made = parallel.apply(model, mesh)
@@ -116,7 +125,7 @@ def _fully_shard(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
     }
     for name in blocks_of(model, parallel):
         fully_shard(model.get_submodule(name), reshard_after_forward=parallel.reshard, **settings)
-    fully_shard(model, **settings, **({} if parallel.reshard else {"reshard_after_forward": False}))
+    fully_shard(model, reshard_after_forward=None if parallel.reshard else False, **settings)
     return model
 
 
@@ -124,9 +133,11 @@ def _check_torch() -> None:
     import torch
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < FULLY_SHARD_SINCE:
-        raise UnsupportedTechniqueError(_("fully_shard needs torch 2.6 or later, not {version}", version=torch.__version__))
+        raise UnsupportedTechniqueError(
+            _("fully_shard needs torch 2.6 or later, not {version}", version=torch.__version__)
+        )
     if not torch.distributed.is_available():
         raise UnsupportedTechniqueError(_("this torch was built without torch.distributed"))
 
 
-_INSTALLERS: dict[str, Callable[[Any, Parallel, Any], Any]] = {"fsdp2": _fully_shard, "hsdp": _fully_shard}
+_INSTALLERS: dict[str, Installer] = {"fsdp2": _fully_shard, "hsdp": _fully_shard}

@@ -111,6 +111,10 @@ class Parallel:
         if self.blocks is not None:
             self._set("blocks", _checked_names(self.blocks))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process, where the user's own code cannot be called."""
+        return {**vars(self), "apply": None if self.apply is None else _elsewhere}
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
@@ -244,6 +248,10 @@ class Parallel:
     def with_(self, **changes: Any) -> Parallel:
         """The same layout with some fields changed."""
         return replace(self, **changes)
+
+
+def _elsewhere(_model: nn.Module, _mesh: Any) -> nn.Module:
+    raise InvalidInputError(_("apply can be called only in the process that has it"))
 
 
 def _checked_dtype(name: str, value: object) -> str | None:

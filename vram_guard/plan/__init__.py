@@ -171,11 +171,11 @@ def plan(
             batch_size,
             resolved,
             lambda one, wires: source_of(one, assumed, watched, wires),
-            lambda one, size, amount: plan(
+            lambda one, size, amount, techniques: plan(
                 one,
                 size,
                 amount,
-                allow=allowed,
+                allow=techniques,
                 refused=refused,
                 pin=pins,
                 blocks=named,
@@ -185,6 +185,7 @@ def plan(
                 cudnn=cudnn,
                 progress=progress,
             ),
+            allowed,
             report,
         )
     if isinstance(step, Source):
@@ -244,8 +245,9 @@ def _spread_over(
     step: TrainingStep | Source,
     batch_size: int,
     budget: Budget,
-    source_for: Callable[[TrainingStep, Topology], Source],
+    source_for: Callable[[TrainingStep, Topology | None], Source],
     plan_source: PlanSource,
+    allowed: frozenset[str],
     report: Callable[[str], None],
 ) -> Plan:
     """The plan over several GPUs; its model is built once for all layouts."""
@@ -254,7 +256,7 @@ def _spread_over(
     assert isinstance(step, TrainingStep)
     built = with_built_model(step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
     size = ModelSize.of(built.model)  # type: ignore[arg-type]
-    return SpreadSearch(over, built, budget, source_for, plan_source, size, report).planned(batch_size)
+    return SpreadSearch(over, built, budget, source_for, plan_source, allowed, size, report).planned(batch_size)
 
 
 def _environment_settings() -> AllocatorSettings | None:

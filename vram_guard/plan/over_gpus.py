@@ -28,7 +28,9 @@ from vram_guard.plan.model import Plan
 from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.spread import Spread, Way
 from vram_guard.plan.step_time import card_of, step_seconds
+from vram_guard.plan.techniques import OFFLOADS
 from vram_guard.step import TrainingStep
+from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard.units import Amount, format_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 #: Layouts whose times differ by less are equal, and the simpler one is taken: the model is not that good.
 TIME_STEP = 0.001
 
-PlanSource = Callable[[Source, int, "Budget"], Plan]
+PlanSource = Callable[[Source, int, "Budget", "frozenset[str]"], Plan]
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class SpreadSearch:
         step: as written, with its model built.
         budget: of a GPU.
         source_for: a step with a layout -> its source.
-        plan_source: (source, samples that a rank loads, budget) -> the plan of a rank.
+        plan_source: (source, samples that a rank loads, budget, techniques) -> the plan of a rank.
+        allowed: techniques that may be used.
         size: of the model.
         progress: called with a line of text before each slow part.
     """
@@ -141,8 +144,9 @@ class SpreadSearch:
     request: GpusRequest
     step: TrainingStep
     budget: Budget
-    source_for: Callable[[TrainingStep, Topology], Source]
+    source_for: Callable[[TrainingStep, Topology | None], Source]
     plan_source: PlanSource
+    allowed: frozenset[str]
     size: ModelSize
     progress: Callable[[str], None]
     sources: dict[Parallel | None, Source] = field(default_factory=dict)
@@ -211,7 +215,7 @@ class SpreadSearch:
 
     def _source(self, layout: Parallel | None, wires: Topology) -> Source:
         if layout not in self.sources:
-            made = self.source_for(self.step.with_(parallel=layout), wires)
+            made = self.source_for(self.step.with_(parallel=layout), None if layout is None else wires)
             self.sources[layout] = replace(made, trace=_remembered(made.trace))
         return self.sources[layout]
 
@@ -244,7 +248,7 @@ class SpreadSearch:
     def _planned(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> tuple[Plan, Way]:
         """The plan of one layout, with the time that a step takes under it."""
         batch = shares(gpus, layout, total)
-        plan = self.plan_source(self._source(layout, wires), batch, self._budget(layout, wires))
+        plan = self.plan_source(self._source(layout, wires), batch, self._budget(layout, wires), self.allowed)
         taken = None
         if plan.timeline is not None:
             taken = _seconds(plan.timeline, plan.micro_batch_size, self.budget, wires, plan.accumulate)
@@ -332,10 +336,10 @@ class SpreadSearch:
     # --- as few as suffice ----------------------------------------------------------------------------------------
 
     def _fewest(self, total: int) -> Plan:
-        """The plan on the fewest GPUs that suffice, with nothing but the work of the step in host memory."""
-        request = self.request
+        """The plan on the fewest GPUs that suffice without host memory."""
+        request, allowed = self.request, self.allowed
         within = tuple(name for name in request.layouts if name != "offload") or request.layouts
-        self.request = replace(request, layouts=within)
+        self.request, self.allowed = replace(request, layouts=within), allowed - set(OFFLOADS)
         made, most = None, 1
         for gpus in _counts(request.node, total):
             layouts = [layout for layout in self._layouts(gpus) if shares(gpus, layout, total)]
@@ -343,15 +347,35 @@ class SpreadSearch:
             if not layouts:
                 continue
             most = gpus
-            if all(self.size.least(layout) > self._budget(layout, wires).usable for layout in layouts):
+            if not any(self._may_fit(layout, total, gpus, wires) for layout in layouts):
                 continue
             made = self.on(gpus, total)
             if made.fits:
                 break
         made = self.on(most, total) if made is None else made
-        self.request = request
+        self.request, self.allowed = request, allowed
         assert made.spread is not None
         return replace(made, spread=replace(made.spread, found=made.fits))
+
+    def _may_fit(self, layout: Parallel | None, total: int, gpus: int, wires: Topology) -> bool:
+        """True if a layout may fit: samples one by one, and everything checkpointed, leave it within the budget."""
+        from vram_guard.techniques.blocks import find_blocks
+
+        budget = self._budget(layout, wires)
+        if self.size.least(layout) > budget.usable:
+            return False
+        self.progress(_("looking at {gpus} GPUs: {layout}", gpus=gpus, layout=LayoutText(layout)))
+        blocks = tuple(block.name for block in find_blocks(self.step.model))  # type: ignore[arg-type]
+        recipe = AS_WRITTEN.with_(checkpoint=blocks, optimizer="for-loop")
+        source = self._source(layout, wires)
+        precision = "bf16-mixed" if source.precision == "32-true" and "precision" in self.allowed else source.precision
+        least = source.request(precision, shares(gpus, layout, total), recipe, 1)
+        try:
+            taken = source.trace(least)
+        except Exception:  # noqa: BLE001 - what cannot run so is looked at as it is
+            return True
+        self._learn_states(taken, layout)
+        return taken.replay(1).peak_reserved <= budget.usable
 
 
 def shares(gpus: int, layout: Parallel | None, total: int) -> int:

@@ -71,8 +71,7 @@ class Source:
     forward_again: bool = False
     """True if slices run their forward once more in the backward pass."""
     topology: Topology | None = None
-    """What connects the GPUs of a step that is spread over several; None: their collectives take no time. Each option
-    is then traced at the sizes that will run, of which there are few, and no law is looked for."""
+    """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
 

@@ -1,13 +1,14 @@
 """Pretended ranks: a process group whose collectives do nothing, in a world of its own.
 
-``torch.distributed`` keeps its groups in one object of the process, which it calls an extension point for tests. A trace
-puts another in its place, so that a training that runs in this process finds its own groups untouched afterwards.
+``torch.distributed`` keeps its groups in one object of the process, which it calls an extension point. A trace puts
+another in its place, so that a training that runs in this process finds its own groups untouched afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.parallel.meshes import make_mesh
@@ -36,8 +37,10 @@ def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
 
     with _own_world():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.gpus)
-        if len(parallel.dimensions) == 1:  # the mesh then has the default group, which nobody has named
-            dist.group.WORLD._set_group_desc(f"{_MESH}{next(iter(parallel.dimensions))}")
+        for name, size in parallel.dimensions.items():
+            if size == parallel.gpus:  # its group is then the default one, which nobody has named
+                world: Any = dist.group.WORLD
+                world._set_group_desc(f"{_MESH}{name}")
         yield make_mesh(parallel)
 
 
@@ -48,13 +51,16 @@ _MESH = "mesh_"
 def dimension_of(group: Any) -> str:
     """The mesh dimension that a group belongs to; "" where that has no name."""
     described = str(group.group_desc)
-    named = described.startswith(_MESH) and not described.startswith(f"{_MESH}dim_")  # "mesh_dim_1": the second of a mesh
+    named = described.startswith(_MESH) and not described.startswith(
+        f"{_MESH}dim_"
+    )  # "mesh_dim_1": the second of a mesh
     return described.removeprefix(_MESH) if named else ""
 
 
 @contextlib.contextmanager
 def _own_world() -> Iterator[None]:
     import torch.distributed.distributed_c10d as c10d
+    from torch._C._distributed_c10d import _unregister_process_group
 
     world = _world_class()()
     _forget_meshes()
@@ -64,7 +70,7 @@ def _own_world() -> Iterator[None]:
         finally:
             _forget_meshes()
             for group in world.pg_map:
-                c10d._unregister_process_group(group.group_name)  # type: ignore[attr-defined]
+                _unregister_process_group(group.group_name)
 
 
 def _world_class() -> Any:
@@ -81,8 +87,13 @@ def _world_class() -> Any:
         group_count = 0
 
     for name in _TABLES:
-        setattr(World, name, property(lambda self, name=name: self._own[name]))
+        setattr(World, name, property(partial(_table, name)))
     return World
+
+
+def _table(name: str, world: Any) -> dict[Any, Any]:
+    table: dict[Any, Any] = world._own[name]
+    return table
 
 
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.groups import pretended_ranks
-from vram_guard.simulate.parallel.sharding import fsdp_followed
+from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
+from vram_guard.simulate.private_api import PARALLEL_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +39,15 @@ def one_rank(
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
-    with fsdp_followed(model, recorder, state), _losses_stay_parallel(), pretended_ranks(parallel, rank) as mesh:
+    check_names(PARALLEL_NAMES)
+    with (
+        fsdp_followed(model, recorder, state),
+        _losses_stay_parallel(),
+        pretended_ranks(parallel, rank) as mesh,
+        warnings.catch_warnings(),
+    ):
+        # FSDP's advice on what the real training does: there it is given once, here in every trace.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         yield mesh
 
 
