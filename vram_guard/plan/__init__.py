@@ -148,6 +148,8 @@ def plan(
     if link is not None and over is None and layout is None:
         raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
+    if over is not None:
+        topology(link, gpus=over.node, node=over.node, gpu=resolved.gpu)  # which the card may not have
     capability = _compute_capability(resolved)
     trains = step.trains if isinstance(step, Source) else step.optimizer is not None
     pins.check(batch_size, capability, grow=grow, trains=trains)

@@ -24,6 +24,10 @@ class Why(Enum):
     PINS_DO_NOT_FIT = marked("The step fits as written; with the pinned settings it does not.")
     ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
     SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
+    FITS_SPREAD = marked("Spread so, nothing else has to change.")
+    SHORTAGE_SPREAD = marked(
+        "Spread so, and otherwise as written, each GPU needs {peak}, {missing} more than the {usable} that may be used."
+    )
     SIZES_ARE_BOUNDS = marked("Some sizes are bounds, not exact: see the notes.")
 
     # why the precision is what it is

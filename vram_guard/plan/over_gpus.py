@@ -330,8 +330,11 @@ class SpreadSearch:
             host_per_node=made.estimate.host_peak * node,
             ways=ways,
         )
-        why = (Reason(Why.SPREAD, layout=LayoutText(layout)),) if layout is not None and made.fits else ()
-        return replace(made, spread=spread, reason_values=(*why, *made.reason_values))
+        if layout is None:
+            return replace(made, spread=spread)
+        first = [Reason(Why.SPREAD, layout=LayoutText(layout))] if made.fits else []
+        why = (*first, *map(_spread_reason, made.reason_values))
+        return replace(made, spread=spread, reason_values=why)
 
     # --- as few as suffice ----------------------------------------------------------------------------------------
 
@@ -434,6 +437,12 @@ def _failure(error: Exception) -> Message | str:
     if isinstance(error, VramGuardError):
         return str(error)
     return Reason(Why.FAILS, error=f"{type(error).__name__}: {error}")
+
+
+def _spread_reason(reason: Reason) -> Reason:
+    """The same reason where "as written" means: spread in the way that was chosen."""
+    kinds = {Why.FITS: Why.FITS_SPREAD, Why.SHORTAGE: Why.SHORTAGE_SPREAD}
+    return Reason(kinds[reason.kind], **dict(reason.values)) if reason.kind in kinds else reason
 
 
 def _why_not(plan: Plan) -> Reason:

@@ -19,7 +19,13 @@ def spread_rows(spread: Spread) -> list[list[str]]:
     """Titles, then a row for each way; none where there was nothing to choose."""
     if len(spread.ways) < 2:
         return []
-    rows = [[way.words, *_figures(way), _verdict(way, spread)] for way in spread.ways]
+    rows: list[list[str]] = []
+    said = ""
+    for way in spread.ways:
+        verdict = _verdict(way, spread)
+        repeated = verdict == said and not way.fits
+        rows.append([way.words, *_figures(way), _("the same") if repeated else verdict])
+        said = verdict
     return [[_("spread"), _("peak"), _("time per step"), _("answer")], *rows]
 
 
