@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vram_guard import Parallel  # noqa: E402
-from vram_guard.budget import find_gpu  # noqa: E402
-from vram_guard.parallel.collectives import Group, collective_seconds  # noqa: E402
-from vram_guard.parallel.links import topology  # noqa: E402
-from vram_guard.plan.communication import communication  # noqa: E402
-from vram_guard.plan.step_time import step_seconds  # noqa: E402
-from vram_guard.timeline import Affine, Collective, Phase, Timeline, Work  # noqa: E402
+from vram_guard import Parallel
+from vram_guard.budget import find_gpu
+from vram_guard.parallel.collectives import Group, collective_seconds
+from vram_guard.parallel.links import topology
+from vram_guard.plan.communication import communication
+from vram_guard.plan.step_time import step_seconds
+from vram_guard.timeline import Affine, Collective, Phase, Timeline, Work
 
 CARD = find_gpu("H100 SXM")
 WIRES = topology("nvlink,ib400", gpus=8, node=8, gpu=CARD)
@@ -31,7 +31,16 @@ def gather(position: int, stream: int = 1, **fields: object) -> Collective:
     values = {"phase": "forward", "name": "all_gather_into_tensor", **fields}
     name, phase = values.pop("name"), values.pop("phase")
     return Collective(
-        name, "", phase, 2, Affine(SIZE, 0), 8, "shard", stream, position=position, **values  # type: ignore[arg-type]
+        name,
+        "",
+        phase,
+        2,
+        Affine(SIZE, 0),
+        8,
+        "shard",
+        stream,
+        position=position,
+        **values,  # type: ignore[arg-type]
     )
 
 
