@@ -93,8 +93,10 @@ def blocks_of(model: nn.Module, parallel: Parallel) -> tuple[str, ...]:
     """
     if parallel.blocks is None:
         found = find_blocks(model, checkpointed=True)
-        # What shares a parameter with the rest of the model is gathered with the rest.
-        return tuple(block.name for block in found if not shared_parameter(model, block.name))
+        if len(dict(model.named_parameters())) < len(dict(model.named_parameters(remove_duplicate=False))):
+            # What shares a parameter with the rest of the model is gathered with the rest.
+            found = tuple(block for block in found if not shared_parameter(model, block.name))
+        return tuple(block.name for block in found)
     for block in named_blocks(model, parallel.blocks):
         shared = shared_parameter(model, block.name)
         if shared:

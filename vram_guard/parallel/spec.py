@@ -266,7 +266,8 @@ def _elsewhere(_model: nn.Module, _mesh: Any) -> nn.Module:
 
 def data_parallel(ranks: int) -> Parallel:
     """DistributedDataParallel over so many processes, wherever they run."""
-    return Parallel(gpus=ranks, node=GPUS_OF_A_NODE if ranks % GPUS_OF_A_NODE == 0 else ranks, kind="ddp")
+    whole_nodes = ranks <= GPUS_OF_A_NODE or ranks % GPUS_OF_A_NODE == 0
+    return Parallel(gpus=ranks, node=None if whole_nodes else ranks, kind="ddp")
 
 
 def _checked_dtype(name: str, value: object) -> str | None:

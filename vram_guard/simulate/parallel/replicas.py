@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,9 @@ def replicas_followed() -> Iterator[None]:
 def import_libraries(parallel: Parallel | None) -> None:
     """Import now what compiles itself when it is imported, which it could not in the middle of a trace."""
     if parallel is not None and parallel.kind == "zero1":
-        importlib.import_module("torch.distributed.optim")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, by torch itself
+            importlib.import_module("torch.distributed.optim")
 
 
 class Reduction:
