@@ -119,6 +119,18 @@ def test_unknown_dependencies_are_those_of_fsdp2() -> None:
     assert waiting(backward, reductions) == pytest.approx(LINK, rel=1e-6)
 
 
+def test_gradients_of_ddp_are_reduced_beside_the_backward_pass() -> None:
+    backward = [work(LINK / 2, "backward") for _ in range(8)]
+    queue = [gather(place, 0, name="all_reduce", phase="backward", by_layout=True) for place in (2, 8)]
+    layout = Parallel(gpus=8, kind="ddp")
+    made = communication(step(backward, queue, layout), 2, CARD, WIRES)
+
+    # The last bucket is ready when the pass ends.
+    assert made.exposed == pytest.approx(made.seconds / 2, rel=1e-6)
+    called = [one._replace(by_layout=False) for one in queue]
+    assert communication(step(backward, called, layout), 2, CARD, WIRES).exposed == pytest.approx(made.seconds)
+
+
 def test_micro_batches_gather_anew_each_time() -> None:
     both = [work(LINK, micro_batch=0), work(LINK, micro_batch=1)]
     queue = [gather(0, 0), gather(1, 0, micro_batch=1)]

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 #: Collectives that a torch program calls for bookkeeping, without data of the GPU.
 _NOT_COUNTED = ("barrier", "object", "monitored")
 
+#: Kinds whose gradients torch's Reducer reduces, bucket by bucket, beside the backward pass.
+_REDUCED_BESIDE = ("ddp", "zero1")
+#: The stream of those reductions.
+_NCCLS = -1
+
 
 @dataclass(frozen=True)
 class Communication:
@@ -141,6 +146,7 @@ def _placed(
 ) -> list[_Queued]:
     """The collectives with their times, and the places in the work that they depend on and are needed at."""
     start, end = span
+    collectives = [_own_stream(one, layout) for one in collectives]
     at = [min(max(one.position, start), end) for one in collectives]
     gathers: dict[int, list[int]] = {}
     scatters: dict[int, list[int]] = {}
@@ -176,6 +182,12 @@ def _placed(
             )
         )
     return made
+
+
+def _own_stream(one: Collective, layout: Parallel) -> Collective:
+    """DistributedDataParallel calls its reductions on the default stream, which goes on: NCCL's own carries them."""
+    beside = layout.kind in _REDUCED_BESIDE and one.phase == "backward" and "all_reduce" in one.name
+    return one._replace(stream=_NCCLS) if beside and one.by_layout and not one.stream else one
 
 
 def _gathers(one: Collective) -> bool:
