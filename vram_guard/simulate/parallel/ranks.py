@@ -19,7 +19,7 @@ from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followe
 from vram_guard.simulate.parallel.groups import pretended_ranks
 from vram_guard.simulate.parallel.replicas import replicas_followed
 from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
-from vram_guard.simulate.private_api import PARALLEL_NAMES
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES, PARALLEL_NAMES, REDUCER_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ def one_rank(
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
-    check_names(PARALLEL_NAMES)
+    check_names((*PARALLEL_NAMES, *COLLECTIVE_NAMES, *REDUCER_NAMES))
     with (
         fsdp_followed(model, recorder, state),
         replicas_followed(),

@@ -75,8 +75,7 @@ class Loop:
             return self._infer()
         if _needs_closure(self.optimizer):
             return self._run_with_closure(self.optimizer)
-        # Two micro-batches show all there is to see: the first makes gradients, every other one adds to them.
-        rounds = min(self.step.accumulate, 2)
+        rounds = traced_micro_batches(self.step)
         for number in (1, 2):
             if self.step.zero_grad == "before_forward":
                 self._zero_grad(number)
@@ -210,6 +209,11 @@ class Loop:
             nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
         if self.step.clip_grad_value is not None:
             nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
+
+
+def traced_micro_batches(step: TrainingStep) -> int:
+    """Two show all there is to see: the first makes gradients, every other one adds to them."""
+    return min(step.accumulate, 2)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

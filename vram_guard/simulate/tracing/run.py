@@ -46,7 +46,7 @@ from vram_guard.simulate.tracing._substitution import (
     process_state_restored,
     symbolic_model,
 )
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
@@ -263,7 +263,8 @@ class _Run:
                     model = made.engine
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
-                    loop.run()
+                    with replicas.unused_parameters_said():
+                        loop.run()
                 except UnsupportedOperatorError as error:
                     self._lower_bound(model, optimizer, str(error))
                 recorder.close()
@@ -319,8 +320,9 @@ class _Run:
             if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
         if parallel is None and self.step.layout is not None:
-            reduction = replicas.Reduction(model, self.step.layout, self.step.ddp_options, recorder)
-            self.step = self.step.with_(loss=reduction.around(self.step.loss))
+            reduction = replicas.reduction_of(model, self.step.layout, self.step.ddp_options, recorder)
+            if reduction is not None:
+                self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
         return model
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
