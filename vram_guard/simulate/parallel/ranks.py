@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.parallel.deepspeed import STAGES
 from vram_guard.parallel.install import install
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.parallel.engines import engines_followed
 from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.groups import pretended_ranks
 from vram_guard.simulate.parallel.replicas import replicas_followed
@@ -48,11 +51,27 @@ def one_rank(
         flat_parameters_followed(recorder),
         _losses_stay_parallel(),
         pretended_ranks(parallel, rank) as mesh,
-        warnings.catch_warnings(),
+        engines_followed(state, parallel.gpus, rank) if parallel.kind in STAGES else contextlib.nullcontext(),
+        _no_advice(),
     ):
-        # FSDP's advice on what the real training does: there it is given once, here in every trace.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         yield mesh
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """FSDP and DTensor give advice on the training, once: it is for the real one, and would come with every trace."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+
+    def quiet(_record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(quiet)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+            yield
+    finally:
+        logger.removeFilter(quiet)
 
 
 def first_place(model: nn.Module | Any, parallel: Parallel) -> Place:
@@ -66,6 +85,8 @@ def first_place(model: nn.Module | Any, parallel: Parallel) -> Place:
         return parallel.init
     if parallel.kind in _FROM_GPU:
         return "cuda"
+    if parallel.kind in STAGES:
+        return "cpu"
     real = isinstance(model, torch.nn.Module) and not any(is_symbolic(p) for p in model.parameters())
     return "cpu" if real else "meta"
 
@@ -86,6 +107,8 @@ def divided(
         The module that the loss is called with.
     """
     made = install(model, parallel, mesh, **ddp_options)
+    if parallel.kind in STAGES:
+        return made  # the engine moves it
     home = "cpu" if parallel.offload else "cuda"
     places = {recorder.place_of(tensor) for tensor in (*made.parameters(), *made.buffers())}
     if "meta" in places:

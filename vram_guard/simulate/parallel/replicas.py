@@ -13,6 +13,7 @@ import torch
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import Message, _
 from vram_guard.parallel.data_parallel import divided_states, fullest_rank, replicated
+from vram_guard.parallel.deepspeed import STAGES, deepspeed_library
 from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.parallel.groups import pretended_ranks
@@ -50,6 +51,8 @@ def replicas_followed() -> Iterator[None]:
 
 def import_libraries(parallel: Parallel | None) -> None:
     """Import now what compiles itself when it is imported, which it could not in the middle of a trace."""
+    if parallel is not None and parallel.kind in STAGES:
+        deepspeed_library()
     if parallel is not None and parallel.kind == "zero1":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, by torch itself
