@@ -73,7 +73,7 @@ def _own_world() -> Iterator[None]:
     _forget_meshes()
     with (
         replaced(c10d, {"_world": world}),
-        # DTensor's generators are those of the first mesh that it has seen; draws of a trace have no values to agree on.
+        # DTensor's generators are those of the first mesh that it has seen; draws of a trace have no values.
         replaced(_random, {"_rng_tracker": None}),
         replaced(DTensor._op_dispatcher, {"_random_ops": frozenset()}),
     ):
