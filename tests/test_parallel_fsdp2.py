@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import Counter
 
 import pytest
@@ -290,11 +291,12 @@ def test_a_trace_leaves_nothing_behind_even_after_an_error():
         raise FailedError
 
     model = Net()
-    kinds = [type(module) for module in model.modules()]
+    kinds, hook = [type(module) for module in model.modules()], sys.excepthook
     before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
     with pytest.raises(FailedError):
         traced(Parallel(8, kind="fsdp2"), model=model, loss=fails)
     assert not dist.is_initialized()
+    assert sys.excepthook is hook
     assert [type(module) for module in model.modules()] == kinds
     assert all(id(p) == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters())
     first, again = traced(Parallel(8, kind="fsdp2"), model=model), traced(Parallel(8, kind="fsdp2"), model=model)

@@ -201,6 +201,13 @@ def test_what_cannot_be_cut_is_refused_before_any_work():
 
     refused(UnsupportedTechniqueError, r"in_proj_weight holds several layers in one", model=Torchs)
 
+    class Relative(Named):
+        def __init__(self):
+            super().__init__()
+            self.layers[0].attention.relative_attention_bias = nn.Embedding(32, 8)
+
+    refused(UnsupportedTechniqueError, r"layers\.0\.attention has a table of positions for all heads", model=Relative)
+
     class Unknown(Transformer):
         _tp_plan = {"layers.*.feed_forward.w1": "moe_tp_experts"}  # noqa: RUF012
 
