@@ -51,7 +51,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
     ask("optimizer", "clipping", allow=("offload_optimizer",))
     ask("little_host", "clipping", host_budget="100MiB", ranks=2, budget=BUDGET_OF_SEVERAL)
-    ask("frozen", "frozen", ranks=2, budget="108MiB")
+    ask("frozen", "frozen", ranks=2, budget="96MiB")
     ask("transformers", "transformers")
     ask("checkpoints", "transformers", "--checkpointing", budget="80MiB")
     ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
