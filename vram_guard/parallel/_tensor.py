@@ -138,6 +138,8 @@ def _of_transformers(model: nn.Module, own: dict[str, str]) -> dict[str, Cut]:
 
 
 def _by_names(model: nn.Module) -> dict[str, Cut]:
+    from torch import nn
+
     plan: dict[str, Cut] = {}
     for path, module in model.named_modules():
         children = dict(module.named_children())
@@ -146,6 +148,9 @@ def _by_names(model: nn.Module) -> dict[str, Cut]:
             _refuse(_("{name} holds several layers in one, which cannot be cut by rows", name=_joined(path, fused[0])))
         for columns, rows in (*_ATTENTION, *_MLP):
             if all(_is_linear(children.get(name)) for name in (*columns, rows)):
+                table = any(isinstance(child, nn.Embedding) for child in children.values())
+                if table and (columns, rows) in _ATTENTION:
+                    _refuse(_("{name} has a table of positions for all heads", name=path))
                 plan |= {_joined(path, name): "columns" for name in columns}
                 plan[_joined(path, rows)] = "rows"
                 break

@@ -7,6 +7,7 @@ another in its place, so that a training that runs in this process finds its own
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,10 +68,17 @@ def is_pretended(group: Any) -> bool:
 def _own_world() -> Iterator[None]:
     import torch.distributed.distributed_c10d as c10d
     from torch._C._distributed_c10d import _unregister_process_group
+    from torch.distributed.tensor import DTensor, _random
 
     world = _world_class()()
     _forget_meshes()
-    with replaced(c10d, {"_world": world}):
+    with (
+        replaced(c10d, {"_world": world}),
+        replaced(sys, {"excepthook": sys.excepthook}),  # a group that is made puts its rank before every line
+        # DTensor's generators are those of the first mesh that it has seen; draws of a trace have no values.
+        replaced(_random, {"_rng_tracker": None}),
+        replaced(DTensor._op_dispatcher, {"_random_ops": frozenset()}),
+    ):
         try:
             yield
         finally:
