@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from vram_guard import Parallel, Plan, TrainingStep, plan, trace  # noqa: E402
-from vram_guard.plan.layouts import LAYOUTS, layouts_of  # noqa: E402
+from vram_guard.plan.layouts import LAYOUTS, layout_name, layouts_of  # noqa: E402
 from vram_guard.plan.over_gpus import shares  # noqa: E402
 
 WIDTH = 256
@@ -89,6 +89,15 @@ def test_weights_travel_in_the_precision_of_the_step() -> None:
 
     assert dtypes("bf16-mixed") == {("bfloat16", "float32")}
     assert dtypes("32-true") == {(None, None)}
+
+
+def test_layouts_have_names() -> None:
+    names = [layout_name(layout) for layout in layouts_of(8, 8, LAYOUTS, "32-true")]
+
+    kept = "FSDP2, weights kept gathered"
+    tensor = ["FSDP2 4 x TP 2", "FSDP2 2 x TP 4", "TP 8"]
+    assert names == ["DDP", "ZeRO-1", kept, "FSDP2", *tensor, "FSDP2, in host memory"]
+    assert [layout_name(layout) for layout in layouts_of(1, 8, LAYOUTS, "32-true")] == ["one GPU"]
 
 
 # --- how many GPUs --------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ def layout_name(layout: Parallel | None) -> str:
     if layout is None:
         return _("one GPU")
     name = _NAMES.get(str(layout.kind), str(layout.kind))
+    if layout.data_ranks == 1:
+        return f"TP {layout.tensor}"
     if layout.kind == "hsdp" or layout.tensor > 1:
         name += " " + " x ".join(map(str, (size for key, size in layout.dimensions.items() if key != "tensor")))
     if layout.tensor > 1:
@@ -64,6 +66,8 @@ def layout_words(layout: Parallel | None) -> str:
     if layout is None:
         return _("one GPU")
     kind = str(layout.kind)
+    if layout.data_ranks == 1:
+        return _("each layer over {count} GPUs of a node (tensor parallel)", count=layout.tensor)
     words = [_("{name} over {count} GPUs", name=_NAMES.get(kind, kind), count=layout.data_ranks)]
     if layout.kind == "hsdp":
         copies = layout.dimensions["replicate"]

@@ -241,7 +241,9 @@ class SpreadSearch:
             least_time = source.precision != "32-true" or written.at(batch).fits(self._budget(layout, wires))
             if least_time and best is not None and seconds is not None and seconds > best * (1 + TIME_STEP):
                 slower = Reason(Why.COSTS_MORE_THAN, factor=f"{seconds / best:.2f}")
-                return None, Way(gpus, layout, fits=False, seconds=seconds, why=slower)
+                taken = written.at(batch)
+                fits = taken.fits(self._budget(layout, wires))
+                return None, Way(gpus, layout, fits, peak=taken.peak_reserved, seconds=seconds, why=slower)
             return self._planned(gpus, layout, total, wires, best)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             return None, Way(gpus, layout, fits=False, why=_failure(error))
@@ -288,7 +290,7 @@ class SpreadSearch:
         plans: Mapping[Parallel | None, Plan],
     ) -> Plan:
         """The plan of the cheapest way that fits; of the one that comes closest where none does."""
-        fitting = [(layout, way) for layout, way in ways if way.fits]
+        fitting = [(layout, way) for layout, way in ways if way.fits and layout in plans]
         fastest = min((way.seconds for _layout, way in fitting if way.seconds is not None), default=None)
 
         def cost(item: tuple[Parallel | None, Way]) -> float:
@@ -374,7 +376,7 @@ class SpreadSearch:
         budget = self._budget(layout, wires)
         if self.size.least(layout) > budget.usable:
             return False
-        self.progress(_("looking at {gpus} GPUs: {layout}", gpus=gpus, layout=LayoutText(layout)))
+        self.progress(_("number of GPUs: {gpus}; looking at {layout}", gpus=gpus, layout=LayoutText(layout)))
         blocks = tuple(block.name for block in find_blocks(self.step.model))  # type: ignore[arg-type]
         recipe = AS_WRITTEN.with_(checkpoint=blocks, optimizer="for-loop")
         source = self._source(layout, wires)
