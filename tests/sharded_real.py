@@ -1,0 +1,176 @@
+"""Training steps over several real processes (gloo, CPU), and what their allocator did, event by event.
+
+``torch.profiler`` notes every block that PyTorch's CPU allocator hands out and takes back, with its size and address,
+whoever asks for it: the recording knows nothing of the trace that it is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vram_guard import Parallel, TrainingStep
+
+STEPS = 2
+SAMPLES = 8
+WIDTH = 48
+
+
+class Block(nn.Module):
+    """Odd sizes: 36 rows are no multiple of 8 ranks, 5 of no number of ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x))) * self.scale.sum()
+
+
+def build():
+    return nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, 7))
+
+
+def batch(samples):
+    return torch.ones(samples, WIDTH)
+
+
+def loss(model, inputs):
+    return model(inputs).square().mean()
+
+
+def optimizer(weights):
+    return torch.optim.SGD(list(weights), lr=0.1, momentum=0.9, foreach=True)
+
+
+def step_of(parallel, **changes):
+    return TrainingStep(
+        model=build, batch=batch, loss=loss, optimizer=optimizer, parallel=parallel, keeps="nothing", **changes
+    )
+
+
+# --- what is applied, in the trace and in the real processes -------------------------------------------------
+
+
+def fsdp2(model, mesh, reshard=True, reduce=None):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce) if reduce else MixedPrecisionPolicy()
+    for block in list(model)[:-1]:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return model
+
+
+def tensor_parallel(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in list(model)[:-1]:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def ddp(model, mesh):
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout: what it is for the trace, and how it is applied."""
+
+    parallel: Parallel
+
+    @property
+    def ranks(self):
+        return self.parallel.gpus
+
+
+CASES = {
+    "fsdp2 x 2": Case(Parallel(gpus=2, apply=fsdp2)),
+    "fsdp2 x 4": Case(Parallel(gpus=4, apply=fsdp2)),
+    "fsdp2 x 2, bfloat16": Case(Parallel(gpus=2, apply=lambda m, mesh: fsdp2(m, mesh, reduce=torch.float32))),
+    "fsdp2 x 2, kept": Case(Parallel(gpus=2, apply=lambda m, mesh: fsdp2(m, mesh, reshard=False))),
+    "ddp x 2": Case(Parallel(gpus=2, apply=ddp)),
+    "hsdp 2 x 2": Case(Parallel(gpus=4, node=2, replicate=2, apply=fsdp2)),
+    "tensor 2": Case(Parallel(gpus=2, tensor=2, apply=tensor_parallel)),
+}
+
+
+# --- a real process ------------------------------------------------------------------------------------------
+
+
+def rank_of(case, rank, folder):
+    """One rank: two training steps under the profiler; writes its events."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.profiler import ProfilerActivity, profile
+
+    ranks = CASES[case].ranks
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=ranks)
+    dimensions = CASES[case].parallel.dimensions
+    mesh = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    torch.manual_seed(0)
+    model = CASES[case].parallel.apply(build(), mesh)
+    made = optimizer(model.parameters())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for _ in range(STEPS):
+            one_step(model, made)
+    events = recorded(profiled)
+    (Path(folder) / f"{case}.{rank}.json").write_text(json.dumps(events))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_step(model, made):
+    loss(model, batch(SAMPLES)).backward()
+    made.step()
+    made.zero_grad()
+
+
+def recorded(profiled):
+    """[bytes (negative: freed), address, path of operators] of this thread, in order."""
+    found = []
+
+    def visit(node, path, number):
+        if node.tag.name == "Allocation":
+            fields = node.extra_fields
+            found.append((node.start_time_ns, number, fields.alloc_size, fields.ptr, path))
+        for child in node.children:
+            visit(child, path if node.tag.name == "Allocation" else [*path, f"{node.name}@{node.start_time_ns}"], number)
+
+    roots = profiled.profiler.kineto_results.experimental_event_tree()
+    for root in roots:
+        visit(root, [], root.start_tid)
+    main = max({number for _, number, *_ in found}, key=lambda one: sum(number == one for _, number, *_ in found))
+    return [[size, address, path] for _, number, size, address, path in sorted(found) if number == main]
+
+
+def main(folder):
+    """Each case in turn, its ranks as forks of this process, which has imported torch once."""
+    for case in CASES:
+        children = []
+        for rank in range(CASES[case].ranks):
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    rank_of(case, rank, folder)
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            print(f"{case}: exit codes {codes}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
