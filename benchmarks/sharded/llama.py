@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Norm = Literal["composed", "native"]
+Norm = Literal["composed", "late", "native"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,18 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
+class LateRMSNorm(RMSNorm):
+    """``torch.rms_norm`` as it was composed before it had a kernel: cast back after the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight).type_as(x)
+
+
 def _norm(kind: Norm, width: int) -> nn.Module:
-    return RMSNorm(width) if kind == "composed" else nn.RMSNorm(width, eps=1e-5)
+    if kind == "native":
+        return nn.RMSNorm(width, eps=1e-5)
+    return RMSNorm(width) if kind == "composed" else LateRMSNorm(width)
 
 
 def _rotated(queries: Tensor, keys: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,11 +156,14 @@ class Llama(nn.Module):
     Args:
         sizes: of the model.
         length: positions for which the rotation is tabled.
-        norm: "composed": of single operators in float32; "native": ``nn.RMSNorm``.
+        norm: "composed": of single operators in float32; "late": the same, cast back after the weight (torch's own
+            until 2.8); "native": ``nn.RMSNorm``.
+        wide: the logits leave the model in float32 (torchtitan until October 2024).
     """
 
-    def __init__(self, sizes: Sizes, length: int, norm: Norm = "composed") -> None:
+    def __init__(self, sizes: Sizes, length: int, norm: Norm = "composed", *, wide: bool = False) -> None:
         super().__init__()
+        self.wide = wide
         self.tok_embeddings = nn.Embedding(sizes.vocabulary, sizes.width)
         self.register_buffer("angles", torch.empty(length, sizes.width // sizes.heads // 2, dtype=torch.complex64))
         self.layers = nn.ModuleDict({str(number): Block(sizes, norm) for number in range(sizes.layers)})
@@ -162,4 +175,4 @@ class Llama(nn.Module):
         for block in self.layers.values():
             x = block(x, self.angles)
         x = self.norm(x)
-        return self.output(x)  # type: ignore[no-any-return]
+        return self.output(x).float() if self.wide else self.output(x)  # type: ignore[no-any-return]

@@ -41,15 +41,17 @@ class Recipe:
     norm: Norm = "composed"
     optimizer: Literal["foreach", "fused"] = "foreach"
     loss: Literal["plain", "chunked", "kept"] = "plain"
-    """"plain": logits die before the backward; "chunked": one part after the other; "kept": the model returns float32,
-    and the loop's name for the logits lives on (March 2024)."""
+    """"plain": logits die before the backward; "chunked": one part after the other; "kept": the loop's name for the
+    logits lives on into the next step (until June 2024)."""
+    wide: bool = False
+    """The model itself returns float32 (until October 2024)."""
 
     def step(self) -> TrainingStep:
         """The step of one rank."""
         sizes = SIZES[self.model]
         fused = self.optimizer == "fused"
         return TrainingStep(
-            model=lambda: Llama(sizes, self.length, self.norm),
+            model=lambda: Llama(sizes, self.length, self.norm, wide=self.wide),
             batch=lambda samples: tuple(torch.zeros(samples, self.length, dtype=torch.long) for _ in range(2)),
             loss=LOSSES[self.loss],
             optimizer=lambda weights: torch.optim.AdamW(
@@ -104,8 +106,8 @@ def _summed(parts: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _kept(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     tokens, labels = batch
-    logits = model(tokens).float()
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1)), logits
+    logits = model(tokens)
+    return _cross_entropy(logits, labels), logits
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -194,7 +196,7 @@ def shard(model: Llama, mesh: Any, reshard: str) -> None:
     for number, block in enumerate(model.layers.values()):
         free = number < last if reshard == "default" else reshard == "always"
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 @contextlib.contextmanager
