@@ -178,7 +178,9 @@ def range_facts(estimate: Estimate) -> list[tuple[str, str]]:
 
 
 def streams_in_words(sizes: Sequence[int]) -> str:
-    """Bytes on each CUDA stream; "" where there is one stream."""
+    """Bytes on each CUDA stream; "" where all are on the default one."""
+    if not any(sizes[1:]):
+        return ""
     return ", ".join(
         f"{_('stream {number}', number=number) if number else _('default')} {format_bytes(size)}"
         for number, size in enumerate(sizes)

@@ -1,4 +1,4 @@
-"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does besides operators is recorded."""
+"""Sharding in a trace: torch's own code runs on symbolic tensors; what it does besides operators is recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
-from vram_guard.language import Message, _
+from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.simulate.memory.recorder import Recorder
-
-
-#: What a trace cannot see of it, for the reader of a prediction.
-STREAMS = Message(
-    "FSDP copies gradients to the host on a separate CUDA stream, whose memory the allocator "
-    "keeps apart: reserved memory can exceed the prediction by the gradients of the largest "
-    "module"
-)
 
 
 @contextlib.contextmanager
@@ -45,11 +37,22 @@ def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, rank
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
+    with fsdp_followed(model, recorder, state), _mesh_of(ranks) as mesh:
+        yield mesh
+
+
+@contextlib.contextmanager
+def fsdp_followed(model: nn.Module, recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
+    """While the block runs, what ``fully_shard`` does besides operators is recorded.
+
+    Raises:
+        UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
+    """
     missing = missing_names(FSDP_NAMES)
     if missing:
         raise UnsupportedTechniqueError(
             _(
-                "parameters_on_host cannot be traced: torch {version} has no {names}",
+                "parameters_on_host and sharded training cannot be traced: torch {version} has no {names}",
                 version=torch.__version__,
                 names=", ".join(name.dotted for name in missing),
             )
@@ -70,7 +73,7 @@ def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, rank
         )
         for module in model.modules():
             stack.callback(_composable_state._module_state_mapping.pop, module, None)
-        yield stack.enter_context(_mesh_of(ranks))
+        yield
 
 
 def _accelerator_answers() -> dict[str, Any]:
