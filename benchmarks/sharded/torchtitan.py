@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,17 +42,21 @@ class Recipe:
     loss: Literal["plain", "chunked", "kept"] = "plain"
     """"plain": logits die before the backward; "chunked": one part after the other; "kept": the loop's name for the
     logits lives on into the next step (until June 2024)."""
+    positions: int | None = None
+    """For which the rotation is tabled; None: the sequence's."""
     wide: bool = False
     """The model itself returns float32 (until October 2024)."""
+    groups: bool = False
+    """As in 2025 (b00e484): the embedding is a group of its own, norm and output another one, which stays whole."""
 
     def step(self) -> TrainingStep:
         """The step of one rank."""
         sizes = SIZES[self.model]
         fused = self.optimizer == "fused"
         return TrainingStep(
-            model=lambda: Llama(sizes, self.length, self.norm, wide=self.wide),
+            model=lambda: Llama(sizes, self.positions or self.length, self.norm, wide=self.wide),
             batch=lambda samples: tuple(torch.zeros(samples, self.length, dtype=torch.long) for _ in range(2)),
-            loss=LOSSES[self.loss],
+            loss=self.loss_of,
             optimizer=lambda weights: torch.optim.AdamW(
                 list(weights), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused, foreach=not fused
             ),
@@ -69,14 +72,15 @@ class Recipe:
         if self.tensor > 1:
             divide_layers(model, mesh["tensor"])
         checkpoint_blocks(model, self.checkpointing)
-        shard(model, mesh["shard"] if self.tensor > 1 else mesh, self.reshard)
+        (shard_in_groups if self.groups else shard)(model, mesh["shard"] if self.tensor > 1 else mesh, self.reshard)
         return model
 
-    def around(self) -> AbstractContextManager[Any]:
-        """What forward and backward run in: with tensor parallelism, the loss of divided logits."""
+    def loss_of(self, model: Any, batch: tuple[Tensor, Tensor]) -> Any:
+        """The loss; with tensor parallelism, of logits that are divided over the vocabulary."""
         from torch.distributed.tensor.parallel import loss_parallel
 
-        return loss_parallel() if self.tensor > 1 else contextlib.nullcontext()
+        with loss_parallel() if self.tensor > 1 else contextlib.nullcontext():
+            return LOSSES[self.loss](model, batch)
 
 
 def _plain(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -196,6 +200,18 @@ def shard(model: Llama, mesh: Any, reshard: str) -> None:
     for number, block in enumerate(model.layers.values()):
         free = number < last if reshard == "default" else reshard == "always"
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def shard_in_groups(model: Llama, mesh: Any, reshard: str) -> None:
+    """The same with the embedding apart, and with norm and output together."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (model.tok_embeddings, *model.layers.values()):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard != "never")
+    last = [model.norm, model.output]
+    fully_shard(last, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "always")  # type: ignore[type-var]
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
