@@ -86,6 +86,8 @@ def _import_everything() -> None:
     import torch._subclasses.fake_tensor
     import torch.distributed._tools.mem_tracker  # noqa: F401
 
+    import vram_guard.simulate.tracing.run  # noqa: F401
+
 
 def _peak_host_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

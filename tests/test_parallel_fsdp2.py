@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -230,9 +231,9 @@ def test_the_loss_is_called_with_what_apply_returns():
 def test_bad_input_is_refused_before_any_work():
     with pytest.raises(InvalidInputError, match="returned a NoneType"):
         traced(Parallel(2, apply=lambda model, mesh: None))
-    with pytest.raises(InvalidInputError, match="blocks.9"):
+    with pytest.raises(InvalidInputError, match=r"blocks\.9"):
         traced(Parallel(2, kind="fsdp2", blocks=("blocks.9",)))
-    with pytest.raises(UnsupportedTechniqueError, match="Parallel\\(offload=True\\)"):
+    with pytest.raises(UnsupportedTechniqueError, match=r"Parallel\(offload=True\)"):
         traced(Parallel(2, kind="fsdp2"), recipe=Recipe(parameters_on_host=("blocks.0",)))
 
     class Tied(Net):
@@ -315,3 +316,19 @@ def test_more_ranks_than_rows_take_a_row_each():
     timeline = traced(Parallel(2**10, kind="fsdp2"))
     gathered = max(c.bytes.base for c in timeline.collectives)
     assert gathered == 2**10 * sum(p[0].numel() for p in Net().blocks[0].parameters()) * 4
+
+
+def test_collectives_run_on_streams_of_their_own_and_gathered_memory_with_them():
+    timeline = traced(LAYOUTS["hsdp"])
+    streams = {(c.name, c.dimension): c.stream for c in timeline.collectives if c.phase != "optimizer"}
+    assert len(set(streams.values()) | {0}) == 4
+    sharded = streams["reduce_scatter_tensor", "shard"]  # where it is reduced, the gradient stays
+    assert {b.stream for b in timeline.blocks if b.category == "gradients"} == {0, sharded}
+    assert timeline.at(2).by_stream[sharded] > 0
+
+
+def test_a_timeline_of_the_users_own_code_travels_to_another_process():
+    timeline = pickle.loads(pickle.dumps(traced(Parallel(2, apply=lambda model, mesh: model.to_empty(device="cuda")))))
+    assert timeline.at(2).peak_allocated
+    with pytest.raises(InvalidInputError, match="only in the process"):
+        timeline.parallel.apply(None, None)

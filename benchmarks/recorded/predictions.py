@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -33,18 +32,8 @@ class Run:
     """The step of the two traced ones that was recorded; a run that recorded its first step ended with it."""
 
 
-class Names:
-    """The names of a source's loop that live until they are assigned again, while the next forward runs.
-
-    The loss itself is such a name too, which the trace keeps by itself.
-    """
-
-    output: Any = None
-
-
 def medium_training(context: int, precision: str) -> Run:
     """``memory_profile`` of Wedsonlin/assignment2-systems: five steps before the recorded one."""
-    names = Names()
 
     def batch(size: int) -> dict[str, torch.Tensor]:
         shapes = {"warm_up": lm_medium.WARM_UPS, "recorded": 1}
@@ -54,12 +43,12 @@ def medium_training(context: int, precision: str) -> Run:
             for name, count in shapes.items()
         }
 
-    def loss(model: lm_medium.LanguageModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        names.output = model(batch["warm_up_inputs"][0])
-        return lm_medium.cross_entropy(names.output, batch["warm_up_targets"][0])
+    def loss(model: lm_medium.LanguageModel, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(batch["warm_up_inputs"][0])
+        return lm_medium.cross_entropy(logits, batch["warm_up_targets"][0]), logits
 
     step = TrainingStep(
-        lambda: lm_medium.LanguageModel(context), batch, loss, lm_medium.AdamW, precision, zero_grad="after_step"
+        lambda: lm_medium.LanguageModel(context), batch, loss, lm_medium.AdamW, precision, keeps="outputs"
     )
     return Run(step, lm_medium.BATCH, (8, 9), recorded_step=2)
 
@@ -83,27 +72,32 @@ def medium_inference(context: int, precision: str) -> Run:
 
 def billions_training(context: int) -> Run:
     """``run_memory_foward_fullstep`` of kkaitlyn111/cs336-a2-systems: the first step of all is recorded."""
-    names = Names()
 
-    def loss(model: lm_2_7b.LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-        names.output = model(tokens)
-        return lm_2_7b.cross_entropy(names.output, tokens)
+    def loss(model: lm_2_7b.LanguageModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(tokens)
+        return lm_2_7b.cross_entropy(logits, tokens), logits
 
     step = TrainingStep(
-        lambda: lm_2_7b.LanguageModel(context), _tokens(context), loss, lm_2_7b.AdamW, zero_grad="before_forward"
+        lambda: lm_2_7b.LanguageModel(context),
+        _tokens(context),
+        loss,
+        lm_2_7b.AdamW,
+        zero_grad="before_forward",
+        keeps="outputs",
     )
     return Run(step, lm_2_7b.BATCH, (9, 0), recorded_step=1)
 
 
 def billions_forward(context: int, precision: str) -> Run:
     """The same for a forward alone, with gradients switched on: everything is kept for a backward that never comes."""
-    names = Names()
 
-    def forward(model: lm_2_7b.LanguageModel, tokens: torch.Tensor) -> None:
+    def forward(model: lm_2_7b.LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
-            names.output = model(tokens)
+            return model(tokens)
 
-    step = TrainingStep(lambda: lm_2_7b.LanguageModel(context), _tokens(context), forward, None, precision)
+    step = TrainingStep(
+        lambda: lm_2_7b.LanguageModel(context), _tokens(context), forward, None, precision, keeps="outputs"
+    )
     return Run(step, lm_2_7b.BATCH, (9, 0), recorded_step=1)
 
 

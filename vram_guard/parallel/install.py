@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from vram_guard.parallel.spec import Parallel
 
+Installer = Callable[["nn.Module", "Parallel", Any], "nn.Module"]
+
 #: ``torch.distributed.fsdp.fully_shard`` is public since this release.
 FULLY_SHARD_SINCE = (2, 6)
 
@@ -55,7 +57,8 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
     """
     check(model, parallel)
     if parallel.apply is None:
-        return _INSTALLERS[str(parallel.kind)](model, parallel, mesh)
+        put_on: Installer = _INSTALLERS[str(parallel.kind)]
+        return put_on(model, parallel, mesh)
     from torch import nn
 
     made = parallel.apply(model, mesh)
@@ -116,7 +119,7 @@ def _fully_shard(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
     }
     for name in blocks_of(model, parallel):
         fully_shard(model.get_submodule(name), reshard_after_forward=parallel.reshard, **settings)
-    fully_shard(model, **settings, **({} if parallel.reshard else {"reshard_after_forward": False}))
+    fully_shard(model, reshard_after_forward=None if parallel.reshard else False, **settings)
     return model
 
 
@@ -131,4 +134,4 @@ def _check_torch() -> None:
         raise UnsupportedTechniqueError(_("this torch was built without torch.distributed"))
 
 
-_INSTALLERS: dict[str, Callable[[Any, Parallel, Any], Any]] = {"fsdp2": _fully_shard, "hsdp": _fully_shard}
+_INSTALLERS: dict[str, Installer] = {"fsdp2": _fully_shard, "hsdp": _fully_shard}

@@ -97,7 +97,8 @@ class Parallel:
         self._set("gpus", checked_count("gpus", self.gpus))
         if self.gpus > MOST_GPUS:
             raise InvalidInputError(_("gpus must be at most {most}, not {value}", most=MOST_GPUS, value=self.gpus))
-        self._set("node", min(checked_count("node", self.node or GPUS_OF_A_NODE), self.gpus))
+        if self.node is not None:
+            self._set("node", checked_count("node", self.node))
         self._set("tensor", checked_count("tensor", self.tensor))
         self._check_kind()
         self._check_division()
@@ -109,6 +110,10 @@ class Parallel:
             one_of("init", self.init, ("meta", "cpu", "cuda"))
         if self.blocks is not None:
             self._set("blocks", _checked_names(self.blocks))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process, where the user's own code cannot be called."""
+        return {**vars(self), "apply": None if self.apply is None else _elsewhere}
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -163,8 +168,6 @@ class Parallel:
                         ranks=self.data_ranks,
                     )
                 )
-        elif self.kind == "hsdp":
-            self._set("replicate", self.nodes)
 
     def _check_sharding_options(self) -> None:
         shards = self.kind in (None, *_BY_BLOCK)
@@ -202,7 +205,7 @@ class Parallel:
 
     @property
     def gpus_of_a_node(self) -> int:
-        """GPUs of a node, or of the training where it has fewer."""
+        """GPUs of a node: ``node``, or 8 where that is None, or all of them where there are fewer."""
         return min(self.node or GPUS_OF_A_NODE, self.gpus)
 
     @property
@@ -220,7 +223,12 @@ class Parallel:
         """Ranks over which a parameter is divided by sharding; 1: none."""
         if self.kind in ("ddp", "zero1", "deepspeed1", "deepspeed2"):
             return 1
-        return self.data_ranks // (self.replicate or 1)
+        return self.data_ranks // self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Times that the sharded model is repeated; 1 unless for "hsdp" or ``apply``."""
+        return self.replicate or (self.nodes if self.kind == "hsdp" else 1)
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -230,9 +238,9 @@ class Parallel:
         layers are divided.
         """
         made: dict[str, int] = {}
-        if self.replicate is not None:
-            made["replicate"] = self.replicate
-        made["shard" if self.kind in (None, *_BY_BLOCK) else "data"] = self.data_ranks // (self.replicate or 1)
+        if self.replicate is not None or self.kind == "hsdp":
+            made["replicate"] = self.replicas
+        made["shard" if self.kind in (None, *_BY_BLOCK) else "data"] = self.data_ranks // self.replicas
         if self.tensor > 1:
             made["tensor"] = self.tensor
         return made
@@ -240,6 +248,10 @@ class Parallel:
     def with_(self, **changes: Any) -> Parallel:
         """The same layout with some fields changed."""
         return replace(self, **changes)
+
+
+def _elsewhere(_model: nn.Module, _mesh: Any) -> nn.Module:
+    raise InvalidInputError(_("apply can be called only in the process that has it"))
 
 
 def _checked_dtype(name: str, value: object) -> str | None:

@@ -53,16 +53,16 @@ def comparison_dict(answer: Comparison) -> dict[str, Any]:
             "chosen": None if chosen is None else chosen.name,
             "prefer": answer.prefer,
             "batch_size": answer.batch_size,
-            "usable": answer.budget.usable,
-            "budget": answer.budget.explain(),
+            "usable": answer.compared_budget.usable,
+            "budget": answer.compared_budget.explain(),
             "variants": [_variant_dict(row) for row in answer.rows],
         }
     return {
         "kind": "comparison",
         "all_fit": answer.all_fit,
-        "usable": answer.budget.usable,
+        "usable": answer.compared_budget.usable,
         "total": answer.budget.total,
-        "budget": answer.budget.explain(),
+        "budget": answer.compared_budget.explain(),
         "configurations": [_configuration_dict(answer, row) for row in answer.rows],
     }
 

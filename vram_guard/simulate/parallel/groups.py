@@ -1,13 +1,14 @@
 """Pretended ranks: a process group whose collectives do nothing, in a world of its own.
 
-``torch.distributed`` keeps its groups in one object of the process, which it calls an extension point for tests. A trace
-puts another in its place, so that a training that runs in this process finds its own groups untouched afterwards.
+``torch.distributed`` keeps its groups in one object of the process, which it calls an extension point. A trace puts
+another in its place, so that a training that runs in this process finds its own groups untouched afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.parallel.meshes import make_mesh
@@ -37,7 +38,8 @@ def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
     with _own_world():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.gpus)
         if len(parallel.dimensions) == 1:  # the mesh then has the default group, which nobody has named
-            dist.group.WORLD._set_group_desc(f"{_MESH}{next(iter(parallel.dimensions))}")
+            world: Any = dist.group.WORLD
+            world._set_group_desc(f"{_MESH}{next(iter(parallel.dimensions))}")
         yield make_mesh(parallel)
 
 
@@ -57,6 +59,7 @@ def dimension_of(group: Any) -> str:
 @contextlib.contextmanager
 def _own_world() -> Iterator[None]:
     import torch.distributed.distributed_c10d as c10d
+    from torch._C._distributed_c10d import _unregister_process_group
 
     world = _world_class()()
     _forget_meshes()
@@ -66,7 +69,7 @@ def _own_world() -> Iterator[None]:
         finally:
             _forget_meshes()
             for group in world.pg_map:
-                c10d._unregister_process_group(group.group_name)  # type: ignore[attr-defined]
+                _unregister_process_group(group.group_name)
 
 
 def _world_class() -> Any:
@@ -83,8 +86,13 @@ def _world_class() -> Any:
         group_count = 0
 
     for name in _TABLES:
-        setattr(World, name, property(lambda self, name=name: self._own[name]))
+        setattr(World, name, property(partial(_table, name)))
     return World
+
+
+def _table(name: str, world: Any) -> dict[Any, Any]:
+    table: dict[Any, Any] = world._own[name]
+    return table
 
 
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")

@@ -13,7 +13,8 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.groups import pretended_ranks
-from vram_guard.simulate.parallel.sharding import fsdp_followed
+from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
+from vram_guard.simulate.private_api import PARALLEL_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,7 @@ def one_rank(
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
+    check_names(PARALLEL_NAMES)
     with fsdp_followed(model, recorder, state), _losses_stay_parallel(), pretended_ranks(parallel, rank) as mesh:
         yield mesh
 

@@ -293,8 +293,8 @@ class _Run:
         self.mode.purity.install(model, self.watched)
         if parallel is not None:
             model = divided(model, parallel, mesh, recorder)
-            for kind, tensors in (("buffers", model.buffers()), ("parameters", model.parameters())):
-                recorder.classify([inner for tensor in tensors for inner in inner_tensors(tensor)], kind)
+            recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
+            recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         for parameter in model.parameters():
             if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
