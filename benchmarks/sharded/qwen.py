@@ -38,7 +38,7 @@ def qwen() -> TrainingStep:
         optimizer=lambda weights: torch.optim.AdamW(list(weights), lr=3e-5),
         zero_grad="before_forward",
         keeps="outputs",
-        parallel=Parallel(gpus=8, apply=_sharded),
+        parallel=Parallel(gpus=8, apply=_sharded, init="cpu"),
     )
 
 
