@@ -6,13 +6,16 @@ whoever asks for it: the recording knows nothing of the trace that it is compare
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vram_guard import Parallel, TrainingStep
@@ -23,13 +26,13 @@ WIDTH = 48
 
 
 class Block(nn.Module):
-    """Odd sizes: 36 rows are no multiple of 8 ranks, 5 of no number of ranks."""
+    """Odd sizes: 9 elements are no multiple of 2 or 4 ranks."""
 
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(WIDTH, 3 * WIDTH)
         self.down = nn.Linear(3 * WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(5))
+        self.scale = nn.Parameter(torch.ones(9))
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x))) * self.scale.sum()
@@ -47,13 +50,13 @@ def loss(model, inputs):
     return model(inputs).square().mean()
 
 
-def optimizer(weights):
-    return torch.optim.SGD(list(weights), lr=0.1, momentum=0.9, foreach=True)
+def optimizer(weights, foreach=True):
+    return torch.optim.SGD(list(weights), lr=0.1, momentum=0.9, foreach=foreach)
 
 
-def step_of(parallel, **changes):
+def step_of(case):
     return TrainingStep(
-        model=build, batch=batch, loss=loss, optimizer=optimizer, parallel=parallel, keeps="nothing", **changes
+        model=build, batch=batch, loss=loss, optimizer=case.optimizer, parallel=case.parallel, keeps="nothing"
     )
 
 
@@ -87,6 +90,10 @@ class Case:
     """One layout: what it is for the trace, and how it is applied."""
 
     parallel: Parallel
+    foreach: bool = True
+
+    def optimizer(self, weights):
+        return optimizer(weights, self.foreach)
 
     @property
     def ranks(self):
@@ -100,7 +107,7 @@ CASES = {
     "fsdp2 x 2, kept": Case(Parallel(gpus=2, apply=lambda m, mesh: fsdp2(m, mesh, reshard=False))),
     "ddp x 2": Case(Parallel(gpus=2, apply=ddp)),
     "hsdp 2 x 2": Case(Parallel(gpus=4, node=2, replicate=2, apply=fsdp2)),
-    "tensor 2": Case(Parallel(gpus=2, tensor=2, apply=tensor_parallel)),
+    "tensor 2": Case(Parallel(gpus=2, tensor=2, apply=tensor_parallel), foreach=False),
 }
 
 
@@ -109,7 +116,6 @@ CASES = {
 
 def rank_of(case, rank, folder):
     """One rank: two training steps under the profiler; writes its events."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.profiler import ProfilerActivity, profile
 
@@ -119,20 +125,61 @@ def rank_of(case, rank, folder):
     mesh = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     torch.manual_seed(0)
     model = CASES[case].parallel.apply(build(), mesh)
-    made = optimizer(model.parameters())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    made = CASES[case].optimizer(model.parameters())
+    with nothing_left_in_gloo(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        inputs = None
         for _ in range(STEPS):
-            one_step(model, made)
+            inputs = one_step(model, made, inputs)
     events = recorded(profiled)
     (Path(folder) / f"{case}.{rank}.json").write_text(json.dumps(events))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def one_step(model, made):
-    loss(model, batch(SAMPLES)).backward()
+def one_step(model, made, _old):
+    """The names of a plain loop: the old batch dies when the new one comes, the loss when the step is over."""
+    del _old
+    inputs = batch(SAMPLES)
+    value = loss(model, inputs)
+    value.backward()
     made.step()
+    del value
     made.zero_grad()
+    return inputs
+
+
+def users_of(tensor):
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def nothing_left_in_gloo():
+    """Gloo's threads drop a tensor some time after the collective is over, NCCL has none: wait until they have."""
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    before = {name: getattr(dist, name) for name in names}
+
+    def waiting(original):
+        def collective(*args, **settings):
+            tensors = [one for one in (*args, *settings.values()) if isinstance(one, torch.Tensor)]
+            counts = [users_of(one) for one in tensors]
+            # Gloo is given other tensors of the same memory, so that its references to them can be counted.
+            work = original(
+                *(one.view(one.shape) if isinstance(one, torch.Tensor) else one for one in args),
+                **{k: one.view(one.shape) if isinstance(one, torch.Tensor) else one for k, one in settings.items()},
+            )
+            while any(users_of(one) > count for one, count in zip(tensors, counts, strict=True)):
+                time.sleep(0.0005)
+            return work
+
+        return collective
+
+    for name, original in before.items():
+        setattr(dist, name, waiting(original))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(dist, name, original)
 
 
 def recorded(profiled):
