@@ -10,19 +10,20 @@ import contextlib
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from vram_guard import Parallel, TrainingStep
 
 STEPS = 2
 SAMPLES = 8
 WIDTH = 48
+COPIES = "what gloo is given"
 
 
 class Block(nn.Module):
@@ -117,8 +118,6 @@ CASES = {
 def rank_of(case, rank, folder):
     """One rank: two training steps under the profiler; writes its events."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.profiler import ProfilerActivity, profile
-
     ranks = CASES[case].ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=ranks)
     dimensions = CASES[case].parallel.dimensions
@@ -126,55 +125,47 @@ def rank_of(case, rank, folder):
     torch.manual_seed(0)
     model = CASES[case].parallel.apply(build(), mesh)
     made = CASES[case].optimizer(model.parameters())
-    with nothing_left_in_gloo(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        inputs = None
+    with gloo_apart(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = []
         for _ in range(STEPS):
-            inputs = one_step(model, made, inputs)
+            one_step(model, made, kept)
     events = recorded(profiled)
     (Path(folder) / f"{case}.{rank}.json").write_text(json.dumps(events))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def one_step(model, made, _old):
-    """The names of a plain loop: the old batch dies when the new one comes, the loss when the step is over."""
-    del _old
-    inputs = batch(SAMPLES)
-    value = loss(model, inputs)
+def one_step(model, made, kept):
+    """As a trace's loop: the old batch dies before the new one comes, the loss when the step is over."""
+    kept.clear()
+    kept.append(batch(SAMPLES))
+    value = loss(model, kept[0])
     value.backward()
     made.step()
     del value
     made.zero_grad()
-    return inputs
-
-
-def users_of(tensor):
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager
-def nothing_left_in_gloo():
-    """Gloo's threads drop a tensor some time after the collective is over, NCCL has none: wait until they have."""
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+def gloo_apart():
+    """Gloo is given copies: its threads let go of a tensor at some time after the collective, NCCL has none."""
+    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
     before = {name: getattr(dist, name) for name in names}
 
-    def waiting(original):
-        def collective(*args, **settings):
-            tensors = [one for one in (*args, *settings.values()) if isinstance(one, torch.Tensor)]
-            counts = [users_of(one) for one in tensors]
-            # Gloo is given other tensors of the same memory, so that its references to them can be counted.
-            work = original(
-                *(one.view(one.shape) if isinstance(one, torch.Tensor) else one for one in args),
-                **{k: one.view(one.shape) if isinstance(one, torch.Tensor) else one for k, one in settings.items()},
-            )
-            while any(users_of(one) > count for one, count in zip(tensors, counts, strict=True)):
-                time.sleep(0.0005)
-            return work
+    def on_copies(original):
+        def collective(*args, async_op=False, **settings):
+            with record_function(COPIES):
+                given = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
+                named = {k: one.clone() if isinstance(one, torch.Tensor) else one for k, one in settings.items()}
+                original(*given, **named)
+                for old, new in zip((*args, *settings.values()), (*given, *named.values()), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
 
         return collective
 
     for name, original in before.items():
-        setattr(dist, name, waiting(original))
+        setattr(dist, name, on_copies(original))
     try:
         yield
     finally:
