@@ -254,6 +254,12 @@ def _elsewhere(_model: nn.Module, _mesh: Any) -> nn.Module:
     raise InvalidInputError(_("apply can be called only in the process that has it"))
 
 
+def data_parallel(ranks: int) -> Parallel:
+    """DistributedDataParallel over so many processes, wherever they run."""
+    whole_nodes = ranks <= GPUS_OF_A_NODE or ranks % GPUS_OF_A_NODE == 0
+    return Parallel(gpus=ranks, node=None if whole_nodes else ranks, kind="ddp")
+
+
 def _checked_dtype(name: str, value: object) -> str | None:
     """The name of a floating dtype, given as a name or as a ``torch.dtype``."""
     if value is None:

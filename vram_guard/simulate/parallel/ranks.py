@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,9 @@ from vram_guard.parallel.install import install
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.groups import pretended_ranks
+from vram_guard.simulate.parallel.replicas import replicas_followed
 from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
 from vram_guard.simulate.private_api import PARALLEL_NAMES
 
@@ -42,6 +44,8 @@ def one_rank(
     check_names(PARALLEL_NAMES)
     with (
         fsdp_followed(model, recorder, state),
+        replicas_followed(),
+        flat_parameters_followed(recorder),
         _losses_stay_parallel(),
         pretended_ranks(parallel, rank) as mesh,
         warnings.catch_warnings(),
@@ -73,13 +77,15 @@ def put(tensors: Iterable[torch.Tensor], place: Place, recorder: Recorder) -> No
         recorder.put(tensor, place)
 
 
-def divided(model: nn.Module, parallel: Parallel, mesh: Any, recorder: Recorder) -> nn.Module:
+def divided(
+    model: nn.Module, parallel: Parallel, mesh: Any, recorder: Recorder, ddp_options: Mapping[str, Any]
+) -> nn.Module:
     """The layout put on a model, and what is not on the GPU yet moved there.
 
     Returns:
         The module that the loss is called with.
     """
-    made = install(model, parallel, mesh)
+    made = install(model, parallel, mesh, **ddp_options)
     home = "cpu" if parallel.offload else "cuda"
     places = {recorder.place_of(tensor) for tensor in (*made.parameters(), *made.buffers())}
     if "meta" in places:

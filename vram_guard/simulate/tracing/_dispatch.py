@@ -22,6 +22,7 @@ from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rule
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
+from vram_guard.simulate.parallel import dtensors
 from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._noting import OperatorNotes
@@ -84,6 +85,8 @@ class SymbolicMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            if dtensors.goes_over_lists(func):
+                return dtensors.on_parts(self.__torch_dispatch__, func, args, kwargs or {})
             return NotImplemented  # a wrapper around tensors (8-bit states): it calls again for what it wraps
         plan = self._plans.get(func)
         if plan is None:
