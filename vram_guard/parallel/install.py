@@ -42,10 +42,6 @@ def check(model: nn.Module, parallel: Parallel) -> None:
     if parallel.kind == "fsdp1" and parallel.offload:
         raise UnsupportedTechniqueError(_("fsdp1 with offload cannot be predicted; fsdp2 with offload can"))
     if parallel.tensor > 1:
-        if parallel.kind in _WHOLE and parallel.data_ranks > 1:
-            raise UnsupportedTechniqueError(
-                _("{kind} with tensor parallelism cannot be predicted; fsdp2 and hsdp can", kind=parallel.kind)
-            )
         _tensor.plan_of(model, parallel.tensor)
     if parallel.kind not in _WHOLE and (parallel.shards > 1 or parallel.blocks):
         blocks_of(model, parallel)
