@@ -19,6 +19,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from vram_guard import Parallel, TrainingStep
+from vram_guard.parallel.install import install
 
 STEPS = 2
 SAMPLES = 8
@@ -82,10 +83,6 @@ def tensor_parallel(model, mesh):
     return model
 
 
-def ddp(model, mesh):
-    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
-
-
 @dataclass(frozen=True)
 class Case:
     """One layout: what it is for the trace, and how it is applied."""
@@ -106,7 +103,9 @@ CASES = {
     "fsdp2 x 4": Case(Parallel(gpus=4, apply=fsdp2)),
     "fsdp2 x 2, bfloat16": Case(Parallel(gpus=2, apply=lambda m, mesh: fsdp2(m, mesh, reduce=torch.float32))),
     "fsdp2 x 2, kept": Case(Parallel(gpus=2, apply=lambda m, mesh: fsdp2(m, mesh, reshard=False))),
-    "ddp x 2": Case(Parallel(gpus=2, apply=ddp)),
+    "ddp x 2": Case(Parallel(gpus=2, kind="ddp")),
+    "zero1 x 2": Case(Parallel(gpus=2, kind="zero1")),
+    "fsdp2 by blocks x 2": Case(Parallel(gpus=2, kind="fsdp2", blocks=("0", "1", "2"))),
     "hsdp 2 x 2": Case(Parallel(gpus=4, node=2, replicate=2, apply=fsdp2)),
     "tensor 2": Case(Parallel(gpus=2, tensor=2, apply=tensor_parallel), foreach=False),
 }
@@ -123,7 +122,7 @@ def rank_of(case, rank, folder):
     dimensions = CASES[case].parallel.dimensions
     mesh = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     torch.manual_seed(0)
-    model = CASES[case].parallel.apply(build(), mesh)
+    model = install(build(), CASES[case].parallel, mesh)
     made = CASES[case].optimizer(model.parameters())
     with gloo_apart(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = []
