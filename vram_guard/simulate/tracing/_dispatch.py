@@ -61,6 +61,7 @@ class SymbolicMode(TorchDispatchMode):
         self.capability = capability
         self.matmuls = Matmuls(recorder, capability)
         self.meter = CostMeter(recorder)
+        recorder.streams.counted = lambda: self.meter.counted
         self.placement = Placement(recorder, mixed=on_cpu or building)
         self._place: Place = "cuda"
         """Where the operator that runs has its tensors."""
@@ -341,7 +342,7 @@ class SymbolicMode(TorchDispatchMode):
             host_blocks=recorder.host.blocks(),
             host_events=tuple(recorder.host.events),
             changes=self.purity.changes(),
-            collectives=tuple(recorder.collectives),
+            collectives=recorder.collectives(),
             deferred=recorder.deferred(),
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),
