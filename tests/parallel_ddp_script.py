@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard import Parallel
+from vram_guard.parallel.data_parallel import divided_states
 from vram_guard.parallel.install import install
 from vram_guard.parallel.meshes import make_mesh
 
@@ -30,6 +31,8 @@ class Partly(Net):
         self.idle = nn.Parameter(torch.ones(7))
 
 
+#: The case whose optimizer states are divided.
+DIVIDED = "zero1"
 #: name -> (model, arguments of DistributedDataParallel)
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "as it comes": (Net, {}),
@@ -37,6 +40,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "views": (Net, {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}),
     "static graph": (Net, {"bucket_cap_mb": 0.02, "static_graph": True}),
     "unused": (Partly, {"bucket_cap_mb": 0.02, "find_unused_parameters": True}),
+    DIVIDED: (Net, {}),
 }
 
 
@@ -67,10 +71,12 @@ def run(name: str, rank: int, folder: Path) -> None:
     kind, options = CASES[name]
     torch.manual_seed(rank)
     layout = Parallel(RANKS, kind="ddp")
-    plain = kind()
+    plain, mesh = kind(), make_mesh(layout, "cpu")
     with Taken() as taken:
-        model: Any = install(plain, layout, make_mesh(layout, "cpu"), **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model: Any = install(plain, layout, mesh, **options)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if name == DIVIDED:
+            optimizer = divided_states(optimizer, mesh)
         for number in range(3):
             if number == 2:
                 followed = list(taken.sizes)  # a trace has two steps; the third one is for torch's own account
@@ -82,6 +88,12 @@ def run(name: str, rank: int, folder: Path) -> None:
         "sizes": followed,
         "buckets": [int(size) for size in said["bucket_sizes"].split(", ")],
         "rebuilt": [int(size) for size in said.get("rebuilt_bucket_sizes", "0").split(", ")],
+        "states": [
+            value.nbytes
+            for state in getattr(optimizer, "optim", optimizer).state.values()
+            for value in state.values()
+            if value.dim()
+        ],
         "weights": [float(parameter.sum()) for parameter in model.parameters()],
     }
     (folder / f"{name}.{rank}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -15,9 +15,11 @@ import torch
 from parallel_cases import Net, step
 
 from vram_guard import Parallel, Timeline, trace
-from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
-from vram_guard.parallel.data_parallel import fullest_rank
+from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
+from vram_guard.parallel.data_parallel import chosen_options, fullest_rank, options_of
+from vram_guard.private_names import PrivateName
 from vram_guard.simulate import holds_at
+from vram_guard.simulate.parallel import replicas
 from vram_guard.simulate.tracing.run import run_step
 
 AMPERE = (8, 0)
@@ -83,6 +85,14 @@ def test_installed_in_real_processes_ranks_hold_equal_weights(real: Any, name: s
     assert one == two
 
 
+@pytest.mark.parametrize("rank", range(script.RANKS))
+def test_each_rank_has_the_states_that_it_has_in_real_processes(real: Any, rank: int) -> None:
+    timeline = traced(rank, parallel=Parallel(script.RANKS, kind="zero1"))
+    states = {block.size.base for block in timeline.blocks if block.category == "optimizer_states"}
+    assert states == set(real[script.DIVIDED][rank]["states"])
+    assert held(timeline, "optimizer_states") == sum(real[script.DIVIDED][rank]["states"])
+
+
 # --- ddp --------------------------------------------------------------------------------------------------------------
 
 
@@ -122,9 +132,10 @@ def test_methods_of_the_model_are_reduced_too() -> None:
     def loss(model: Any, words: torch.Tensor) -> torch.Tensor:
         return model.training_step(words)
 
-    timeline = traced(model=Module, loss=loss, data_parallel_ranks=2)
+    timeline = traced(model=Module, loss=loss, data_parallel_ranks=2, accumulate=3)
     reduced = [one for one in timeline.collectives if one.name == "all_reduce"]
-    assert [one.step for one in reduced] == [1, 2]
+    # As frameworks do: only the last micro-batch's.
+    assert [(one.step, one.micro_batch) for one in reduced] == [(1, 1), (2, 1)]
     assert all(one.bytes.base == BYTES for one in reduced)
 
 
@@ -187,6 +198,43 @@ def test_a_trace_leaves_no_trace() -> None:
         name: list(values) for name, values in before.items()
     }
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_parameters_without_a_gradient_are_said() -> None:
+    for layout in ({"parallel": DDP}, {"data_parallel_ranks": 2}):
+        with pytest.raises(UnsupportedStepError, match="find_unused_parameters=True"):
+            traced(model=script.Partly, **layout)
+        traced(model=script.Partly, ddp_options={"find_unused_parameters": True}, **layout)
+
+
+def test_a_torch_without_the_names_counts_no_buckets_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = PrivateName("torch._C:_never_was_there", "nothing", "nowhere")
+    monkeypatch.setattr(replicas, "REDUCER_NAMES", (gone,))
+    timeline = traced(data_parallel_ranks=2)
+    assert timeline.tier == "partly symbolic"
+    assert any("_never_was_there" in note.message for note in timeline.notes)
+    assert timeline.events == traced().events
+
+
+def test_options_are_read_off_a_wrapper_and_off_arguments() -> None:
+    class Wrapper:
+        find_unused_parameters, gradient_as_bucket_view, static_graph = True, False, True
+        bucket_bytes_cap_default, bucket_bytes_cap = False, 3 * 2**20
+        broadcast_buffers = False
+
+    found = options_of(Wrapper())  # type: ignore[arg-type]
+    assert {name: found[name] for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb")} == {
+        "find_unused_parameters": True,
+        "static_graph": True,
+        "bucket_cap_mb": 3,
+    }
+    assert "gradient_as_bucket_view" not in found
+    assert len(found) == 4
+    given = {"broadcast_buffers": False, "bucket_cap_mb": 3, "process_group": object(), "static_graph": True}
+    assert chosen_options({**given, "find_unused_parameters": True}) == found
+    timeline = traced(data_parallel_ranks=2, ddp_options=chosen_options({"broadcast_buffers": False}))
+    assert not [one for one in timeline.collectives if one.name == "broadcast" and one.step == 1]
+    assert chosen_options({}) == {}
 
 
 def test_both_ways_of_saying_it_are_refused_together() -> None:

@@ -16,6 +16,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
+from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
@@ -99,6 +100,7 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         clip_grad_norm=_clipping(trainer, "norm"),
         clip_grad_value=_clipping(trainer, "value"),
         data_parallel_ranks=trainer.world_size,
+        ddp_options=chosen_options(getattr(trainer.strategy, "_ddp_kwargs", {})),
         prepare=_preparation_of(trainer, module),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )

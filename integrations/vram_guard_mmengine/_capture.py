@@ -22,6 +22,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
+from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import _optim, _refusals, _rehearsal, _symbolic_run
@@ -182,6 +183,7 @@ def capture(runner: Any) -> Captured:
         clip_grad_norm=facts.clip_grad_norm,
         clip_grad_value=facts.clip_grad_value,
         data_parallel_ranks=runner.world_size,
+        ddp_options=options_of(runner.model) if is_model_wrapper(runner.model) else {},
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
         device="cpu" if get_device() == "cpu" else "cuda",
     )

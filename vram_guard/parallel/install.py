@@ -12,6 +12,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.parallel import _tensor
 from vram_guard.parallel.data_parallel import flattened, replicated
+from vram_guard.parallel.deepspeed import STAGES, deepspeed_library
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
 from vram_guard.techniques.host_modules import shared_parameter
@@ -35,6 +36,9 @@ def check(model: nn.Module, parallel: Parallel) -> None:
         UnsupportedTechniqueError: this torch, this kind or a module of the model cannot be used so.
     """
     if parallel.apply is not None:
+        return
+    if parallel.kind in STAGES:
+        deepspeed_library()
         return
     if parallel.kind not in (*_INSTALLERS, *_WHOLE):
         raise UnsupportedTechniqueError(_("{kind} cannot be predicted yet", kind=parallel.kind))
@@ -67,6 +71,8 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any, **ddp_options: Any)
     if parallel.apply is None:
         if parallel.tensor > 1:
             _tensor.install(model, mesh_of(mesh, "tensor"))
+        if parallel.kind in STAGES:
+            return model  # the engine is made with the optimizer
         if parallel.kind in _WHOLE:
             return model if parallel.tensor > 1 else replicated(model, mesh, ddp_options)
         put_on: Installer = _INSTALLERS[str(parallel.kind)]

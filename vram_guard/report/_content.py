@@ -183,7 +183,7 @@ def streams_in_words(sizes: Sequence[int]) -> str:
     if not any(sizes[1:]):
         return ""
     return ", ".join(
-        f"{_('stream {number}', number=number) if number else _('default')} {format_bytes(size)}"
+        f"{_('stream {number}', number=number) if number else _('default stream')} {format_bytes(size)}"
         for number, size in enumerate(sizes)
         if size
     )

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.parallel.deepspeed import STAGES
 from vram_guard.parallel.install import install
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.parallel.engines import engines_followed
 from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.groups import pretended_ranks
 from vram_guard.simulate.parallel.replicas import replicas_followed
 from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
-from vram_guard.simulate.private_api import PARALLEL_NAMES
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES, PARALLEL_NAMES, REDUCER_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,13 +43,14 @@ def one_rank(
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
-    check_names(PARALLEL_NAMES)
+    check_names((*PARALLEL_NAMES, *COLLECTIVE_NAMES, *REDUCER_NAMES))
     with (
         fsdp_followed(model, recorder, state),
         replicas_followed(),
         flat_parameters_followed(recorder),
         _losses_stay_parallel(),
         pretended_ranks(parallel, rank) as mesh,
+        engines_followed(state, parallel.gpus, rank) if parallel.kind in STAGES else contextlib.nullcontext(),
         warnings.catch_warnings(),
     ):
         # FSDP's advice on what the real training does: there it is given once, here in every trace.
@@ -66,6 +69,8 @@ def first_place(model: nn.Module | Any, parallel: Parallel) -> Place:
         return parallel.init
     if parallel.kind in _FROM_GPU:
         return "cuda"
+    if parallel.kind in STAGES:
+        return "cpu"
     real = isinstance(model, torch.nn.Module) and not any(is_symbolic(p) for p in model.parameters())
     return "cpu" if real else "meta"
 
@@ -86,6 +91,8 @@ def divided(
         The module that the loss is called with.
     """
     made = install(model, parallel, mesh, **ddp_options)
+    if parallel.kind in STAGES:
+        return made  # the engine moves it
     home = "cpu" if parallel.offload else "cuda"
     places = {recorder.place_of(tensor) for tensor in (*made.parameters(), *made.buffers())}
     if "meta" in places:
