@@ -236,6 +236,7 @@ def plan(
         lr_rule=lr_rule,
         dataset_size=dataset_size,
         settings=_environment_settings() if settings is None else settings,
+        dearest=None if source.most_seconds is None else source.most_seconds / cost_model.written.seconds,
         host_usable=host_usable,
         correction=correction,
     )

@@ -58,7 +58,12 @@ class CostModel:
 
     def relative(self, option: Option) -> float:
         """Step time under the option over the step time as written."""
-        return relative_cost(self.seconds(option), self.seconds(Option(self._source.precision, 1)))
+        return relative_cost(self.seconds(option), self.written)
+
+    @property
+    def written(self) -> StepTime:
+        """The predicted time of one optimizer step as its author wrote it."""
+        return self.seconds(Option(self._source.precision, 1))
 
     def seconds(self, option: Option) -> StepTime:
         """The predicted time of one optimizer step under the option."""

@@ -241,20 +241,26 @@ class SpreadSearch:
             if least_time and best is not None and seconds is not None and seconds > best * (1 + TIME_STEP):
                 slower = Reason(Why.COSTS_MORE_THAN, factor=f"{seconds / best:.2f}")
                 return None, Way(gpus, layout, fits=False, seconds=seconds, why=slower)
-            return self._planned(gpus, layout, total, wires)
+            return self._planned(gpus, layout, total, wires, best)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             return None, Way(gpus, layout, fits=False, why=_failure(error))
 
-    def _planned(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> tuple[Plan, Way]:
-        """The plan of one layout, with the time that a step takes under it."""
+    def _planned(
+        self, gpus: int, layout: Parallel | None, total: int, wires: Topology, best: float | None = None
+    ) -> tuple[Plan, Way]:
+        """The plan of one layout, with the time that a step takes under it; nothing that takes longer than ``best``."""
         batch = shares(gpus, layout, total)
-        plan = self.plan_source(self._source(layout, wires), batch, self._budget(layout, wires), self.allowed)
+        source = replace(self._source(layout, wires), most_seconds=best)
+        plan = self.plan_source(source, batch, self._budget(layout, wires), self.allowed)
         taken = None
         if plan.timeline is not None:
             taken = _seconds(plan.timeline, plan.micro_batch_size, self.budget, wires, plan.accumulate)
         changes = Option(plan.precision, plan.splits, plan.recipe)
         said = changes.words(batch, plan.precision_before) if plan.changed else ""
-        return plan, Way(gpus, layout, plan.fits, said, plan.peak, taken, "" if plan.fits else _why_not(plan))
+        why: Reason | str = ""
+        if not plan.fits:
+            why = _why_not(plan) if best is None else Reason(Why.NOT_FASTER)
+        return plan, Way(gpus, layout, plan.fits, said, plan.peak, taken, why)
 
     def _budget(self, layout: Parallel | None, wires: Topology) -> Budget:
         return self.budget if layout is None else less_nccl(self.budget, outside_allocator(layout, wires))

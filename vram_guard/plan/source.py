@@ -72,6 +72,8 @@ class Source:
     """True if slices run their forward once more in the backward pass."""
     topology: Topology | None = None
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
+    most_seconds: float | None = None
+    """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
 
