@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -51,11 +52,26 @@ def one_rank(
         _losses_stay_parallel(),
         pretended_ranks(parallel, rank) as mesh,
         engines_followed(state, parallel.gpus, rank) if parallel.kind in STAGES else contextlib.nullcontext(),
-        warnings.catch_warnings(),
+        _no_advice(),
     ):
-        # FSDP's advice on what the real training does: there it is given once, here in every trace.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         yield mesh
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """FSDP and DTensor give advice on the training, once: it is for the real one, and would come with every trace."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+
+    def quiet(_record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(quiet)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+            yield
+    finally:
+        logger.removeFilter(quiet)
 
 
 def first_place(model: nn.Module | Any, parallel: Parallel) -> Place:
