@@ -133,11 +133,23 @@ def test_traces_are_the_same_each_time_and_follow_the_law() -> None:
     assert (timeline.streams, timeline.deferred) == (direct.streams, direct.deferred)
 
 
-def test_a_step_whose_streams_depend_on_the_batch_has_no_law() -> None:
-    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
-        return beside(net, inputs) if len(inputs) > 2 else as_written(net, inputs)
+@pytest.mark.parametrize("most", [2, 3], ids=["seen by the law", "seen by its check"])
+@pytest.mark.parametrize("how", ["selected", "noted"])
+def test_a_step_whose_streams_depend_on_the_batch_has_no_law(most: int, how: str) -> None:
+    """Traces have 2 and 3 samples; what follows from them is compared with one of 7."""
 
-    assert trace(step(code)).retrace is not None
+    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
+        larger = len(inputs) > most
+        with torch.cuda.stream(side(net) if larger and how == "selected" else torch.cuda.default_stream()):
+            taken = inputs.mul(2)
+        if larger and how == "noted":
+            taken.record_stream(side(net))
+        del taken
+        return as_written(net, inputs)
+
+    whole = step(code)
+    assert len({run_step(whole, size, AMPERE).events for size in (2, 3, 7)}) == 1  # nothing else differs
+    assert trace(whole, check_at=7, checked=most > 2).retrace is not None
 
 
 def test_a_stream_made_by_the_constructor_is_the_same_one_in_every_trace() -> None:
