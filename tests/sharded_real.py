@@ -123,6 +123,7 @@ CASES = {
 def rank_of(case, rank, folder):
     """One rank: two training steps under the profiler; writes its events."""
     from torch.distributed.device_mesh import init_device_mesh
+
     ranks = CASES[case].ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=ranks)
     dimensions = CASES[case].parallel.dimensions
@@ -188,8 +189,10 @@ def recorded(profiled):
         if node.tag.name == "Allocation":
             fields = node.extra_fields
             found.append((node.start_time_ns, number, fields.alloc_size, fields.ptr, path))
+        else:
+            path = [*path, f"{node.name}@{node.start_time_ns}"]
         for child in node.children:
-            visit(child, path if node.tag.name == "Allocation" else [*path, f"{node.name}@{node.start_time_ns}"], number)
+            visit(child, path, number)
 
     roots = profiled.profiler.kineto_results.experimental_event_tree()
     for root in roots:
@@ -200,9 +203,9 @@ def recorded(profiled):
 
 def main(folder):
     """Each case in turn, its ranks as forks of this process, which has imported torch once."""
-    for case in CASES:
+    for case, layout in CASES.items():
         children = []
-        for rank in range(CASES[case].ranks):
+        for rank in range(layout.ranks):
             child = os.fork()
             if not child:
                 code = 1

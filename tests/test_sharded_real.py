@@ -65,7 +65,7 @@ def real_events(recording):
             ends[alive.pop(address)] = index
     begins = {end: begin for begin, end in ends.items()}
     numbers, found = {}, []
-    for index, (size, _address, path) in enumerate(recording):
+    for index, (size, _address, _path) in enumerate(recording):
         begin = index if size > 0 else begins.get(index)
         if begin is None or not counts(recording, begin, ends.get(begin)):
             continue

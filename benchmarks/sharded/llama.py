@@ -1,8 +1,8 @@
 """Llama 2 and 3, written so that a training step takes and gives back memory as torchtitan's does.
 
-What counts for memory was read in torchtitan's ``models/llama/model.py`` and ``models/norms.py`` (9dec370, December 2024;
-02923f0, March 2024): which operators run in which order and dtype, and which names are alive while they do. Weights are
-never initialised: nothing here has values.
+What counts for memory was read in torchtitan's ``models/llama/model.py`` and ``models/norms.py`` (9dec370, December
+2024; 02923f0, March 2024): which operators run in which order and dtype, and which names are alive while they do.
+Weights are never initialised: nothing here has values.
 """
 
 from __future__ import annotations

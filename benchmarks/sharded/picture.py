@@ -47,9 +47,7 @@ def figures() -> list[dict[str, Any]]:
         step = recipe.step()
         if parallel is not None:
             whole = parallel.kind in ("ddp", "zero1")
-            step = step.with_(
-                parallel=parallel, precision="bf16-mixed" if whole else "32-true", model=_built(recipe)
-            )
+            step = step.with_(parallel=parallel, precision="bf16-mixed" if whole else "32-true", model=_built(recipe))
         with flash_attention():
             timeline = trace_at(step, 1, compute_capability=find_gpu(CARD).compute_capability)
         taken = timeline.at(1)
@@ -86,7 +84,8 @@ def svg(rows: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> str:
     scale = (WIDTH - LEFT - 90) / max(*(row["reserved"] for row in rows), card)
     height = TOP + len(rows) * (BAR + GAP) + 34
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="13">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="8" y="20" font-size="15">{words["picture_title"]}</text>',
     ]

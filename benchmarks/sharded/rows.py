@@ -1,7 +1,7 @@
 """Published rows of sharded trainings, each predicted with both kinds of segments.
 
-``data/rows.csv`` has a line for each published figure: "reserved" is ``max_memory_reserved``, "active" the peak of active
-bytes; "first step" is what the log says after the first step, "steady" after a later one.
+``data/rows.csv`` has a line for each published figure: "reserved" is ``max_memory_reserved``, "active" the peak of
+active bytes; "first step" is what the log says after the first step, "steady" after a later one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama 3 of 8B, 70B and 405B on 8 to 512 GPUs: the layout, its peak, the model's step time, and what the answer took."""
+"""Llama 3 of 8B, 70B and 405B on 8 to 512 GPUs: layout, peak, step time by the cost model, and what the answer took."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def every() -> list[dict[str, Any]]:
     for scale in SCALES:
         answer = ask(one, *scale, limit=LIMIT)
         figures = answer.result or {"error": answer.error.strip().splitlines()[-1]}
-        found.append({"model": scale.model, "gpus": scale.gpus, "layout": scale.layout, "batch": scale.batch, **figures})
+        found.append(
+            {"model": scale.model, "gpus": scale.gpus, "layout": scale.layout, "batch": scale.batch, **figures}
+        )
     return found
 
 

@@ -174,9 +174,9 @@ def _selective() -> Any:
     product = aten.mm.default
     kept = {
         product,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001 - an operator's name
+        aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - an operator's name
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,  # noqa: SLF001 - an operator's name
         aten.abs.default,
         aten.max.default,
     }
