@@ -33,6 +33,7 @@ COLORS = {
     "others": "#bbbbbb",
     "reserved": "#e8e8e8",
 }
+FONT = 'font-family="sans-serif" font-size="13"'
 WIDTH, LEFT, BAR, GAP, TOP = 820, 130, 30, 16, 58
 
 
@@ -84,8 +85,7 @@ def svg(rows: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> str:
     scale = (WIDTH - LEFT - 90) / max(*(row["reserved"] for row in rows), card)
     height = TOP + len(rows) * (BAR + GAP) + 34
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {FONT}>',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="8" y="20" font-size="15">{words["picture_title"]}</text>',
     ]
