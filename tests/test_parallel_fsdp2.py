@@ -302,14 +302,25 @@ def test_a_trace_leaves_nothing_behind_even_after_an_error():
     assert first.collectives == again.collectives
 
 
-def test_equal_meshes_of_two_worlds_are_told_apart():
-    """8 ranks are the world, or the first eight of 64: DTensor remembers meshes, which name their groups."""
-    layout = Parallel(16, kind="hsdp", replicate=2)
-    alone = traced(layout)
-    traced(Parallel(8, kind="fsdp2"))
-    after = traced(layout)
-    assert alone.collectives == after.collectives
-    assert alone.sizes(2) == after.sizes(2)
+def test_equal_meshes_of_two_traces_are_told_apart():
+    """DTensor remembers meshes, and these name groups, which are others in the next trace."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def applied(*, after_another):
+        def apply(model, mesh):
+            if after_another:
+                init_device_mesh("cuda", (4, 2))
+            pairs = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pairs", "fours"))
+            part = DTensor.from_local(torch.zeros(4, 4, device="cuda"), pairs, [Shard(0), Replicate()], run_check=False)
+            (part * 2).full_tensor()
+            return model.to_empty(device="cuda")
+
+        return traced(Parallel(8, apply=apply)).collectives
+
+    first, second = applied(after_another=False), applied(after_another=True)
+    assert {(c.name, c.ranks, c.dimension) for c in first} == {("all_gather_into_tensor", 2, "pairs")}
+    assert first == second
 
 
 def test_more_ranks_than_rows_take_a_row_each():

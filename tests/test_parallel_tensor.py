@@ -36,6 +36,7 @@ def traced(parallel, rank=0, **settings):
     return run_step(step(parallel, **{"model": Transformer, **settings}), 2, (9, 0), rank=rank)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copies (fork)")
 def test_four_real_processes_learn_what_one_learns(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests" / "parallel_gloo_script.py"), str(tmp_path / "store")]

@@ -109,7 +109,9 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
 
 _OWN_GROUP = "test_a_process_with_a_group_of_its_own_keeps_it_and_a_real_model_is_sharded_after_a_trace"
 _DIMENSIONS = "test_collectives_are_written_down_with_bytes_ranks_and_dimension"
-_TOLD_APART = "test_equal_meshes_of_two_worlds_are_told_apart"
+_SHORT_WAY = "test_events_are_those_of_the_long_way"
+_CUT_SCORES = "test_a_loss_over_cut_scores_is_computed_in_parallel_and_its_backward_too"
+_TOLD_APART = "test_equal_meshes_of_two_traces_are_told_apart"
 
 #: Only for steps over several GPUs, beside :data:`FSDP_NAMES`.
 PARALLEL_NAMES: tuple[PrivateName, ...] = (
@@ -124,6 +126,14 @@ PARALLEL_NAMES: tuple[PrivateName, ...] = (
         "caches that know meshes",
         _TOLD_APART,
     ),
+    PrivateName("torch.distributed.tensor:DTensor._local_tensor", "lists of DTensors", _SHORT_WAY),
+    PrivateName("torch.distributed.tensor:DTensor._spec", "lists of DTensors", _SHORT_WAY),
+    PrivateName("torch.distributed.tensor._dtensor_spec:DTensorSpec.placements", "lists of DTensors", _SHORT_WAY),
+    PrivateName("torch.distributed.tensor._dtensor_spec:TensorMeta", "lists of DTensors", _SHORT_WAY),
+    PrivateName(
+        "torch.distributed.tensor.parallel.loss:_disable_custom_loss_ops", "losses over cut scores", _CUT_SCORES
+    ),
+    PrivateName("torch.distributed.tensor.parallel.loss:customized_loss_ops", "losses over cut scores", _CUT_SCORES),
 )
 
 _COLLECTIVES = "test_a_trace_talks_to_no_peer"

@@ -68,7 +68,7 @@ def engines_followed(state: FakeCudaState, ranks: int, rank: int) -> Iterator[No
         for module in (runtime_utils, stage_1_and_2, stage3):
             if hasattr(module, "is_invalid_grad_norm"):
                 stack.enter_context(replaced(module, {"is_invalid_grad_norm": _no_overflow}))
-        for module in (parameter_offload, partition_parameters, partitioned_param_coordinator, utils):
+        for module in (parameter_offload, partition_parameters, partitioned_param_coordinator, stage3, utils):
             if hasattr(module, "assert_ints_same_as_other_ranks"):
                 stack.enter_context(replaced(module, {"assert_ints_same_as_other_ranks": lambda *_args: None}))
         stack.enter_context(replaced(torch, {"zeros_like": _own_meta(torch.zeros_like, state)}))
