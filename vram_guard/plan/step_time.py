@@ -16,7 +16,7 @@ an optimizer computes in host memory comes on top.
 
 What the model ignores: peaks are never reached (both compute and memory reach some 80 to 90% of theirs, so ratios
 suffer less than seconds do); caches, which make small tensors cheaper; tile and wave quantisation, which make odd
-shapes dearer; waiting for the data loader, for ``.item()`` and for other GPUs; views, whose few microseconds on the
+shapes dearer; waiting for the data loader and for ``.item()``; views, whose few microseconds on the
 host are not counted; copies that a library overlaps with computing (FSDP's prefetching); power and clocks. Compare
 plans of one step on one GPU with it. Do not read its seconds as a promise.
 """
