@@ -79,6 +79,18 @@ def test_the_first_step_alone_takes_less(monkeypatch):
     assert 0 < first.at(1).peak_allocated < timeline.at(1).peak_allocated
 
 
+def test_older_reductions_take_their_inputs_from_the_stream_that_reduces(monkeypatch):
+    monkeypatch.setitem(SIZES, "two layers", Sizes(64, 2, 4, 2, multiple_of=16, vocabulary=128))
+    now, before = (
+        rows.trace_at(Recipe("two layers", 2, 1, 64, older=older).step(), 1).blocks for older in (False, True)
+    )
+    assert [block.size for block in now] == [block.size for block in before]
+    streams = [(one.stream, other.stream) for one, other in zip(now, before, strict=True) if one.stream != other.stream]
+    assert len(streams) == 2 * 3, "a block's, a block's, the rest's, in two steps"
+    assert {one for one, _ in streams} == {0}
+    assert 0 not in {other for _, other in streams}
+
+
 def row(predicted, measured=10.0, judged=True, **details):
     facts = {
         "by": "log",

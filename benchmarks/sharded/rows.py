@@ -59,6 +59,7 @@ _7B: dict[str, Any] = {
     "positions": 2 * 32_768,
     "loss": "kept",
     "wide": True,
+    "older": True,
 }
 
 TRAININGS: dict[str, Callable[[], Training]] = {
@@ -75,8 +76,8 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     "8b-128-two": _titan(model="8B", gpus=128, batch=2),
     "8b-8-none": _titan(**_8B, checkpointing="none", wide=True),
     "8b-8-long": _titan(**_8B, length=32_768, checkpointing="full"),
-    "8b-8-a100": _titan("A100 SXM4 80GB", **_8B, loss="kept", wide=True),
-    "8b-tp4": _titan("A100 SXM4 80GB", model="8B", gpus=8, batch=4, tensor=4, wide=True),
+    "8b-8-a100": _titan("A100 SXM4 80GB", **_8B, loss="kept", wide=True, older=True),
+    "8b-tp4": _titan("A100 SXM4 80GB", model="8B", gpus=8, batch=4, tensor=4, wide=True, older=True),
     "70b-tp8": _titan(model="70B", gpus=256, batch=16, tensor=8, checkpointing="full"),
     "7b-8": _titan(**_7B),
     "7b-8-full": _titan(**_7B, checkpointing="full"),

@@ -46,6 +46,8 @@ class Recipe:
     """For which the rotation is tabled; None: the sequence's."""
     wide: bool = False
     """The model itself returns float32 (until October 2024)."""
+    older: bool = False
+    """Reduce-scatters as FSDP2 made them until June 2024 (:func:`reduce_as_before`)."""
     groups: bool = False
     """As in 2025 (b00e484): the embedding is a group of its own, norm and output another one, which stays whole."""
 
@@ -72,7 +74,10 @@ class Recipe:
         if self.tensor > 1:
             divide_layers(model, mesh["tensor"])
         checkpoint_blocks(model, self.checkpointing)
-        (shard_in_groups if self.groups else shard)(model, mesh["shard"] if self.tensor > 1 else mesh, self.reshard)
+        sharded = shard_in_groups if self.groups else shard
+        sharded(model, mesh["shard"] if self.tensor > 1 else mesh, self.reshard)
+        if self.older:
+            reduce_as_before(model)
         return model
 
     def loss_of(self, model: Any, batch: tuple[Tensor, Tensor]) -> Any:
@@ -201,6 +206,27 @@ def shard(model: Llama, mesh: Any, reshard: str) -> None:
         free = number < last if reshard == "default" else reshard == "always"
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def reduce_as_before(model: Llama) -> None:
+    """Inputs of reduce-scatters lie in the pool of the stream that reduces.
+
+    FSDP2 allocated them there until 27 June 2024; pytorch pull request 129721 moved them to the default stream.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class Before(DefaultReduceScatter):
+        def __init__(self, state: Any) -> None:
+            super().__init__()
+            self.state = state
+
+        def allocate(self, *size: Any, **settings: Any) -> Tensor:
+            with torch.cuda.stream(self.state._comm_ctx.reduce_scatter_stream):  # noqa: SLF001 - has no other name
+                return super().allocate(*size, **settings)
+
+    for module in (*model.layers.values(), model):
+        sharded: Any = module
+        sharded.set_custom_reduce_scatter(Before(sharded._get_fsdp_state()))  # noqa: SLF001 - its streams
 
 
 def shard_in_groups(model: Llama, mesh: Any, reshard: str) -> None:
