@@ -158,6 +158,24 @@ def test_a_loss_over_cut_scores_is_computed_in_parallel_and_its_backward_too():
     nn.functional.cross_entropy(scores, torch.zeros(2, dtype=torch.long)).backward()
 
 
+def test_draws_of_dtensors_are_traced_and_their_generators_are_as_before(monkeypatch):
+    from torch.distributed import tensor as distributed
+    from torch.distributed.tensor import DTensor, Shard, _random
+
+    def apply(model, mesh):
+        part = DTensor.from_local(torch.zeros(4, 4, device="cuda"), mesh["tensor"], [Shard(0)], run_check=False)
+        nn.init.trunc_normal_(part)
+        assert nn.functional.dropout(part, 0.5).to_local().shape == (4, 4)
+        distributed.rand(8, 4, device_mesh=mesh["tensor"], placements=[Shard(0)])
+        return model.to_empty(device="cuda")
+
+    for before in (None, object()):
+        monkeypatch.setattr(_random, "_rng_tracker", before)
+        traced(Parallel(4, tensor=4, apply=apply))
+        assert _random._rng_tracker is before
+    assert torch.ops.aten.native_dropout.default in DTensor._op_dispatcher._random_ops
+
+
 def test_what_cannot_be_cut_is_refused_before_any_work():
     def refused(error, match, **settings):
         with pytest.raises(error, match=match):

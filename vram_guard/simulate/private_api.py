@@ -109,6 +109,7 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
 
 _OWN_GROUP = "test_a_process_with_a_group_of_its_own_keeps_it_and_a_real_model_is_sharded_after_a_trace"
 _DIMENSIONS = "test_collectives_are_written_down_with_bytes_ranks_and_dimension"
+_GENERATORS = "test_draws_of_dtensors_are_traced_and_their_generators_are_as_before"
 _SHORT_WAY = "test_events_are_those_of_the_long_way"
 _CUT_SCORES = "test_a_loss_over_cut_scores_is_computed_in_parallel_and_its_backward_too"
 _TOLD_APART = "test_equal_meshes_of_two_traces_are_told_apart"
@@ -133,6 +134,8 @@ PARALLEL_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.distributed.tensor.parallel.loss:_disable_custom_loss_ops", "losses over cut scores", _CUT_SCORES
     ),
+    PrivateName("torch.distributed.tensor._dispatch:OpDispatcher._random_ops", "draws of DTensors", _GENERATORS),
+    PrivateName("torch.distributed.tensor._random:_rng_tracker", "generators of DTensors", _GENERATORS),
     PrivateName("torch.distributed.tensor.parallel.loss:customized_loss_ops", "losses over cut scores", _CUT_SCORES),
 )
 

@@ -67,10 +67,16 @@ def is_pretended(group: Any) -> bool:
 def _own_world() -> Iterator[None]:
     import torch.distributed.distributed_c10d as c10d
     from torch._C._distributed_c10d import _unregister_process_group
+    from torch.distributed.tensor import DTensor, _random
 
     world = _world_class()()
     _forget_meshes()
-    with replaced(c10d, {"_world": world}):
+    with (
+        replaced(c10d, {"_world": world}),
+        # DTensor's generators are those of the first mesh that it has seen; draws of a trace have no values.
+        replaced(_random, {"_rng_tracker": None}),
+        replaced(DTensor._op_dispatcher, {"_random_ops": frozenset()}),
+    ):
         try:
             yield
         finally:
