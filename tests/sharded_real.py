@@ -10,12 +10,14 @@ import contextlib
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from vram_guard import Parallel, TrainingStep
@@ -172,11 +174,19 @@ def gloo_apart():
 
         return collective
 
+    def waited(tensor):
+        result = wait_tensor(tensor)
+        time.sleep(0.005)  # called in C++, which cannot be given copies: time enough for gloo's thread to let go
+        return result
+
+    wait_tensor = _functional_collectives.wait_tensor
+    _functional_collectives.wait_tensor = waited
     for name, original in before.items():
         setattr(dist, name, on_copies(original))
     try:
         yield
     finally:
+        _functional_collectives.wait_tensor = wait_tensor
         for name, original in before.items():
             setattr(dist, name, original)
 
