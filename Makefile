@@ -14,7 +14,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published recorded gpu-measure gpu-compare test-matrix mutants messages clean
+.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -86,6 +86,9 @@ bench-published: $(STAMP) ## predict what others measured and published, beside 
 	test -d $(PUBLISHED)/torchvision || { $(PYTHON) -m venv $(PUBLISHED)/torchvision && \
 		$(PUBLISHED)/torchvision/bin/python -m pip install --quiet torch torchvision timm rich nvidia-ml-py; }
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/published --rows --libraries $(PUBLISHED) --json bench-published.json
+
+bench-sharded: $(STAMP) ## predict what others measured on several GPUs; writes docs/*/sharded.md and pictures of layouts
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.sharded --json bench-sharded.json
 
 recorded: $(STAMP) ## replay and predict what others recorded of the allocator on GPUs; writes docs/*/recorded.md
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.recorded

@@ -238,7 +238,7 @@ def refuse(row: Record) -> list[Row]:
     if "gpus" not in row or row["gpus"] != "1":
         if row["model"].startswith("HF "):
             raise NotReproducible("four GPUs, with DeepSpeed or FSDP and offload (the script's name says neither)")
-        raise NotReproducible("parameters sharded over several GPUs: a TrainingStep describes whole copies (DDP)")
+        raise NotReproducible("several GPUs: benchmarks/sharded predicts them, or says why not")
     if "finetune_lora.md" in source:
         raise NotReproducible("how long its sequences are is not stated")
     if source == "meta-pytorch/torchtune README.md":

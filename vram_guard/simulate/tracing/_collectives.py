@@ -73,6 +73,8 @@ def answer(
 
     operator = func._schema.name.split("::")[1]
     if func.namespace in _FUNCTIONAL:
+        if operator == "_wrap_tensor_autograd" and is_symbolic(args[0]):
+            return torch.ops.aten.alias.default(args[0])  # wraps the same memory; torch's code for shapes makes a copy
         if operator in _WAITING:
             return otherwise()
         if all(is_symbolic(tensor) for tensor in tensors_in(args)):

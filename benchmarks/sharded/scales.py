@@ -1,0 +1,87 @@
+"""Llama 3 of 8B, 70B and 405B on 8 to 512 GPUs: layout, peak, step time by the cost model, and what the answer took."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any, NamedTuple
+
+from benchmarks.harness.workers import ask
+from benchmarks.sharded.picture import CARD
+from benchmarks.sharded.torchtitan import Recipe, flash_attention
+
+NODE, LINK = 8, "nvlink,ib400"
+LIMIT = 240.0
+
+
+class Scale(NamedTuple):
+    """One row: the model, how many GPUs, and how many of them divide each layer."""
+
+    model: str
+    gpus: int
+    tensor: int = 1
+    batch: int = 1
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        shards = self.gpus // self.tensor
+        return f"FSDP2 {shards}" + (f" × TP {self.tensor}" if self.tensor > 1 else "")
+
+
+SCALES = (
+    Scale("8B", 8),
+    Scale("8B", 64),
+    Scale("8B", 512),
+    Scale("70B", 32),
+    Scale("70B", 64),
+    Scale("70B", 64, 8),
+    Scale("70B", 512, 8, 8),
+    Scale("405B", 256, 8),
+    Scale("405B", 512),
+    Scale("405B", 512, 8, 2),
+)
+
+
+def every() -> list[dict[str, Any]]:
+    """A row for each scale; an error in place of figures."""
+    found = []
+    for scale in SCALES:
+        answer = ask(one, *scale, limit=LIMIT)
+        figures = answer.result or {"error": answer.error.strip().splitlines()[-1]}
+        found.append(
+            {"model": scale.model, "gpus": scale.gpus, "layout": scale.layout, "batch": scale.batch, **figures}
+        )
+    return found
+
+
+def one(model: str, gpus: int, tensor: int, batch: int) -> dict[str, Any]:
+    """In a worker: the rank's peaks with both kinds of segments, the step's time by the cost model, seconds, host."""
+    from vram_guard import AllocatorSettings
+    from vram_guard.budget.catalogue import find_gpu
+    from vram_guard.parallel.links import topology
+    from vram_guard.plan.communication import communication
+    from vram_guard.plan.step_time import step_seconds
+    from vram_guard.simulate import trace_at
+
+    card = find_gpu(CARD)
+    recipe = Recipe(model, gpus, batch, tensor=tensor, checkpointing="full")
+    start, used = time.perf_counter(), time.process_time()
+    with flash_attention():
+        timeline = trace_at(
+            recipe.step(), batch, compute_capability=card.compute_capability, multiprocessors=card.multiprocessors
+        )
+    traced, spent = time.perf_counter() - start, time.process_time() - used
+    settings = {"default": AllocatorSettings(), "expandable": AllocatorSettings(expandable_segments=True)}
+    peaks = {name: timeline.at(batch, settings=one).peak_reserved for name, one in settings.items()}
+    wires = topology(LINK, gpus=gpus, node=NODE, gpu=card)
+    waited = communication(timeline, batch, card, wires)
+    return {
+        **peaks,
+        "traced": traced,
+        "processor": spent,
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "step": (step_seconds(timeline, batch, card) + waited.step_time).seconds,
+        "exposed": waited.exposed,
+        "events": len(timeline.events),
+    }
