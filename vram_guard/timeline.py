@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
@@ -33,6 +34,9 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 #: Which workspaces of convolutions count: those of known size; also those of unknown size, each with the most that it
 #: may take; or none.
 Workspaces = Literal["known", "most", "none"]
+
+#: When memory that another stream uses is free again: where the program frees it, or as late as it may be.
+Frees = Literal["at once", "late"]
 
 PhaseName = Literal["setup", "batch", "forward", "backward", "optimizer"]
 
@@ -87,6 +91,8 @@ class Block(NamedTuple):
     """What decides over the size instead of ``size``."""
     unknown: bool = False
     """A workspace of unknown size; ``size``, the most of usual kernels, counts in a peak's upper end alone."""
+    stream: int = 0
+    """The CUDA stream whose pool it is taken from, numbered as the step meets them; 0: the default stream."""
 
     def bytes_at(self, batch_size: int, card: Card = ASSUMED_CARD) -> int:
         """Requested bytes at this batch size on this card; 0 where the size is unknown."""
@@ -114,6 +120,18 @@ class Phase(NamedTuple):
     """Optimizer step, from 1; 0 for set-up."""
     start: int
 
+
+class Deferred(NamedTuple):
+    """A free of memory that another stream uses (``Tensor.record_stream``): the GPU decides when it happens."""
+
+    free: int
+    """Index of the event; at the earliest it happens there."""
+    until: int
+    """Index of the event before which it has surely happened."""
+
+
+#: Why a reserved peak has a range. "workspaces": cuDNN's are of unknown size; "streams": frees wait for other streams.
+UpperReason = Literal["workspaces", "streams"]
 
 #: The name of what synchronised batch normalisation does with the other processes.
 SYNCHRONISED_NORM = "SyncBatchNorm"
@@ -253,7 +271,12 @@ class Estimate:
     releases: Releases | None = field(default=None, compare=False)
     """The releases that this holds for; None where that is not known."""
     peak_upper: int = 0
-    """The reserved peak with the most that usual kernels take as unknown workspaces; 0 where none is unknown."""
+    """The upper end of the reserved peak: with the most that usual kernels take as unknown workspaces, and with frees
+    that wait for other streams as late as they may be; 0 where there is neither."""
+    upper_reasons: tuple[UpperReason, ...] = ()
+    """What ``peak_upper`` allows for."""
+    by_stream: tuple[int, ...] = ()
+    """Bytes alive at the allocated peak on each CUDA stream, the default one first; empty where there is no other."""
     network: Network | None = None
     """The kind of network, by the operators of the step; None: not known."""
     cudnn: CudnnAnswers | None = None
@@ -315,6 +338,8 @@ class Timeline:
     """What the forwards of watched modules change; empty where none were watched."""
     collectives: tuple[Collective, ...] = ()
     """The calls of both steps for which several processes wait for each other, in order."""
+    deferred: tuple[Deferred, ...] = ()
+    """The frees that may happen later than where they stand among ``events``, in order."""
     releases: Releases = field(default_factory=Releases.here, repr=False, compare=False)
     """The releases that it was traced with."""
     network: Network | None = None
@@ -326,7 +351,8 @@ class Timeline:
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process, where the step cannot be traced."""
-        return {**vars(self), "retrace": None if self.retrace is None else _untraceable}
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**state, "retrace": None if self.retrace is None else _untraceable}
 
     @property
     def card(self) -> Card:
@@ -350,6 +376,34 @@ class Timeline:
             elif block.optional and workspaces == "none":
                 sizes[index] = 0
         return sizes
+
+    @cached_property
+    def streams(self) -> tuple[int, ...] | None:
+        """The stream of every block; None where all are on the default stream."""
+        streams = tuple(block.stream for block in self.blocks)
+        return streams if any(streams) else None
+
+    @cached_property
+    def upper_reasons(self) -> tuple[UpperReason, ...]:
+        """Why the reserved peak has a range."""
+        workspaces = any(block.unknown for block in self.blocks)
+        return (*(("workspaces",) if workspaces else ()), *(("streams",) if self.deferred else ()))
+
+    @property
+    def late_events(self) -> tuple[int, ...]:
+        """The events with the frees that wait for other streams as late as they may be."""
+        if not self.deferred:
+            return self.events
+        moved: dict[int, list[int]] = {}
+        for free, until in self.deferred:
+            moved.setdefault(until, []).append(self.events[free])
+        left_out = {one.free for one in self.deferred}
+        late: list[int] = []
+        for index, event in enumerate((*self.events, None)):
+            late += moved.get(index, ())
+            if event is not None and index not in left_out:
+                late.append(event)
+        return tuple(late)
 
     def host_sizes(self, batch_size: int) -> list[int]:
         """Requested bytes of every host block at this batch size, in block order."""
@@ -376,6 +430,7 @@ class Timeline:
         settings: AllocatorSettings | None = None,
         curve: bool = False,
         workspaces: Workspaces = "known",
+        frees: Frees = "at once",
     ) -> Replay:
         """Run the events at one batch size through the caching allocator.
 
@@ -385,16 +440,19 @@ class Timeline:
             settings: the allocator's settings; None: PyTorch's defaults.
             curve: also record allocated and reserved bytes after every event.
             workspaces: those of convolutions that count.
+            frees: when memory that other streams use is free again. "late" moves events: indices of the result are
+                not those of ``events``.
         """
         timeline = self.exact(batch_size)
         # Without a limit everything fits, and nothing has to be done without.
         optional = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
         return replay(
-            timeline.events,
+            timeline.late_events if frees == "late" else timeline.events,
             timeline.sizes(batch_size, workspaces=workspaces),
             settings=settings or AllocatorSettings(),
             capacity=capacity,
             curve=curve,
+            streams=timeline.streams,
             optional=optional,
         )
 
@@ -411,6 +469,7 @@ class Timeline:
         return replace(
             _estimate(timeline, batch_size, result),
             peak_upper=_upper(timeline, batch_size, settings),
+            upper_reasons=timeline.upper_reasons,
             cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
         )
 
@@ -467,10 +526,10 @@ class Timeline:
 
 
 def _upper(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None) -> int:
-    """The reserved peak with the most that unknown workspaces may take; 0 where there are none."""
-    if not any(block.unknown for block in timeline.blocks):
+    """The upper end of the reserved peak; 0 where it has no range."""
+    if not timeline.upper_reasons:
         return 0
-    return timeline.replay(batch_size, settings=settings, workspaces="most").peak_reserved
+    return timeline.replay(batch_size, settings=settings, workspaces="most", frees="late").peak_reserved
 
 
 def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
@@ -504,10 +563,12 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
     """The holders of the bytes at the allocated peak of a replay."""
     breakdown: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
     by_module: dict[str, int] = {}
+    by_stream = [0] * (max(timeline.streams or (0,)) + 1)
     for index, granted in result.peak_live.items():
         block = timeline.blocks[index]
         breakdown[block.category] += granted
         by_module[block.module] = by_module.get(block.module, 0) + granted
+        by_stream[block.stream] += granted
     asked = timeline.blocks[timeline.events[result.peak_event]] if timeline.events else None
     return Estimate(
         batch_size=batch_size,
@@ -526,6 +587,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         releases=timeline.releases,
         network=timeline.network,
         cudnn=timeline.cudnn,
+        by_stream=tuple(by_stream) if timeline.streams else (),
     )
 
 
@@ -554,7 +616,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
     sample, and may not shrink.
     """
     (small,), (large,) = low.traced, high.traced
-    if low.events != high.events or len(low.blocks) != len(high.blocks):
+    if low.events != high.events or len(low.blocks) != len(high.blocks) or low.deferred != high.deferred:
         return None
     span = large - small
     blocks = []
@@ -563,7 +625,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         scratch = _merged_scratch(one.scratch, other.scratch, small, span)
         if (scratch is None) != (one.scratch is None and other.scratch is None):
             return None
-        if size is None or (one.operator, one.category, one.unknown) != (other.operator, other.category, other.unknown):
+        if size is None or _kept(one) != _kept(other):
             return None
         blocks.append(one._replace(size=size, scratch=scratch))
     host_blocks = _merged_host(low, high)
@@ -584,10 +646,16 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         host_events=low.host_events,
         changes=low.changes,
         collectives=low.collectives,
+        deferred=low.deferred,
         releases=low.releases,
         network=high.network,
         cudnn=low.cudnn,
     )
+
+
+def _kept(block: Block) -> tuple[object, ...]:
+    """What a block has at every batch size."""
+    return block.operator, block.category, block.unknown, block.stream
 
 
 def _merged_scratch(one: Scratch | None, other: Scratch | None, small: int, span: int) -> Scratch | None:

@@ -134,7 +134,7 @@ def predicted(name: str) -> Row:
     timeline = trace_at(run.step, run.batch_size, compute_capability=run.capability)
     sizes = timeline.sizes(run.batch_size)
     start, end = _bounds(timeline, run.recorded_step)
-    answer = replay(timeline.events[:end], sizes)
+    answer = replay(timeline.events[:end], sizes, streams=timeline.streams)
     (recording,) = recordings(path_of(name))
     followed = compare(recording)
     recorded = [entry.size for entry in recording.trace if entry.action == "alloc"]

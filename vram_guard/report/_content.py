@@ -13,6 +13,8 @@ from vram_guard.timeline import CATEGORIES
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vram_guard.budget import Budget
     from vram_guard.timeline import Estimate
 
@@ -109,7 +111,8 @@ class Content:
             (_("operator"), estimate.peak_operator),
             (_("answer"), _(_TIERS[estimate.tier])),
             (_("releases"), "" if estimate.releases is None else str(estimate.releases)),
-            *workspace_facts(estimate),
+            (_("by CUDA stream"), streams_in_words(estimate.by_stream)),
+            *range_facts(estimate),
         ]
         point = estimate.out_of_memory
         if point is not None:
@@ -140,12 +143,27 @@ class Content:
         return f"{size / whole:.1%}" if size <= whole != 0 else ""
 
 
-def workspace_facts(estimate: Estimate) -> list[tuple[str, str]]:
-    """(name, value): the range of the reserved peak with its reason, and the cuDNN that was asked, where there are."""
+_RANGES = {
+    ("workspaces",): marked(
+        "{low} to {high}: cuDNN's workspaces in float32 are unknown, its usual kernels take up to {most} of it"
+    ),
+    ("streams",): marked(
+        "{low} to {high}: memory that several CUDA streams use (record_stream) is free again when the GPU gets there, "
+        "at the latest when the program waits for it; up to {most}"
+    ),
+    ("workspaces", "streams"): marked(
+        "{low} to {high}: cuDNN's workspaces in float32 are unknown, and memory that several CUDA streams use "
+        "(record_stream) is free again when the GPU gets there; together up to {most}"
+    ),
+}
+
+
+def range_facts(estimate: Estimate) -> list[tuple[str, str]]:
+    """(name, value): the range of the reserved peak with its reasons, and the cuDNN that was asked, where there are."""
     facts, asked = [], estimate.cudnn
     if estimate.peak_upper > estimate.peak_reserved:
         words = _(
-            "{low} to {high}: cuDNN's workspaces in float32 are unknown, its usual kernels take up to {most} of it",
+            _RANGES[estimate.upper_reasons],
             low=format_bytes(estimate.peak_reserved),
             high=format_bytes(estimate.peak_upper),
             most=format_bytes(estimate.peak_upper - estimate.peak_reserved),
@@ -157,6 +175,17 @@ def workspace_facts(estimate: Estimate) -> list[tuple[str, str]]:
         words = _("was asked for workspaces: {amount} of the peak", amount=format_bytes(estimate.cudnn_bytes))
         facts.append((f"cuDNN {asked.release}", words))
     return facts
+
+
+def streams_in_words(sizes: Sequence[int]) -> str:
+    """Bytes on each CUDA stream; "" where all are on the default one."""
+    if not any(sizes[1:]):
+        return ""
+    return ", ".join(
+        f"{_('stream {number}', number=number) if number else _('default')} {format_bytes(size)}"
+        for number, size in enumerate(sizes)
+        if size
+    )
 
 
 def plan_facts(plan: Plan) -> list[tuple[str, str]]:

@@ -83,6 +83,8 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "peak_allocated": estimate.peak_allocated,
         "peak_reserved": estimate.peak_reserved,
         "peak_reserved_upper": max(estimate.peak_reserved, estimate.peak_upper),
+        "upper_reasons": list(estimate.upper_reasons),
+        "by_stream": list(estimate.by_stream),
         "host_peak": estimate.host_peak,
         "breakdown": dict(estimate.breakdown),
         "by_module": dict(estimate.by_module),

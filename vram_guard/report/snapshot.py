@@ -72,7 +72,8 @@ def _trace(walked: Walk, capacity: int | None) -> list[dict[str, Any]]:
     for index, event in enumerate(walked.timeline.events):
         block = event if event >= 0 else ~event
         size = walked.sizes[block]
-        common = {"stream": 0, "time_us": index, "frames": _frames(walked.timeline.blocks[block])}
+        about = walked.timeline.blocks[block]
+        common = {"stream": about.stream, "time_us": index, "frames": _frames(about)}
         while at == index and call is not None:
             place = {"addr": call.address, "size": call.size}
             entries.append({**common, "action": call.action, **place, "stream": call.stream})

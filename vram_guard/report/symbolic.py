@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.report._content import workspace_facts
+from vram_guard.report._content import range_facts
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.calculator import amount
 from vram_guard.report.categories import category_name
@@ -49,7 +49,7 @@ def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
             yield f"     {category_name(name)}: {amount(held)}"
     if estimate.releases is not None:
         yield _("   - releases: {releases}", releases=estimate.releases)
-    for name, words in workspace_facts(estimate):
+    for name, words in range_facts(estimate):
         yield f"   - {name}: {words}"
     if answer.budget is None:
         return

@@ -52,6 +52,9 @@ def trace_events(
         events.append(_counter("allocated by category", event, held))
         device = {"reserved": drawn.reserved[column], **({} if usable is None else {"budget": usable})}
         events.append(_counter("device", event, device))
+        if drawn.streams:
+            on = {_stream(number): layer[column] for number, layer in enumerate(drawn.streams)}
+            events.append(_counter("allocated by stream", event, on))
     events += _phases(exact)
     events += _modules(exact)
     events.append(_peak(exact, batch_size, settings))
@@ -82,6 +85,10 @@ def _name(kind: str, name: str, thread: int = 0) -> dict[str, Any]:
 
 def _counter(name: str, time: int, series: dict[Any, int]) -> dict[str, Any]:
     return {"name": name, "ph": "C", "ts": time, "pid": PROCESS, "args": series}
+
+
+def _stream(number: int) -> str:
+    return f"stream {number}" if number else "default stream"
 
 
 def _slice(name: str, kind: str, start: int, end: int, thread: int) -> dict[str, Any]:

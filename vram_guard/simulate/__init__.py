@@ -132,6 +132,8 @@ def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
     """True if a direct trace at one batch size is what the law says of it."""
     return (
         direct.events == merged.events
+        and direct.streams == merged.streams
+        and direct.deferred == merged.deferred
         and direct.sizes(batch_size) == merged.sizes(batch_size)
         and direct.host_events == merged.host_events
         and direct.host_sizes(batch_size) == merged.host_sizes(batch_size)

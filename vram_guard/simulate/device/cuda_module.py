@@ -1,4 +1,4 @@
-"""The answers of ``torch.cuda`` while a trace runs: one device and one stream, and no call that reaches a driver."""
+"""The answers of ``torch.cuda`` while a trace runs: one device with streams, and no call that reaches a driver."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.simulate.device.cuda_streams import stream_answers
 from vram_guard.simulate.device.import_guard import Activity
 
 if TYPE_CHECKING:
@@ -17,16 +18,10 @@ if TYPE_CHECKING:
 CUDA = torch.device("cuda", 0)
 
 
-class _NullContext:
-    """Stands for streams, events and device guards: there is one device and one stream."""
+class _DeviceGuard:
+    """Stands for ``torch.cuda.device``: there is one device."""
 
-    cuda_stream = 0
-    device = CUDA
-    device_index = 0
-    stream_id = 0
-    device_type = 1
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         pass
 
     def __enter__(self) -> Self:
@@ -34,13 +29,6 @@ class _NullContext:
 
     def __exit__(self, *args: object) -> None:
         return None
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "record_event":
-            return lambda *args, **kwargs: _NullContext()
-        return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else None
 
 
 class _Tools:
@@ -85,14 +73,15 @@ def cuda_answers(capability: tuple[int, int], total_memory: int = 80 * 2**30) ->
         "is_bf16_supported": capability >= (8, 0),
         "is_current_stream_capturing": False,
         "mem_get_info": (total_memory, total_memory),
-        **dict.fromkeys(("_lazy_init", "_lazy_call", "init", "set_device", "synchronize", "empty_cache")),
+        **dict.fromkeys(("_lazy_init", "_lazy_call", "init", "set_device", "empty_cache")),
         **dict.fromkeys(("reset_peak_memory_stats", "set_rng_state", "manual_seed", "manual_seed_all")),
     }
     return {
         **{name: _answering(value) for name, value in constant.items()},
         "memory_stats": lambda *args, **kwargs: {},
         "get_rng_state": lambda *args, **kwargs: torch.zeros(16, dtype=torch.uint8),
-        **dict.fromkeys(("current_stream", "default_stream", "stream", "Stream", "Event", "device"), _NullContext),
+        "device": _DeviceGuard,
+        **stream_answers(),
     }
 
 
@@ -107,7 +96,11 @@ def while_active(state: Activity, simulated: Any, original: Any) -> Any:
         def new(cls: type, *args: Any, **kwargs: Any) -> Any:
             return simulated(*args, **kwargs) if state.active else original(*args, **kwargs)
 
-        return type(original.__name__, (original,), {"__new__": new})
+        class Either(type(original)):  # type: ignore[misc]
+            def __instancecheck__(cls, value: object) -> bool:
+                return isinstance(value, (simulated, original))
+
+        return Either(original.__name__, (original,), {"__new__": new})
 
     @functools.wraps(original)
     def answer(*args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.cuda_module import CUDA, TOOLS, cuda_answers, while_active
+from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -126,7 +127,13 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         return state.queries.tolist(self) if is_symbolic(self) else _base.tolist(self)
 
     def item(self: torch.Tensor) -> Any:
+        if is_cuda(self):
+            current_stream().synchronize()  # the value is copied on this stream, and waited for
         return state.queries.item(self) if simulated(self) else _base.item(self)
+
+    def record_stream(self: torch.Tensor, stream: Any) -> None:
+        if is_cuda(self):
+            state.recorder.record_stream(self, number_of(stream))
 
     def truth(self: torch.Tensor) -> bool:
         return state.queries.truth(self) if simulated(self) else _base.__bool__(self)
@@ -166,6 +173,7 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         "numpy": numpy,
         "tolist": tolist,
         "item": item,
+        "record_stream": record_stream,
         "__bool__": truth,
         "__array__": array,
         "__repr__": representation,
@@ -379,6 +387,10 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
     with contextlib.ExitStack() as stack:
         for target, values in replacements:
             stack.enter_context(replaced(target, values))
+        if hasattr(torch, "accelerator"):
+            on_accelerator = {name: answers[name] for name in ("current_stream", "set_stream", "synchronize")}
+            stack.enter_context(replaced(torch.accelerator, on_accelerator))
+        stack.enter_context(streams_noted(lambda: state.recorder.streams))
         stack.enter_context(imports_run_for_real(state))
         state.active = True
         stack.callback(setattr, state, "active", False)

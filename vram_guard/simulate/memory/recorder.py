@@ -16,7 +16,8 @@ from vram_guard.language import Message
 from vram_guard.scratch import Rule
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
-from vram_guard.timeline import Affine, Block, Category, Collective, Note, Phase, Scratch, Tier
+from vram_guard.simulate.memory.streams import StreamLog
+from vram_guard.timeline import Affine, Block, Category, Collective, Deferred, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder, as code objects have it (links and all); the file is at
@@ -57,6 +58,7 @@ class Recorder:
         self.micro_batch = 0
         """The micro-batch of the optimizer step that is running, from 0."""
         self._sizes: list[int] = []
+        self._streams: list[int] = []
         self._categories: list[Category | None] = []
         self._origins: list[tuple[str, str, str]] = []
         self._optional: set[int] = set()
@@ -64,12 +66,18 @@ class Recorder:
         self._scratch: dict[int, tuple[Rule, Sequence[int]]] = {}
         self._live: dict[int, StorageRef] = {}
         self.host = HostRecorder()
+        self.streams = StreamLog(lambda: len(self.events))
         self._on_meta: dict[int, StorageRef] = {}
         self.users_own_meta = True
         """False: symbolic tensors that nobody has seen before are not the user's own, but on the GPU (FSDP's)."""
         self._default_category: Category | None = None
         self._nodes: list[int] = []
         self._node_origins: list[tuple[str, str]] = []
+        self._node_streams: list[int] = []
+        self._backward_on = 0
+        """The stream that the backward pass was started on."""
+        self._side_nodes = False
+        """True if any node's forward ran on another stream than the default one."""
         self._labels: dict[CodeType, str | None] = {}
         self._closed = False
 
@@ -83,6 +91,7 @@ class Recorder:
         self.phases.append(Phase(name, step, len(self.events)))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"
+        self._backward_on = self.streams.current
 
     def _count_micro_batches(self, name: str, step: int) -> None:
         self.measured = step == 2
@@ -194,12 +203,31 @@ class Recorder:
     def _allocate(self, size: int, operator: str, origin: tuple[str, str] | None = None) -> int:
         block = len(self._sizes)
         self._sizes.append(size)
+        self._streams.append(self._stream())
         recomputing = self.in_backward and torch.is_grad_enabled()
         self._categories.append("activations" if recomputing else self._default_category)
         module, source = origin or self._origin()
         self._origins.append((module, source, operator))
         self.events.append(block)
         return block
+
+    def _stream(self) -> int:
+        """The stream of a new block. Autograd runs a node on the stream of its forward, unless a hook selects one."""
+        current = self.streams.current
+        if self.in_backward and self._side_nodes and current == self._backward_on:
+            at = self._place_of_node()
+            return current if at is None else self._node_streams[at]
+        return current
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """This stream, too, uses the tensor (``Tensor.record_stream``)."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            for name in tensor.__tensor_flatten__()[0]:
+                self.record_stream(getattr(tensor, name), stream)
+        elif tensor.layout == torch.strided:
+            block = self.block_of(tensor.untyped_storage()._cdata)
+            if block is not None and self._streams[block] != stream:
+                self.streams.uses(block, stream)
 
     def _freed(self, ref: StorageRef) -> None:
         # The same address may already belong to a younger storage: only the reference that stands there goes.
@@ -335,16 +363,22 @@ class Recorder:
         if not self._nodes or node > self._nodes[-1]:
             self._nodes.append(node)
             self._node_origins.append(origin)
+            self._node_streams.append(self.streams.current)
+            self._side_nodes = self._side_nodes or self.streams.current != 0
 
     def _origin_of_node(self) -> tuple[str, str] | None:
         """The module and line whose forward made the node that runs now (nodes carry sequence numbers)."""
         if len(self.modules) > 1:  # a recomputation runs the module's own forward again
             return None
+        at = self._place_of_node()
+        return None if at is None else self._node_origins[at]
+
+    def _place_of_node(self) -> int | None:
         node = torch._C._current_autograd_node()
         if not self._nodes or node is None:
             return None
         at = bisect_left(self._nodes, node._sequence_nr())
-        return self._node_origins[at] if at < len(self._nodes) else None
+        return at if at < len(self._nodes) else None
 
     def source(self) -> str:
         """The line of the innermost frame that is neither torch's nor ours, as "folder/file.py:123"; "" if nowhere."""
@@ -394,9 +428,14 @@ class Recorder:
                     index in self._optional,
                     None if rule is None else Scratch(rule, tuple(Affine(number, 0) for number in numbers)),
                     index in self._unknown,
+                    self._streams[index],
                 )
             )
         return tuple(made)
+
+    def deferred(self) -> tuple[Deferred, ...]:
+        """The frees that may happen later than where they stand."""
+        return self.streams.deferred(self.events, self.phases)
 
 
 def _label(frame: FrameType) -> str | None:

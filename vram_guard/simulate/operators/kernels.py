@@ -26,7 +26,7 @@ SMALL_SORT = 4096
 
 
 class Matmuls:
-    """cuBLAS takes a workspace at its first call in each thread: the forward thread and autograd's own.
+    """cuBLAS takes a workspace at its first call in each thread, the forward's and autograd's, on each stream.
 
     After the result: it is asked for when the product is launched (Blas.cpp; CUDABlas.cpp, ``getCUDABlasLtWorkspace``).
     """
@@ -38,11 +38,11 @@ class Matmuls:
     def __init__(self, recorder: Recorder, capability: tuple[int, int]) -> None:
         self._recorder = recorder
         self._size = CUBLAS_WORKSPACE if capability < (9, 0) else CUBLAS_WORKSPACE_HOPPER
-        self._threads: set[bool] = set()
+        self._threads: set[tuple[bool, int]] = set()
 
     def after(self, func: Any) -> None:
-        """Note the workspace if this thread has none yet."""
-        thread = self._recorder.in_backward
+        """Note the workspace if this thread has none yet on this stream."""
+        thread = self._recorder.in_backward, self._recorder.streams.current
         if thread not in self._threads:
             self._threads.add(thread)
             self._recorder.permanent(self._size, str(func), "workspace")

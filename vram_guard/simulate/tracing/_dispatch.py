@@ -337,6 +337,7 @@ class SymbolicMode(TorchDispatchMode):
             host_events=tuple(recorder.host.events),
             changes=self.purity.changes(),
             collectives=tuple(recorder.collectives),
+            deferred=recorder.deferred(),
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
-from vram_guard.language import Message, _
+from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.simulate.memory.recorder import Recorder
-
-
-#: What a trace cannot see of it, for the reader of a prediction.
-STREAMS = Message(
-    "FSDP copies gradients to the host on a separate CUDA stream, whose memory the allocator "
-    "keeps apart: reserved memory can exceed the prediction by the gradients of the largest "
-    "module"
-)
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ class ExternalLoopTracer:
         Raises:
             UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
         """
-        from vram_guard.simulate.tracing._sharded import STREAMS, fsdp_traced
+        from vram_guard.simulate.tracing._sharded import fsdp_traced
 
         self._device.shapes_only += 1  # the stand-ins take no memory of the GPU
         for tensor in (*model.parameters(), *model.buffers()):
@@ -113,7 +113,6 @@ class ExternalLoopTracer:
                 self._in_place(tensor)
                 self.recorder.put(tensor, "cpu")
         self._device.shapes_only -= 1
-        self.recorder.note(STREAMS)
         self.recorder.users_own_meta = False
         self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
         self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))

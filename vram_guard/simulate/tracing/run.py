@@ -28,7 +28,7 @@ from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
-from vram_guard.simulate.tracing._sharded import STREAMS, fsdp_traced
+from vram_guard.simulate.tracing._sharded import fsdp_traced
 from vram_guard.simulate.tracing._substitution import (
     build_symbolically,
     check_module,
@@ -283,7 +283,6 @@ class _Run:
         if recipe.parameters_on_host:
             self.recorder.users_own_meta = False
             moved.clear()  # what FSDP replaces dies, as for real
-            self.recorder.note(STREAMS)
         place(model, recipe, "cuda", self.step.precision, mesh)
         for name in recipe.frozen_on_host:
             for parameter in model.get_submodule(name).parameters():
