@@ -51,7 +51,7 @@ class FollowingPhase(LoopPhase):
         with random_state_kept():
             sample = read_loader(loader)
         # DistributedDataParallel has buckets for gradients, FSDP2 has none.
-        loop.tracer.train(loop.root, self.run.shape.ranks if copy is None else 1)
+        loop.tracer.train(loop.root, self.run.shape.ranks if self.run.sharding.process is None else 1)
         if copy is not None:
             return self._copy(sample, copy.task, copy.parent)
         first = FirstBatch(
@@ -63,6 +63,7 @@ class FollowingPhase(LoopPhase):
             self.run.sharding.server,
             self.run.proof_server,
             self._probe.requests,
+            sharded=self.run.sharding.configured is not None,
         )
         try:
             with loop.tracer.paused():

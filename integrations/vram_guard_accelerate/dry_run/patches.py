@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.dry_run import side_effects
+from vram_guard_accelerate.dry_run._sharded_copy import plugin_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -54,10 +55,15 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
     made = given.pop("self")
     if given.get("mixed_precision") is not None:
         run.script.precision_given = str(given["mixed_precision"])
-    for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
+    for plugin in ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
         if given.get(plugin) is not None:
             stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin=plugin))
+    sharded = plugin_of(given.get("fsdp_plugin"))
+    if sharded is not None:
+        given["fsdp_plugin"] = sharded
     original(made, **{name: value for name, value in given.items() if name != "cpu"})
+    if sharded is not None:
+        run.sharding.configure(made, sharded)
     asker = sys._getframe(2).f_locals.get("self")
     if any(kind.__module__ == "transformers.trainer" for kind in type(asker).__mro__):
         run.script.by_trainer = True
