@@ -18,6 +18,7 @@ from vram_guard.scratch import Card, Rule
 if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
     from vram_guard.language import Message
+    from vram_guard.parallel.spec import Parallel
 
 Category = Literal[
     "parameters",
@@ -147,6 +148,18 @@ class Collective(NamedTuple):
     phase: PhaseName
     step: int
     """Optimizer step, from 1; 0 for set-up."""
+    bytes: Affine = Affine(0, 0)
+    """The larger side on this rank: what is gathered, or what is reduced."""
+    ranks: int = 1
+    """Ranks that take part; 1 where that is not known."""
+    dimension: str = ""
+    """The dimension of the device mesh along which they lie ("shard", "tensor", ...); "" where it has no name."""
+    stream: int = 0
+    """The stream on which it was started."""
+    micro_batch: int = 0
+    """The micro-batch of the optimizer step, from 0."""
+    position: int = 0
+    """So many entries of :attr:`Timeline.work` precede it."""
 
 
 #: What an operator computes with. "vector": ordinary cores, a few operations an element, so that memory decides;
@@ -346,6 +359,8 @@ class Timeline:
     """The kind of network, by the operators of the step; None: not known."""
     cudnn: CudnnAnswers | None = None
     """The cuDNN that was asked for workspaces; None: none was."""
+    parallel: Parallel | None = None
+    """The layout over several GPUs, one rank of which this is; None: one GPU."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -629,7 +644,8 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
             return None
         blocks.append(one._replace(size=size, scratch=scratch))
     host_blocks = _merged_host(low, high)
-    if host_blocks is None:
+    collectives = _merged_collectives(low, high)
+    if host_blocks is None or collectives is None:
         return None
     return Timeline(
         blocks=tuple(blocks),
@@ -645,11 +661,12 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         host_blocks=host_blocks,
         host_events=low.host_events,
         changes=low.changes,
-        collectives=low.collectives,
+        collectives=collectives,
         deferred=low.deferred,
         releases=low.releases,
         network=high.network,
         cudnn=low.cudnn,
+        parallel=low.parallel,
     )
 
 
@@ -683,6 +700,19 @@ def _merged_host(low: Timeline, high: Timeline) -> tuple[HostBlock, ...] | None:
             return None
         blocks.append(HostBlock(size, one.pinned))
     return tuple(blocks)
+
+
+def _merged_collectives(low: Timeline, high: Timeline) -> tuple[Collective, ...] | None:
+    """The collectives at every batch size; None where a layout's are not the same sequence."""
+    (small,), (large,) = low.traced, high.traced
+    nothing = Affine(0, 0)
+    one, other = ([each._replace(bytes=nothing) for each in timeline.collectives] for timeline in (low, high))
+    if one != other:
+        return low.collectives if low.parallel is None else None
+    return tuple(
+        each._replace(bytes=_near_line(each.bytes.base, twin.bytes.base, small, large))
+        for each, twin in zip(low.collectives, high.collectives, strict=True)
+    )
 
 
 def _merged_work(low: Sequence[Work], high: Sequence[Work], small: int, large: int) -> tuple[Work, ...]:

@@ -61,6 +61,11 @@ class Parallel:
             that repeat.
         param_dtype: dtype in which "fsdp2", "hsdp" and "fsdp1" compute ("bfloat16", "bf16"); None: the parameters' own.
         reduce_dtype: dtype in which they reduce gradients; None: ``param_dtype``.
+        init: where the weights lie before they are divided: "meta" (the model is made on the meta device and
+            ``to_empty`` after it was sharded), "cpu" (it is made in host memory and carried to the GPU module by module
+            as it is sharded), "cuda" (moved there as a whole before). This decides how memory is fragmented. None:
+            "cuda" for "ddp" and "zero1"; otherwise "cpu" where the step's model is a module that has values, and "meta"
+            where it is a constructor.
         apply: the user's own code in place of all this: ``apply(model, mesh)`` returns the module that the loss is
             called with. It is traced as it is. The mesh has the dimensions of :attr:`dimensions`.
 
@@ -85,6 +90,7 @@ class Parallel:
     blocks: tuple[str, ...] | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    init: Literal["meta", "cpu", "cuda"] | None = None
     apply: Callable[[nn.Module, Any], nn.Module] | None = None
 
     def __post_init__(self) -> None:
@@ -100,8 +106,14 @@ class Parallel:
         for name in ("param_dtype", "reduce_dtype"):
             self._set(name, _checked_dtype(name, getattr(self, name)))
         self._check_sharding_options()
+        if self.init is not None:
+            one_of("init", self.init, ("meta", "cpu", "cuda"))
         if self.blocks is not None:
             self._set("blocks", _checked_names(self.blocks))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process, where the user's own code cannot be called."""
+        return {**vars(self), "apply": None if self.apply is None else _elsewhere}
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -236,6 +248,10 @@ class Parallel:
     def with_(self, **changes: Any) -> Parallel:
         """The same layout with some fields changed."""
         return replace(self, **changes)
+
+
+def _elsewhere(_model: nn.Module, _mesh: Any) -> nn.Module:
+    raise InvalidInputError(_("apply can be called only in the process that has it"))
 
 
 def _checked_dtype(name: str, value: object) -> str | None:

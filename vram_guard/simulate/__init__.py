@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vram_guard.language import Message
 from vram_guard.step import TrainingStep, checked_count
-from vram_guard.timeline import Estimate, Note, Timeline, merge_affine
+from vram_guard.timeline import Affine, Collective, Estimate, Note, Timeline, merge_affine
 
 __all__ = ["estimate", "holds_at", "law", "trace", "traced_at"]
 
@@ -137,7 +137,13 @@ def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
         and direct.sizes(batch_size) == merged.sizes(batch_size)
         and direct.host_events == merged.host_events
         and direct.host_sizes(batch_size) == merged.host_sizes(batch_size)
+        and (direct.parallel is None or _at(direct, batch_size) == _at(merged, batch_size))
     )
+
+
+def _at(timeline: Timeline, batch_size: int) -> list[Collective]:
+    """The collectives at one batch size."""
+    return [each._replace(bytes=Affine(each.bytes.at(batch_size), 0)) for each in timeline.collectives]
 
 
 def estimate(

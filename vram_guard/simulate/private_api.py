@@ -107,6 +107,25 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
     ),
 )
 
+_OWN_GROUP = "test_a_process_with_a_group_of_its_own_keeps_it_and_a_real_model_is_sharded_after_a_trace"
+_DIMENSIONS = "test_collectives_are_written_down_with_bytes_ranks_and_dimension"
+_TOLD_APART = "test_equal_meshes_of_two_worlds_are_told_apart"
+
+#: Only for steps over several GPUs, beside :data:`FSDP_NAMES`.
+PARALLEL_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch.distributed.distributed_c10d:_world", "groups of a trace's own", _OWN_GROUP),
+    PrivateName("torch.distributed.distributed_c10d:_World.pg_map", "groups of a trace's own", _OWN_GROUP),
+    PrivateName("torch._C._distributed_c10d:_unregister_process_group", "groups of a trace's own", _OWN_GROUP),
+    PrivateName("torch._C._distributed_c10d:_resolve_process_group", "who takes part in a collective", _DIMENSIONS),
+    PrivateName("torch._C._distributed_c10d:ProcessGroup._set_group_desc", "names of mesh dimensions", _DIMENSIONS),
+    PrivateName("torch.distributed.tensor:DTensor._op_dispatcher", "caches that know meshes", _TOLD_APART),
+    PrivateName(
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding",
+        "caches that know meshes",
+        _TOLD_APART,
+    ),
+)
+
 _COLLECTIVES = "test_a_trace_talks_to_no_peer"
 
 #: Only for steps that call collectives.

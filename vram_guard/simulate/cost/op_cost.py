@@ -140,6 +140,11 @@ class CostMeter:
         """Everything counted so far, with the exact numbers of this batch size."""
         return tuple(self._work)
 
+    @property
+    def counted(self) -> int:
+        """Number of entries so far."""
+        return len(self._work)
+
     def loaded(self, tensor: torch.Tensor) -> None:
         """A tensor of the batch came from the host."""
         if self._recorder.measured:

@@ -109,10 +109,25 @@ class Recorder:
             if event >= 0 and self._categories[event] is None:
                 self._categories[event] = "activations" if event in alive else "temporaries"
 
-    def collective(self, name: str) -> None:
-        """A call that waits for other processes."""
-        if self.phases:
-            self.collectives.append(Collective(name, self.source(), self.phases[-1].name, self.phases[-1].step))
+    def collective(self, name: str, *, size: int = 0, ranks: int = 1, dimension: str = "", position: int = 0) -> None:
+        """A call that waits for other processes; see :class:`vram_guard.timeline.Collective`."""
+        if not self.phases:
+            return
+        phase = self.phases[-1]
+        self.collectives.append(
+            Collective(
+                name,
+                self.source(),
+                phase.name,
+                phase.step,
+                Affine(size, 0),
+                ranks,
+                dimension,
+                self.streams.current,
+                self.micro_batch,
+                position,
+            )
+        )
 
     # --- allocations --------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.parallel.groups import dimension_of
 from vram_guard.simulate.private_api import COLLECTIVE_NAMES
 from vram_guard.tensors import tensors_in
 from vram_guard.timeline import SYNCHRONISED_NORM
@@ -47,7 +48,9 @@ def is_collective(func: Any) -> bool:
     return func.namespace == "c10d" or func.namespace in _FUNCTIONAL
 
 
-def answer(recorder: Recorder, func: Any, args: tuple[Any, ...], otherwise: Callable[[], Any]) -> Any:
+def answer(
+    recorder: Recorder, func: Any, args: tuple[Any, ...], otherwise: Callable[[], Any], position: int = 0
+) -> Any:
     """The result of a collective, as if every rank held what this one holds.
 
     Args:
@@ -55,6 +58,7 @@ def answer(recorder: Recorder, func: Any, args: tuple[Any, ...], otherwise: Call
         func: the operator, see :func:`is_collective`.
         args: its arguments. Tensors with values (host memory) are gathered; a sum of them is left as one rank's.
         otherwise: runs it; for those that talk to nobody.
+        position: entries of the step's work so far.
 
     Raises:
         UnsupportedStepError: this torch does not let its process groups be stood in for.
@@ -63,10 +67,19 @@ def answer(recorder: Recorder, func: Any, args: tuple[Any, ...], otherwise: Call
 
     operator = func._schema.name.split("::")[1]
     if func.namespace in _FUNCTIONAL:
-        if operator not in _WAITING:
-            recorder.collective(operator.rstrip("_"))
-        if all(is_symbolic(tensor) for tensor in tensors_in(args)) or operator in _WAITING:
-            return otherwise()  # torch's own code for shapes alone
+        if operator in _WAITING:
+            return otherwise()
+        if all(is_symbolic(tensor) for tensor in tensors_in(args)):
+            out = otherwise()  # torch's own code for shapes alone
+            group = _resolved(args)
+            recorder.collective(
+                operator.rstrip("_"),
+                size=max(_bytes(args), _bytes((out,))),
+                ranks=1 if group is None else group.size(),
+                dimension="" if group is None else dimension_of(group),
+                position=position,
+            )
+            return out
         raise UnsupportedStepError(
             _("{operator} is called with a tensor in host memory: it cannot be run symbolically", operator=func)
         )
@@ -85,14 +98,32 @@ def answer(recorder: Recorder, func: Any, args: tuple[Any, ...], otherwise: Call
     from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
     group = next(ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
-    if dist.get_backend(group) == "fake":  # a trace's own (FSDP on one device)
-        return otherwise()
     if group.size() > 1:
-        recorder.collective(_NAMES.get(operator, operator.rstrip("_")))
+        recorder.collective(
+            _NAMES.get(operator, operator.rstrip("_")),
+            size=max(_bytes((value,)) for value in args),
+            ranks=group.size(),
+            dimension=dimension_of(group),
+            position=position,
+        )
+    if dist.get_backend(group) == "fake":  # a trace's own
+        return otherwise()
     if operator in _GATHERS:
         _gather(*args[:2])
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+def _resolved(args: tuple[Any, ...]) -> Any:
+    """The group that a functional collective names; None where it names none."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    names = [value for value in args if isinstance(value, str)]
+    return _resolve_process_group(names[-1]) if names else None  # type: ignore[arg-type]
+
+
+def _bytes(values: tuple[Any, ...]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(values))
 
 
 _GATHERS = ("allgather_", "_allgather_base_", "gather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_")

@@ -155,7 +155,9 @@ class SymbolicMode(TorchDispatchMode):
         return run
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _collectives.answer(self.recorder, func, args, lambda: self._generic(func, args, kwargs))
+        return _collectives.answer(
+            self.recorder, func, args, lambda: self._generic(func, args, kwargs), self.meter.counted
+        )
 
     # --- the ways of running ---------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class ExternalLoopTracer:
         Raises:
             UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
         """
-        from vram_guard.simulate.tracing._sharded import fsdp_traced
+        from vram_guard.simulate.parallel.sharding import fsdp_traced
 
         self._device.shapes_only += 1  # the stand-ins take no memory of the GPU
         for tensor in (*model.parameters(), *model.buffers()):

@@ -7,15 +7,18 @@ import gc
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError
+from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.language import Message, _
+from vram_guard.parallel.install import check as check_layout
+from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
@@ -24,18 +27,19 @@ from vram_guard.simulate.memory.recorder import PLACE, Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
+from vram_guard.simulate.parallel.ranks import divided, first_place, one_rank, put
+from vram_guard.simulate.parallel.sharding import fsdp_traced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
-from vram_guard.simulate.tracing._sharded import fsdp_traced
 from vram_guard.simulate.tracing._substitution import (
     build_symbolically,
     check_module,
     process_state_restored,
     symbolic_model,
 )
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors
 from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
@@ -50,7 +54,9 @@ _NUMBERS_AND_NAMES = (bool, int, float, str, type(None), FunctionType, torch.dty
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 
 
-def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int], watched: Iterable[str] = ()) -> Timeline:
+def run_step(
+    step: TrainingStep, batch_size: int, capability: tuple[int, int], watched: Iterable[str] = (), rank: int = 0
+) -> Timeline:
     """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
 
     Args:
@@ -58,6 +64,7 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int], w
         batch_size: samples of a micro-batch.
         capability: of the GPU that is meant.
         watched: modules whose forwards are watched: what they change is in the result.
+        rank: of the ranks that the step's layout has, the one that is traced.
 
     Raises:
         InvalidInputError: the setting ``cudnn`` makes no sense.
@@ -65,7 +72,7 @@ def run_step(step: TrainingStep, batch_size: int, capability: tuple[int, int], w
         Exception: whatever the user's own code raises, unchanged.
     """
     with asked_as_chosen(capability), _alone() as interrupts:
-        return _Run(step, batch_size, capability, interrupts, watched).timeline()
+        return _Run(step, batch_size, capability, interrupts, watched, rank).timeline()
 
 
 def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> TrainingStep:
@@ -151,8 +158,11 @@ class _Run:
         capability: tuple[int, int],
         interrupts: Interrupts,
         watched: Iterable[str] = (),
+        rank: int = 0,
     ) -> None:
         self.step = step
+        self.rank = rank
+        self.first_place = "cuda" if step.parallel is None else first_place(step.model, step.parallel)
         self.watched = watched
         self.batch_size = batch_size
         self.capability = capability
@@ -169,6 +179,8 @@ class _Run:
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
+            if step.parallel is not None:
+                _check_layout(model, step, step.parallel)
             self._note_hooks(model)
             self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
@@ -181,7 +193,7 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return self.mode.timeline(self.batch_size, step.precision)
+        return replace(self.mode.timeline(self.batch_size, step.precision), parallel=step.parallel)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -227,7 +239,7 @@ class _Run:
         recorder = self.recorder
         try:
             with self._default_dtype(), self._sharding(model) as mesh:
-                self._set_up(model, moved, mesh)
+                model = self._set_up(model, moved, mesh)
                 optimizer = self._optimizer(model)
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
@@ -251,15 +263,26 @@ class _Run:
             torch.set_default_dtype(before)
 
     def _sharding(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        if self.step.parallel is not None:
+            return one_rank(model, self.recorder, self.device, self.step.parallel, self.rank)
         if not self.step.recipe.parameters_on_host:
             return contextlib.nullcontext()
         return fsdp_traced(model, self.recorder, self.device)
 
-    def _set_up(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
-        """Weights arrive on the GPU; DistributedDataParallel makes its buckets."""
+    def _set_up(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> nn.Module:
+        """Weights arrive on the GPU, divided where the step has a layout.
+
+        Returns:
+            The module that the loss is called with.
+        """
         recorder = self.recorder
+        parallel = self.step.parallel
         recorder.phase("setup", 0)
-        self._place(model, moved, mesh)
+        if parallel is None:
+            self._place(model, moved, mesh)
+        else:
+            put(moved, self.first_place, recorder)
+            moved.clear()  # what is divided dies, as for real
         for tensor in moved:
             recorder.track(tensor, "")
         recorder.classify(model.buffers(), "buffers")
@@ -268,11 +291,16 @@ class _Run:
             self.step.prepare(model)
         self.take_off = install(model, self.step.recipe)
         self.mode.purity.install(model, self.watched)
+        if parallel is not None:
+            model = divided(model, parallel, mesh, recorder)
+            recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
+            recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         for parameter in model.parameters():
-            if parameter.requires_grad and not hasattr(parameter, "__tensor_flatten__"):
+            if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
         if self.step.data_parallel_ranks > 1:
             make_buckets(model, self.recorder)
+        return model
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
@@ -289,7 +317,7 @@ class _Run:
                 self.mode.waiting[parameter.untyped_storage()._cdata] = name
 
     def _new_gradient(self, parameter: torch.Tensor) -> None:
-        self.recorder.classify([parameter.grad], "gradients")
+        self.recorder.classify(inner_tensors(parameter.grad), "gradients")
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
@@ -322,6 +350,21 @@ class _Run:
         self.recorder.phase("optimizer", 1)
         optimizer.step()
         classify_states(self.recorder, optimizer)
+
+
+def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> None:
+    """Refuse a layout that cannot be put on this step, before any work.
+
+    Raises:
+        InvalidInputError: the layout names modules that the model does not have.
+        UnsupportedTechniqueError: the layout, or a technique beside it, cannot be used so.
+    """
+    check_layout(model, parallel)
+    for name in ("frozen_on_host", "parameters_on_host"):
+        if getattr(step.recipe, name):
+            raise UnsupportedTechniqueError(
+                _("{technique} is for one GPU: with a layout over several, use Parallel(offload=True)", technique=name)
+            )
 
 
 def make_buckets(model: nn.Module, recorder: Recorder) -> None:

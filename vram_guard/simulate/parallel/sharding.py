@@ -1,9 +1,9 @@
-"""FSDP2 in a trace: the real ``fully_shard`` runs on symbolic tensors; what it does besides operators is recorded."""
+"""Sharding in a trace: torch's own code runs on symbolic tensors; what it does besides operators is recorded."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.patching import replaced
-from vram_guard.private_names import missing_names
+from vram_guard.private_names import PrivateName, missing_names
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.private_api import FSDP_NAMES
 
@@ -37,15 +37,18 @@ def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, rank
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
-    missing = missing_names(FSDP_NAMES)
-    if missing:
-        raise UnsupportedTechniqueError(
-            _(
-                "parameters_on_host cannot be traced: torch {version} has no {names}",
-                version=torch.__version__,
-                names=", ".join(name.dotted for name in missing),
-            )
-        )
+    with fsdp_followed(model, recorder, state), _mesh_of(ranks) as mesh:
+        yield mesh
+
+
+@contextlib.contextmanager
+def fsdp_followed(model: nn.Module, recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
+    """While the block runs, what ``fully_shard`` does besides operators is recorded.
+
+    Raises:
+        UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
+    """
+    check_names(FSDP_NAMES)
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import _composable_state
     from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -62,7 +65,24 @@ def fsdp_traced(model: nn.Module, recorder: Recorder, state: FakeCudaState, rank
         )
         for module in model.modules():
             stack.callback(_composable_state._module_state_mapping.pop, module, None)
-        yield stack.enter_context(_mesh_of(ranks))
+        yield
+
+
+def check_names(names: Iterable[PrivateName]) -> None:
+    """Refuse a torch that lacks one of these names.
+
+    Raises:
+        UnsupportedTechniqueError: names what is missing.
+    """
+    missing = missing_names(names)
+    if missing:
+        raise UnsupportedTechniqueError(
+            _(
+                "sharded training and parameters_on_host cannot be traced: torch {version} has no {names}",
+                version=torch.__version__,
+                names=", ".join(name.dotted for name in missing),
+            )
+        )
 
 
 def _accelerator_answers() -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""Pretended ranks: a process group whose collectives do nothing, in a world of its own.
+
+``torch.distributed`` keeps its groups in one object of the process, which it calls an extension point. A trace puts
+another in its place, so that a training that runs in this process finds its own groups untouched afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.parallel.meshes import make_mesh
+from vram_guard.patching import replaced
+
+if TYPE_CHECKING:
+    from vram_guard.parallel.spec import Parallel
+
+#: Names of groups are counted from here: those of a training in this process have small numbers.
+_FIRST_NAME = 10**6
+
+
+@contextlib.contextmanager
+def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
+    """Inside the block this process is one rank of ``parallel.gpus``.
+
+    Args:
+        parallel: the layout.
+        rank: of this process.
+
+    Yields:
+        The mesh of the layout.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with _own_world():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.gpus)
+        if len(parallel.dimensions) == 1:  # the mesh then has the default group, which nobody has named
+            world: Any = dist.group.WORLD
+            world._set_group_desc(f"{_MESH}{next(iter(parallel.dimensions))}")
+        yield make_mesh(parallel)
+
+
+#: Groups of a mesh are described as this and the dimension's name (``DeviceMesh._init_process_groups``).
+_MESH = "mesh_"
+
+
+def dimension_of(group: Any) -> str:
+    """The mesh dimension that a group belongs to; "" where that has no name."""
+    described = str(group.group_desc)
+    named = described.startswith(_MESH) and not described.startswith(
+        f"{_MESH}dim_"
+    )  # "mesh_dim_1": the second of a mesh
+    return described.removeprefix(_MESH) if named else ""
+
+
+@contextlib.contextmanager
+def _own_world() -> Iterator[None]:
+    import torch.distributed.distributed_c10d as c10d
+    from torch._C._distributed_c10d import _unregister_process_group
+
+    world = _world_class()()
+    _forget_meshes()
+    with replaced(c10d, {"_world": world}):
+        try:
+            yield
+        finally:
+            _forget_meshes()
+            for group in world.pg_map:
+                _unregister_process_group(group.group_name)
+
+
+def _world_class() -> Any:
+    from torch.distributed.distributed_c10d import _World
+
+    class World(_World):
+        """Groups of its own; torch's class keeps them in globals of its module."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._own: dict[str, dict[Any, Any]] = {name: {} for name in _TABLES}
+            self.group_count = _FIRST_NAME
+
+        group_count = 0
+
+    for name in _TABLES:
+        setattr(World, name, property(partial(_table, name)))
+    return World
+
+
+def _table(name: str, world: Any) -> dict[Any, Any]:
+    table: dict[Any, Any] = world._own[name]
+    return table
+
+
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches: they hold meshes, to which those of other ranks or of a real training may be equal."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # since torch 2.10
