@@ -17,6 +17,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
+from vram_guard.simulate.parallel.groups import alone
 from vram_guard_lightning import _namespaces
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 WHOLE = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
 #: FullyShardedDataParallel, and FSDP2 with tensor parallelism as the user's ``configure_model`` has it.
 FSDP, MODEL_PARALLEL = "strategies.FSDPStrategy", "strategies.ModelParallelStrategy"
+
+#: Of ModelParallelStrategy's mesh.
+DIMENSIONS = ("data_parallel", "tensor_parallel")
 
 #: Arguments of FullyShardedDataParallel that hold tensors or processes of the real training.
 _REAL = ("process_group", "ignored_parameters", "ignored_states")
@@ -145,12 +149,26 @@ def _model_parallel(trainer: Any, model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
 
     strategy = trainer.strategy
-    real = strategy.device_mesh
-    mesh = init_device_mesh("cuda", tuple(real.mesh.shape), mesh_dim_names=real.mesh_dim_names)
+    mesh = init_device_mesh("cuda", tuple(strategy.device_mesh.mesh.shape), mesh_dim_names=DIMENSIONS)
     with replaced(strategy, {"_device_mesh": mesh}):
         vars(model)["_device_mesh"] = mesh
         _configured(trainer)
     return model
+
+
+@contextlib.contextmanager
+def configured_alone(trainer: Any, module: LightningModule) -> Iterator[None]:
+    """In a rehearsal: configure_model for the only process of a group, on the CPU, in the precision of the rehearsal."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    exact: Any = MixedPrecisionPolicy.__init__
+    with alone(), replaced(MixedPrecisionPolicy, {"__init__": lambda policy, *_args, **_kwargs: exact(policy)}):
+        vars(module)["_device_mesh"] = init_device_mesh("cpu", (1, 1), mesh_dim_names=DIMENSIONS)
+        _configured(trainer)
+        strategies: Any = import_module(f"{_namespaces.of(trainer).__name__}.strategies.model_parallel")
+        strategies._materialize_distributed_module(module, torch.device("cpu"))
+        yield
 
 
 def _configured(trainer: Any) -> None:

@@ -43,6 +43,16 @@ def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
         yield make_mesh(parallel)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside the block this process is the only rank of a real process group, whatever group it was in before."""
+    import torch.distributed as dist
+
+    with _own_world():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+
+
 #: Groups of a mesh are described as this and the dimension's name (``DeviceMesh._init_process_groups``).
 _MESH = "mesh_"
 
