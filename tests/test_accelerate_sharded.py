@@ -24,6 +24,8 @@ BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 MIB = 2**20
 #: Less than the weights with their optimizer states, enough for what FSDP2 has on the GPU at a time.
 BUDGET = "90MiB"
+#: The same for several processes: collectives run on streams of their own, each with segments of its own.
+BUDGET_OF_SEVERAL = "128MiB"
 NAMED = ("offload_parameters",)
 
 
@@ -37,10 +39,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         cases.request(asked / name, SHARDED, loop, "--out", "never.pt", *more, **settings)
 
     for ranks in (1, 2, 8):
-        ask(f"clipping{ranks}", "clipping", ranks=ranks)
-    ask("accumulating", "accumulating")
-    ask("mixed", "clipping", allow=("precision", *NAMED), budget="45MiB")
-    ask("checkpointed", "clipping", "--batch_size", 1024, "--samples", 2048, budget="100MiB",
+        ask(f"clipping{ranks}", "clipping", ranks=ranks, budget=BUDGET if ranks == 1 else BUDGET_OF_SEVERAL)
+    ask("accumulating", "accumulating", budget="106MiB")
+    ask("mixed", "clipping", allow=("precision", *NAMED), budget="66MiB")
+    ask("checkpointed", "clipping", "--batch_size", 1024, "--samples", 2048, budget="122MiB",
         allow=("checkpoint", "accumulate", *NAMED))  # fmt: skip
     ask("in_batches", "in_batches", "--batch_size", 1024, "--samples", 4096, budget="118MiB",
         allow=("accumulate", *NAMED))  # fmt: skip
@@ -48,8 +50,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ask(name, name)
     ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
     ask("optimizer", "clipping", allow=("offload_optimizer",))
-    ask("little_host", "clipping", host_budget="100MiB", ranks=2)
-    ask("frozen", "frozen", ranks=2, budget="80MiB")
+    ask("little_host", "clipping", host_budget="100MiB", ranks=2, budget=BUDGET_OF_SEVERAL)
+    ask("frozen", "frozen", ranks=2, budget="108MiB")
     ask("transformers", "transformers")
     ask("checkpoints", "transformers", "--checkpointing", budget="80MiB")
     ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
@@ -198,7 +200,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The same loops as written and under FSDP2, planned by the launcher, or by the first of two processes."""
     folder = tmp_path_factory.mktemp("real")
     processes = ONE if request.param == 1 else cases.TWO
-    guarded = (*GUARD, *processes) if request.param == 1 else (*processes, "-m", "vram_guard_accelerate", *GUARD)
+    alone = (*GUARD, *processes)
+    guard = ("--budget", BUDGET_OF_SEVERAL, *GUARD[2:])
+    guarded = alone if request.param == 1 else (*processes, "-m", "vram_guard_accelerate", *guard)
     found = []
     for name, given, how in (("written", processes, {"ACCELERATE_USE_CPU": "true"}), ("sharded", guarded, {})):
         (folder / name).mkdir()

@@ -28,6 +28,8 @@ ROWS = [
     ("sparsemax", "full", 8192),  # rows sorted by CUB
     ("group_norm", "full", 1024),  # sums by channel and group
     ("jsd", "full", 2048),
+    ("megatron_rms_norm", "full", 16384),  # one fused kernel
+    ("fused_add_rms_norm", "full", 32768),
     ("sparse_multi_token_attention", "full", 1024),  # masks that are known must not live longer than they do
 ]
 

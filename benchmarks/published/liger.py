@@ -24,7 +24,7 @@ from benchmarks.published.liger_base import Operator
 from benchmarks.published.source import MIB, Record, Source, main, predicted, records_of
 from vram_guard import Timeline, TrainingStep
 
-CARDS = ("A100 SXM4 80GB", "RTX 3090", "RTX 4090", "B200")
+CARDS = ("A100 SXM4 80GB", "RTX 3090", "RTX 4090", "H100 SXM", "B200")
 
 #: Rows that cannot be reproduced, and why. They are listed, not dropped.
 _BESIDE = "about 2,084 MiB beside the operator's tensors, alike at every batch size; what they were is not recorded"
@@ -53,7 +53,12 @@ class Published(NamedTuple):
     @property
     def name(self) -> str:
         """The row's name in the table."""
-        return f"{self.operator} {self.mode} {self.size} {self.gpu.split()[-1]}"
+        return f"{self.operator} {self.mode} {self.size} {self.card}"
+
+    @property
+    def card(self) -> str:
+        """The card's name in our catalogue."""
+        return next(name for name in CARDS if name.split(" SXM")[0] in self.gpu)
 
 
 def rows() -> list[Published]:
@@ -116,6 +121,8 @@ OPERATORS: dict[str, Callable[[_Settings, int], Operator]] = {
     "tiled_swiglu": _gated_mlp,
     "layer_norm": lambda s, n: layers.LayerNorm(s["M"], n),
     "rms_norm": lambda s, n: layers.RMSNorm(s["M"], n),
+    "megatron_rms_norm": lambda s, n: layers.FusedRMSNorm(s["S"], s["B"], n),
+    "fused_add_rms_norm": lambda s, n: layers.AddRMSNorm(s["M"], n),
     "rope": _rope,
     "fused_linear_cross_entropy": lambda s, n: losses.LinearCrossEntropy((n, s["H"]), s["V"]),
     "fused_linear_orpo_loss": _odds_ratio,
@@ -199,9 +206,8 @@ def predict(row: Published) -> Row:
         optimizer=lambda _parameters: _NoOptimizer(),  # type: ignore[arg-type,return-value]
         zero_grad="before_forward",
     )
-    card = next(name for name in CARDS if name.split(" SXM")[0] in row.gpu)
     published = {"source": LIGER.title, "name": row.name, "measured": row.measured}
-    return predicted(step, 1, card, _second_peak, **published)  # there is no batch size to vary
+    return predicted(step, 1, row.card, _second_peak, **published)  # there is no batch size to vary
 
 
 def _second_peak(timeline: Timeline) -> dict[str, Any]:

@@ -50,6 +50,47 @@ class RMSNorm(WithGradient):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
 
 
+class FusedRMSNorm(Operator):
+    """PyTorch's own RMS norm, all in bfloat16, summed up."""
+
+    def __init__(self, length: int, batch: int, width: int) -> None:
+        super().__init__()
+        self.x = self.wants(length, batch, width, dtype=torch.bfloat16)
+        self.norm = nn.RMSNorm(width, eps=1e-6, dtype=torch.bfloat16)
+
+    def forward(self) -> Tensor:
+        return self.norm(self.x)
+
+    def gradient(self, output: Tensor) -> None:  # noqa: ARG002
+        return None
+
+    def backward(self, output: Tensor, gradient: Tensor | None) -> None:  # noqa: ARG002
+        output.sum().backward()
+
+
+class AddRMSNorm(Operator):
+    """A residual added, then an RMS norm of plain operators; both results get a gradient. All in float32."""
+
+    def __init__(self, rows_: int, width: int) -> None:
+        super().__init__()
+        self.x, self.residual = self.wants(rows_, width), self.wants(rows_, width)
+        self.weight = self.wants(width)
+        for twin in ("fused", "liger", "liger_norm"):
+            self.register_parameter(twin, self.wants(width))
+        for name in ("dy", "ds"):
+            self.hold(name, torch.empty(rows_, width))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        added = self.x + self.residual
+        return self.weight * (added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + 1e-6)), added
+
+    def gradient(self, output: Any) -> None:  # noqa: ARG002
+        return None
+
+    def backward(self, output: Any, gradient: Tensor | None) -> None:  # noqa: ARG002
+        torch.autograd.backward(output, (self.dy, self.ds))
+
+
 class Rope(Operator):
     """Rotary embedding of queries and keys; gradients are asked for by name, and dropped."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.parallel import _tensor
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
 from vram_guard.techniques.host_modules import shared_parameter
@@ -37,7 +38,10 @@ def check(model: nn.Module, parallel: Parallel) -> None:
     if parallel.kind not in _INSTALLERS:
         raise UnsupportedTechniqueError(_("{kind} cannot be predicted yet", kind=parallel.kind))
     _check_torch()
-    blocks_of(model, parallel)
+    if parallel.tensor > 1:
+        _tensor.plan_of(model, parallel.tensor)
+    if parallel.shards > 1 or parallel.blocks:
+        blocks_of(model, parallel)
 
 
 def install(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
@@ -57,6 +61,8 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
     """
     check(model, parallel)
     if parallel.apply is None:
+        if parallel.tensor > 1:
+            _tensor.install(model, mesh_of(mesh, "tensor"))
         put_on: Installer = _INSTALLERS[str(parallel.kind)]
         return put_on(model, parallel, mesh)
     from torch import nn

@@ -37,9 +37,10 @@ def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
 
     with _own_world():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.gpus)
-        if len(parallel.dimensions) == 1:  # the mesh then has the default group, which nobody has named
-            world: Any = dist.group.WORLD
-            world._set_group_desc(f"{_MESH}{next(iter(parallel.dimensions))}")
+        for name, size in parallel.dimensions.items():
+            if size == parallel.gpus:  # its group is then the default one, which nobody has named
+                world: Any = dist.group.WORLD
+                world._set_group_desc(f"{_MESH}{name}")
         yield make_mesh(parallel)
 
 

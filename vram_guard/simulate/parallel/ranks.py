@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,14 @@ def one_rank(
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
     check_names(PARALLEL_NAMES)
-    with fsdp_followed(model, recorder, state), _losses_stay_parallel(), pretended_ranks(parallel, rank) as mesh:
+    with (
+        fsdp_followed(model, recorder, state),
+        _losses_stay_parallel(),
+        pretended_ranks(parallel, rank) as mesh,
+        warnings.catch_warnings(),
+    ):
+        # FSDP's advice on what the real training does: there it is given once, here in every trace.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         yield mesh
 
 

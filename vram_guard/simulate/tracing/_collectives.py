@@ -107,11 +107,25 @@ def answer(
             position=position,
         )
     if dist.get_backend(group) == "fake":  # a trace's own
-        return otherwise()
+        return _finished(otherwise())
     if operator in _GATHERS:
         _gather(*args[:2])
     work = FakeWork().boxed()
     return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+def _finished(out: Any) -> Any:
+    """What a collective returns, its work with a future that has the results: the fake one's is empty.
+
+    DistributedDataParallel's C++ takes the reduced bucket from there, and communication hooks do.
+    """
+    from torch._C._distributed_c10d import _create_work_from_future
+
+    if not isinstance(out, tuple):
+        return out
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(list(tensors_in(out[:1])))
+    return out[0], _create_work_from_future(future).boxed()
 
 
 def _resolved(args: tuple[Any, ...]) -> Any:
