@@ -47,25 +47,25 @@ def layout_of(trainer: Trainer) -> Parallel | None:
     strategy: Any = trainer.strategy
     if whole(trainer):
         return None
-    shape = {"gpus": trainer.world_size, "node": strategy.num_processes}
-    if _namespaces.is_a(strategy, FSDP):
-        if given := [name for name in _REAL if strategy.kwargs.get(name) is not None]:
-            raise UnsupportedStepError(
-                _("FSDPStrategy({setting}=...) belongs to the real processes, and cannot be predicted", setting=given[0])
+    sharded, parallel = (_namespaces.is_a(strategy, path) for path in (FSDP, MODEL_PARALLEL))
+    if not (sharded or parallel):
+        raise UnsupportedStepError(
+            _(
+                "the strategy {kind} shards or moves the model; the guard supports one device, DDP, FSDPStrategy and "
+                "ModelParallelStrategy (strategy='auto', 'ddp', 'fsdp')",
+                kind=type(strategy).__name__,
             )
-        return Parallel(**shape, apply=StrategyLayout(trainer, _fully_sharded))
-    if _namespaces.is_a(strategy, MODEL_PARALLEL):
-        return Parallel(
-            **shape,
-            tensor=strategy.device_mesh["tensor_parallel"].size(),
-            apply=StrategyLayout(trainer, _model_parallel),
         )
-    raise UnsupportedStepError(
-        _(
-            "the strategy {kind} shards or moves the model; the guard supports one device, DDP, FSDPStrategy and "
-            "ModelParallelStrategy (strategy='auto', 'ddp', 'fsdp')",
-            kind=type(strategy).__name__,
+    given = [name for name in _REAL if strategy.kwargs.get(name) is not None] if sharded else []
+    if given:
+        raise UnsupportedStepError(
+            _("FSDPStrategy({setting}=...) belongs to the real processes, and cannot be predicted", setting=given[0])
         )
+    return Parallel(
+        gpus=trainer.world_size,
+        node=strategy.num_processes,
+        tensor=strategy.device_mesh["tensor_parallel"].size() if parallel else 1,
+        apply=StrategyLayout(trainer, _fully_sharded if sharded else _model_parallel),
     )
 
 

@@ -11,8 +11,9 @@ import torch
 
 from vram_guard.parallel.install import install
 from vram_guard.patching import replaced
+from vram_guard.simulate.device.constants import known
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
-from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
 from vram_guard.simulate.parallel.groups import pretended_ranks
 from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
 from vram_guard.simulate.private_api import PARALLEL_NAMES
@@ -73,13 +74,43 @@ def put(tensors: Iterable[torch.Tensor], place: Place, recorder: Recorder) -> No
         recorder.put(tensor, place)
 
 
-def divided(model: nn.Module, parallel: Parallel, mesh: Any, recorder: Recorder) -> nn.Module:
+@contextlib.contextmanager
+def _made_on_host(recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
+    """Weights that ``apply`` itself makes, where it names no device, lie in host memory."""
+
+    def stand_in(_module: nn.Module, _name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or is_symbolic(tensor) or hasattr(tensor, "__tensor_flatten__"):
+            return None
+        state.shapes_only += 1
+        made: torch.Tensor = symbolic_like(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        state.shapes_only -= 1
+        recorder.put(made, "cpu")
+        known(made, tensor.detach())
+        return made
+
+    registered = (
+        torch.nn.modules.module.register_module_parameter_registration_hook(stand_in),
+        torch.nn.modules.module.register_module_buffer_registration_hook(stand_in),
+    )
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
+
+
+def divided(
+    model: nn.Module, parallel: Parallel, mesh: Any, recorder: Recorder, state: FakeCudaState
+) -> nn.Module:
     """The layout put on a model, and what is not on the GPU yet moved there.
 
     Returns:
         The module that the loss is called with.
     """
-    made = install(model, parallel, mesh)
+    with _made_on_host(recorder, state):
+        made = install(model, parallel, mesh)
     home = "cpu" if parallel.offload else "cuda"
     places = {recorder.place_of(tensor) for tensor in (*made.parameters(), *made.buffers())}
     if "meta" in places:

@@ -292,7 +292,7 @@ class _Run:
         self.take_off = install(model, self.step.recipe)
         self.mode.purity.install(model, self.watched)
         if parallel is not None:
-            model = divided(model, parallel, mesh, recorder)
+            model = divided(model, parallel, mesh, recorder, self.device)
             recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
             recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         for parameter in model.parameters():

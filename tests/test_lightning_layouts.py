@@ -1,0 +1,167 @@
+"""FSDPStrategy and ModelParallelStrategy: one rank predicted, and plans applied in two real processes (gloo, CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+torch = pytest.importorskip("torch")
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+    pytest.skip("fully_shard is public since torch 2.6", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("lightning_sharded_script.py")
+
+#: Guarded trainings in micro-batches, and those without the guard that they must be equal to.
+EQUAL = {
+    "fsdp+split": "fsdp+plain",
+    "sharded+split": "sharded+plain",
+    "tensor+split": "tensor+plain",
+}
+OTHERS = ("meta", "wrapped", "fsdp+poor", "sharded+dies")
+
+#: Of the module that is trained, and what AdamW keeps of each.
+WEIGHTS = 4 * (6 * 64 + 64 + 3 * (2 * 64 * 256 + 256 + 64) + 64 * 2 + 2)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
+    out = tmp_path_factory.mktemp("ranks")
+    cases = [*EQUAL, *EQUAL.values(), *OTHERS]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(out), *cases],
+            env={**os.environ, **address, "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        errors = [rank.communicate(timeout=280)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        paths = [out / f"{case}-{rank}.json" for rank in (0, 1)]
+        assert all(path.exists() for path in paths), errors[0][-2000:] + errors[1][-2000:]
+        found[case] = [
+            {**json.loads(path.read_text()), "weights": torch.load(path.with_suffix(".pt"), weights_only=True)}
+            for path in paths
+        ]
+    return found
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_a_plan_in_two_processes_trains_what_the_training_as_written_does(results: Any, case: str) -> None:
+    for mine, plain in zip(results[case], results[EQUAL[case]], strict=True):
+        assert "error" not in mine, mine["error"]
+        assert mine["splits"] == 4, mine["said"]
+        assert mine["steps"] == plain["steps"]
+        assert plain["seen"] == [32] * plain["steps"]
+        assert mine["seen"] == [8] * 4 * plain["steps"]
+        assert mine["logged"] == pytest.approx(plain["logged"], rel=1e-5)
+        assert list(mine["weights"]) == list(plain["weights"])
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", ["fsdp+split", "wrapped", "sharded+split", "meta"])
+def test_states_of_one_rank_are_half_of_the_models(results: Any, case: str) -> None:
+    first, second = results[case]
+    assert "error" not in first, first["error"]
+    assert first["layout"] == {"gpus": 2, "tensor": 1}
+    assert first["reserved"] == second["reserved"]
+    # Two moments of each weight; blocks of 512 bytes, flat parameters padded to the number of ranks.
+    assert first["breakdown"]["optimizer_states"] == pytest.approx(WEIGHTS, rel=0.03)
+
+
+def test_ranks_of_tensor_parallelism_share_the_data_and_the_cut_layers(results: Any) -> None:
+    first, _second = results["tensor+split"]
+    assert first["layout"] == {"gpus": 2, "tensor": 2}
+    whole = 4 * (6 * 64 + 64 + 64 * 2 + 2 + 3 * 64)
+    cut = 3 * 4 * (2 * 64 * 256 + 256) // 2
+    assert first["breakdown"]["optimizer_states"] == pytest.approx(2 * (whole + cut), rel=0.05)
+    assert "tensor" in first["dimensions"]
+    assert first["steps"] == 2 * results["sharded+split"][0]["steps"]
+
+
+def test_weights_made_on_the_meta_device_are_predicted_alike(results: Any) -> None:
+    meta, real = results["meta"][0], results["sharded+split"][0]
+    assert meta["breakdown"] == real["breakdown"]
+
+
+def test_ranks_plan_for_the_least_memory(results: Any) -> None:
+    first, second = results["fsdp+poor"]
+    assert first["usable"] == second["usable"] < 2**20
+    assert first["seen"] == [32, 32]
+
+
+def test_a_rank_that_fails_while_planning_ends_all_with_one_message(results: Any) -> None:
+    first, second = results["sharded+dies"]
+    assert first["error"] == "VramGuardError: rank 1 could not plan: RuntimeError: no such file on this machine"
+    assert second["error"] == "RuntimeError: no such file on this machine"
+    assert first["steps"] == second["steps"] == 0
+
+
+# --- what is read of a strategy -----------------------------------------------------------------------------------
+
+
+def strategy(kind: str, **settings: Any) -> Any:
+    from lightning.pytorch import strategies
+
+    made = getattr(strategies, kind)(**settings)
+    made.parallel_devices = [torch.device("cuda", number) for number in range(4)]
+    return made
+
+
+def trainer(found: Any) -> Any:
+    return SimpleNamespace(strategy=found, world_size=8)
+
+
+def test_the_layout_has_the_strategys_ranks_and_travels_without_its_trainer() -> None:
+    from vram_guard_lightning import _layouts
+
+    found = _layouts.layout_of(trainer(strategy("FSDPStrategy")))
+    assert (found.gpus, found.node, found.tensor, found.dimensions) == (8, 4, 1, {"shard": 8})
+    assert vars(pickle.loads(pickle.dumps(found)).apply) == {}
+    whole = strategy("DDPStrategy")
+    assert _layouts.layout_of(trainer(whole)) is None
+
+
+@pytest.mark.parametrize("name", ["process_group", "ignored_parameters", "ignored_states"])
+def test_what_belongs_to_the_real_processes_is_refused(name: str) -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_lightning import _layouts
+
+    with pytest.raises(UnsupportedStepError, match=rf"FSDPStrategy\({name}="):
+        _layouts.layout_of(trainer(strategy("FSDPStrategy", **{name: [object()]})))
+
+
+def test_other_strategies_are_refused_by_name() -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_lightning import _layouts
+
+    class DeepSpeedStrategy:
+        pass
+
+    with pytest.raises(UnsupportedStepError, match="the strategy DeepSpeedStrategy shards or moves the model"):
+        _layouts.layout_of(trainer(DeepSpeedStrategy()))
