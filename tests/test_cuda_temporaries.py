@@ -30,6 +30,9 @@ ROWS = [
     ("jsd", "full", 2048),
     ("megatron_rms_norm", "full", 16384),  # one fused kernel
     ("fused_add_rms_norm", "full", 32768),
+    ("fused_neighborhood_attention", "full", 512),
+    ("kl_div", "full", 131072),
+    ("tvd", "full", 4096),
     ("sparse_multi_token_attention", "full", 1024),  # masks that are known must not live longer than they do
 ]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vram_guard.checks import LARGEST_BATCH, checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.parallel.spec import Parallel
+from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ class TrainingStep:
             or "before_backward" (Lightning: gradients live through the next forward).
         clip_grad_norm: the maximum norm handed to ``clip_grad_norm_`` before the step, or None.
         clip_grad_value: the bound handed to ``clip_grad_value_`` before the step, or None.
-        data_parallel_ranks: processes that share the work under DistributedDataParallel; above one,
-            DDP's gradient buckets count.
+        data_parallel_ranks: processes that share the work under DistributedDataParallel: the layout is
+            ``Parallel(gpus=data_parallel_ranks, kind="ddp")``, but ``loss`` is called with the model itself and is
+            wrapped as a whole, as frameworks do.
         whole_batch: the micro-batches are slices of one loaded batch, which stays on the device while they
             run (the guard splits batches so); False: each micro-batch is loaded by itself.
         prepare: called once with the model, on the simulated device, before the optimizer is made
@@ -70,6 +71,8 @@ class TrainingStep:
             (a Trainer without a GPU, of which a GPU's memory is asked): the code's own tensors lie with the rest.
         parallel: how the step is spread over several GPUs, see :class:`Parallel`: one rank is predicted, and ``batch``
             is what that rank loads. None: one GPU (or DistributedDataParallel, with ``data_parallel_ranks``).
+        ddp_options: arguments of DistributedDataParallel besides the model (``gradient_as_bucket_view``,
+            ``static_graph``, ``find_unused_parameters``, ``bucket_cap_mb``), where that is used.
 
     Example:
         >>> step = TrainingStep(
@@ -98,6 +101,7 @@ class TrainingStep:
     keeps: Keeps = "loss"
     device: Literal["cuda", "cpu"] = "cuda"
     parallel: Parallel | None = None
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
@@ -106,6 +110,8 @@ class TrainingStep:
         one_of("keeps", self.keeps, KEEPS)
         if self.parallel is not None and not isinstance(self.parallel, Parallel):
             raise InvalidInputError(_("parallel must be a Parallel, or None"))
+        if self.parallel is not None and self.data_parallel_ranks != 1:
+            raise InvalidInputError(_("give parallel or data_parallel_ranks, not both"))
         if not callable(self.model):
             raise InvalidInputError(_("model must be an nn.Module or a callable that builds one"))
         if not callable(self.loss):
@@ -114,6 +120,13 @@ class TrainingStep:
             raise InvalidInputError(_("optimizer must be a callable parameters -> torch.optim.Optimizer, or None"))
         object.__setattr__(self, "accumulate", checked_count("accumulate", self.accumulate))
         object.__setattr__(self, "data_parallel_ranks", checked_count("data_parallel_ranks", self.data_parallel_ranks))
+
+    @property
+    def layout(self) -> Parallel | None:
+        """How the step is spread over several GPUs; None: it is not."""
+        if self.parallel is not None or self.data_parallel_ranks == 1:
+            return self.parallel
+        return data_parallel(self.data_parallel_ranks)
 
     def with_(self, **changes: Any) -> TrainingStep:
         """The same step with some fields changed (precision, accumulate, ...)."""

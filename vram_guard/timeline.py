@@ -160,6 +160,8 @@ class Collective(NamedTuple):
     """The micro-batch of the optimizer step, from 0."""
     position: int = 0
     """So many entries of :attr:`Timeline.work` precede it."""
+    by_layout: bool = False
+    """Called by what spreads the step over ranks (DistributedDataParallel, FSDP), not by the step's own code."""
 
 
 #: What an operator computes with. "vector": ordinary cores, a few operations an element, so that memory decides;

@@ -24,7 +24,7 @@ from benchmarks.published.liger_base import Operator
 from benchmarks.published.source import MIB, Record, Source, main, predicted, records_of
 from vram_guard import Timeline, TrainingStep
 
-CARDS = ("A100 SXM4 80GB", "RTX 3090", "RTX 4090", "H100 SXM", "B200")
+CARDS = ("A100 SXM4 80GB", "RTX 3090", "RTX 4090", "H100 PCIe", "H100 SXM", "B200")
 
 #: Rows that cannot be reproduced, and why. They are listed, not dropped.
 _BESIDE = "about 2,084 MiB beside the operator's tensors, alike at every batch size; what they were is not recorded"
@@ -108,6 +108,13 @@ def _policy_gradient(s: _Settings, n: int) -> Operator:
     return losses.PolicyGradient((n, s["T"], s["H"]), s["V"], s["importance_sampling_level"])
 
 
+def _jensen_shannon(s: _Settings, n: int) -> Operator:
+    """Its first benchmark swept the vocabulary, the later ones the tokens."""
+    if "vocab_size" in s:
+        return losses.JensenShannon(n, s["vocab_size"])
+    return losses.EarlierJensenShannon(s["B"] * s["T"], n)
+
+
 def _neighborhood(s: _Settings, n: int) -> Operator:
     return layers.NeighborhoodAttention(s["batch_size"], n, s["hidden_size"], s["num_heads"])
 
@@ -137,7 +144,10 @@ OPERATORS: dict[str, Callable[[_Settings, int], Operator]] = {
     "softmax": lambda s, n: layers.Softmax(n, getattr(torch, s["dtype"].removeprefix("torch."))),
     "fused_neighborhood_attention": _neighborhood,
     "group_norm": lambda s, n: layers.GroupNorm(s["M"], n, s["H"]),
-    "jsd": lambda s, n: losses.JensenShannon(n, s["vocab_size"]),
+    "jsd": _jensen_shannon,
+    "kl_div": lambda s, n: losses.KullbackLeibler(s["B"] * s["T"], n),
+    "tvd": lambda s, n: losses.TotalVariation(s["B"] * s["T"], n),
+    "megatron_swiglu": lambda s, n: layers.SwiGLU(s["S"], s["B"], n),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own idiom
 
 from benchmarks.published.liger_base import Operator, WithGradient
 
@@ -66,6 +67,19 @@ class FusedRMSNorm(Operator):
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> None:  # noqa: ARG002
         output.sum().backward()
+
+
+class SwiGLU(FusedRMSNorm):
+    """``silu`` of one half times the other half, all in bfloat16, summed up; each run frees its gradient first."""
+
+    def __init__(self, length: int, batch: int, width: int) -> None:
+        Operator.__init__(self)
+        self.x = self.wants(length, batch, 2 * width, dtype=torch.bfloat16)
+
+    def forward(self) -> Tensor:
+        self.x.grad = None
+        gate, value = torch.chunk(self.x, 2, -1)
+        return F.silu(gate) * value
 
 
 class AddRMSNorm(Operator):

@@ -126,6 +126,43 @@ class PolicyGradient(Loss):
         return (each * self.mask).sum() / self.mask.sum().clamp(min=1.0)
 
 
+class KullbackLeibler(Loss):
+    """Its input is the log-softmax of a random tensor, whose graph lives on."""
+
+    keeps_graph = True
+
+    def __init__(self, tokens: int, vocabulary: int) -> None:
+        super().__init__()
+        self.x = self.wants(tokens, vocabulary)
+        self.hold("p", torch.empty(tokens, vocabulary))
+        self.q: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        if self.q is None:
+            self.q = self.x.log_softmax(dim=-1)
+        return F.kl_div(self.q, self.p, reduction="batchmean")
+
+
+class TotalVariation(KullbackLeibler):
+    """Half the sum of absolute differences; its input is the softmax of a random tensor."""
+
+    def forward(self) -> Tensor:
+        if self.q is None:
+            self.q = self.x.softmax(dim=-1)
+        return torch.sum(torch.abs(self.q - self.p) / 2.0) / self.q.shape[0]
+
+
+class EarlierJensenShannon(KullbackLeibler):
+    """The benchmark's first form; both inputs are log-softmaxes of random tensors."""
+
+    def forward(self) -> Tensor:
+        if self.q is None:
+            self.q = self.x.log_softmax(dim=-1)
+        log_middle = torch.log(0.5 * (torch.exp(self.q) + torch.exp(self.p)))
+        each = (F.kl_div(log_middle, one, reduction="batchmean", log_target=True) for one in (self.q, self.p))
+        return 0.5 * (next(each) + next(each))
+
+
 class JensenShannon(Loss):
     """Its inputs are log-softmaxes of random tensors: the first one's graph lives on, and backward runs through it."""
 

@@ -90,20 +90,23 @@ def _classified(model: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def _classified_by_fabric(model: Any, batch: Any) -> tuple[Any, Any]:
-    loss, logits = _classified(model, batch)
-    return loss, (logits, batch)
+    """Fabric converts the images of a loaded batch to the weights' dtype, and gives logits back in float32."""
+    images, labels = batch
+    logits = model(images.to(next(model.parameters()).dtype)).float()
+    return functional.cross_entropy(logits, labels), (logits, batch)
 
 
 def predict_vit(row: Record) -> list[Row]:
     """The reserved peak of one script."""
     precision, size, slices, optimizer, fabric = VITS[row["recipe"].split("_")[0] + "_"]
+    halved = precision == "bf16-true"  # by Fabric itself, which leaves the batch as it is loaded
     step = TrainingStep(
-        model=lambda: VisionTransformer(classes=10),
+        model=lambda: VisionTransformer(classes=10).to(torch.bfloat16 if halved else torch.float32),
         batch=shapes_of_images(224),
         loss=_classified_by_fabric if fabric else _classified,
         keeps="outputs",
         optimizer=optimizer,
-        precision=precision,
+        precision="32-true" if halved else precision,
         accumulate=slices,
         zero_grad="before_backward" if slices == 1 else "after_step",
     )
@@ -150,19 +153,32 @@ def _litgpt(folder: str, kind: str) -> nn.Module:
         names = ("query", "key", "value", "projection", "mlp", "head")
         chosen = {f"lora_{each}": everywhere or each in ("query", "value") for each in names}
         settings = {"lora_r": rank, "lora_alpha": 16, "lora_dropout": 0.05, **chosen}
+        # The model with adapters did not cap the chunks of its logits then (litgpt/lora.py at 2b195c7f, 2024-08-02).
+        settings["final_logit_softcapping"] = None
         model = litgpt.lora.GPT(litgpt.lora.Config.from_name(name, **settings))
         litgpt.lora.mark_only_lora_as_trainable(model)
     model.max_seq_length = TOKENS
     return model
 
 
-def _next_tokens(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
+# Fabric's bf16-true gives the loop a model's outputs in float32 (HalfPrecision.convert_output).
+
+
+def _chunks_of_next_tokens(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
+    """The loop of litgpt/finetune/lora.py at e5493986, 2024-07-22."""
     from litgpt.utils import chunked_cross_entropy
 
-    logits = model(ids, lm_head_chunk_size=128)
+    logits = [chunk.float() for chunk in model(ids, lm_head_chunk_size=128)]
     logits[-1] = logits[-1][..., :-1, :]
-    loss = chunked_cross_entropy(logits, ids[..., 1:])
-    return loss, logits
+    return chunked_cross_entropy(logits, ids[..., 1:]), logits
+
+
+def _next_tokens(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
+    """The loop of litgpt/finetune/full.py at e5493986, 2024-07-22."""
+    from litgpt.utils import chunked_cross_entropy
+
+    logits = model(ids).float()
+    return chunked_cross_entropy(logits[..., :-1, :], ids[..., 1:]), logits
 
 
 def predict_litgpt(row: Record) -> list[Row]:
@@ -184,7 +200,7 @@ def predict_litgpt(row: Record) -> list[Row]:
     step = TrainingStep(
         model=build,
         batch=lambda samples: torch.zeros(samples, TOKENS, dtype=torch.long),
-        loss=_next_tokens,
+        loss=_next_tokens if kind == "full" else _chunks_of_next_tokens,
         keeps="outputs",
         optimizer=optimizer_of("AdamW", lr=2e-4),
         precision="bf16-true",

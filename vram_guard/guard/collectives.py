@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def collectives_of(timeline: Timeline | None) -> tuple[Collective, ...]:
     """Those of the step as written, each line once."""
-    found = () if timeline is None else (one for one in timeline.collectives if one.step)
+    found = () if timeline is None else (one for one in timeline.collectives if one.step and not one.by_layout)
     return tuple({(one.name, one.source, one.phase): one for one in found}.values())
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.parallel import _tensor
+from vram_guard.parallel.data_parallel import flattened, replicated
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
 from vram_guard.techniques.host_modules import shared_parameter
@@ -35,22 +36,29 @@ def check(model: nn.Module, parallel: Parallel) -> None:
     """
     if parallel.apply is not None:
         return
-    if parallel.kind not in _INSTALLERS:
+    if parallel.kind not in (*_INSTALLERS, *_WHOLE):
         raise UnsupportedTechniqueError(_("{kind} cannot be predicted yet", kind=parallel.kind))
-    _check_torch()
+    _check_torch(parallel)
+    if parallel.kind == "fsdp1" and parallel.offload:
+        raise UnsupportedTechniqueError(_("fsdp1 with offload cannot be predicted; fsdp2 with offload can"))
     if parallel.tensor > 1:
+        if parallel.kind in _WHOLE and parallel.data_ranks > 1:
+            raise UnsupportedTechniqueError(
+                _("{kind} with tensor parallelism cannot be predicted; fsdp2 and hsdp can", kind=parallel.kind)
+            )
         _tensor.plan_of(model, parallel.tensor)
-    if parallel.shards > 1 or parallel.blocks:
+    if parallel.kind not in _WHOLE and (parallel.shards > 1 or parallel.blocks):
         blocks_of(model, parallel)
 
 
-def install(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
+def install(model: nn.Module, parallel: Parallel, mesh: Any, **ddp_options: Any) -> nn.Module:
     """Put a layout on a model; call it before the optimizer is built.
 
     Args:
         model: the whole model, changed in place; on the meta device, in host memory or on the device.
         parallel: the layout.
         mesh: of :func:`vram_guard.parallel.meshes.make_mesh`.
+        ddp_options: arguments of DistributedDataParallel, for "ddp" and "zero1".
 
     Returns:
         The module to train with: the model, or what wraps it.
@@ -63,6 +71,8 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
     if parallel.apply is None:
         if parallel.tensor > 1:
             _tensor.install(model, mesh_of(mesh, "tensor"))
+        if parallel.kind in _WHOLE:
+            return model if parallel.tensor > 1 else replicated(model, mesh, ddp_options)
         put_on: Installer = _INSTALLERS[str(parallel.kind)]
         return put_on(model, parallel, mesh)
     from torch import nn
@@ -129,10 +139,17 @@ def _fully_shard(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
     return model
 
 
-def _check_torch() -> None:
+def _flatten(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
+    return flattened(model, parallel, mesh, blocks_of(model, parallel))
+
+
+def _check_torch(parallel: Parallel) -> None:
     import torch
 
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < FULLY_SHARD_SINCE:
+    if (
+        parallel.kind in ("fsdp2", "hsdp")
+        and tuple(int(part) for part in torch.__version__.split(".")[:2]) < FULLY_SHARD_SINCE
+    ):
         raise UnsupportedTechniqueError(
             _("fully_shard needs torch 2.6 or later, not {version}", version=torch.__version__)
         )
@@ -140,4 +157,7 @@ def _check_torch() -> None:
         raise UnsupportedTechniqueError(_("this torch was built without torch.distributed"))
 
 
-_INSTALLERS: dict[str, Installer] = {"fsdp2": _fully_shard, "hsdp": _fully_shard}
+#: Kinds that leave parameters whole on each rank.
+_WHOLE = ("ddp", "zero1")
+
+_INSTALLERS: dict[str, Installer] = {"fsdp2": _fully_shard, "hsdp": _fully_shard, "fsdp1": _flatten}

@@ -254,6 +254,11 @@ def _elsewhere(_model: nn.Module, _mesh: Any) -> nn.Module:
     raise InvalidInputError(_("apply can be called only in the process that has it"))
 
 
+def data_parallel(ranks: int) -> Parallel:
+    """DistributedDataParallel over so many processes, wherever they run."""
+    return Parallel(gpus=ranks, node=GPUS_OF_A_NODE if ranks % GPUS_OF_A_NODE == 0 else ranks, kind="ddp")
+
+
 def _checked_dtype(name: str, value: object) -> str | None:
     """The name of a floating dtype, given as a name or as a ``torch.dtype``."""
     if value is None:

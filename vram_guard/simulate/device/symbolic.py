@@ -31,3 +31,11 @@ def symbolic_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> tor
     if is_dense(tensor):
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
     return torch.empty(tensor.size(), dtype=dtype, device="meta")
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """``Tensor.data_ptr``: symbolic tensors have none, but one tells them apart."""
+    address: int = torch._C.TensorBase.data_ptr(tensor)
+    if not is_symbolic(tensor) or hasattr(tensor, "__tensor_flatten__"):
+        return address
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())

@@ -109,7 +109,16 @@ class Recorder:
             if event >= 0 and self._categories[event] is None:
                 self._categories[event] = "activations" if event in alive else "temporaries"
 
-    def collective(self, name: str, *, size: int = 0, ranks: int = 1, dimension: str = "", position: int = 0) -> None:
+    def collective(
+        self,
+        name: str,
+        *,
+        size: int = 0,
+        ranks: int = 1,
+        dimension: str = "",
+        position: int = 0,
+        by_layout: bool = False,
+    ) -> None:
         """A call that waits for other processes; see :class:`vram_guard.timeline.Collective`."""
         if not self.phases:
             return
@@ -126,6 +135,7 @@ class Recorder:
                 self.streams.current,
                 self.micro_batch,
                 position,
+                by_layout,
             )
         )
 

@@ -67,6 +67,12 @@ def dimension_of(group: Any) -> str:
     return described.removeprefix(_MESH) if named else ""
 
 
+def is_pretended(group: Any) -> bool:
+    """True if a group is a trace's own, whose collectives do nothing; also after the trace has left its ranks."""
+    name = str(group.group_name)
+    return name.isdigit() and int(name) >= _FIRST_NAME
+
+
 @contextlib.contextmanager
 def _own_world() -> Iterator[None]:
     import torch.distributed.distributed_c10d as c10d

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,9 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.constants import known
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
+from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.groups import pretended_ranks
+from vram_guard.simulate.parallel.replicas import replicas_followed
 from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
 from vram_guard.simulate.private_api import PARALLEL_NAMES
 
@@ -43,6 +45,8 @@ def one_rank(
     check_names(PARALLEL_NAMES)
     with (
         fsdp_followed(model, recorder, state),
+        replicas_followed(),
+        flat_parameters_followed(recorder),
         _losses_stay_parallel(),
         pretended_ranks(parallel, rank) as mesh,
         warnings.catch_warnings(),
@@ -75,7 +79,7 @@ def put(tensors: Iterable[torch.Tensor], place: Place, recorder: Recorder) -> No
 
 
 @contextlib.contextmanager
-def _made_on_host(recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
+def made_on_host(recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
     """Weights that ``apply`` itself makes, where it names no device, lie in host memory."""
 
     def stand_in(_module: nn.Module, _name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -102,15 +106,14 @@ def _made_on_host(recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
 
 
 def divided(
-    model: nn.Module, parallel: Parallel, mesh: Any, recorder: Recorder, state: FakeCudaState
+    model: nn.Module, parallel: Parallel, mesh: Any, recorder: Recorder, ddp_options: Mapping[str, Any]
 ) -> nn.Module:
     """The layout put on a model, and what is not on the GPU yet moved there.
 
     Returns:
         The module that the loss is called with.
     """
-    with _made_on_host(recorder, state):
-        made = install(model, parallel, mesh)
+    made = install(model, parallel, mesh, **ddp_options)
     home = "cpu" if parallel.offload else "cuda"
     places = {recorder.place_of(tensor) for tensor in (*made.parameters(), *made.buffers())}
     if "meta" in places:

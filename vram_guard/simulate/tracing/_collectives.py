@@ -7,7 +7,11 @@ A trace runs on each rank by itself, perhaps in a copy of the process whose conn
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.parallel.groups import dimension_of
+from vram_guard.simulate.parallel.groups import dimension_of, is_pretended
 from vram_guard.simulate.private_api import COLLECTIVE_NAMES
 from vram_guard.tensors import tensors_in
 from vram_guard.timeline import SYNCHRONISED_NORM
@@ -38,6 +42,8 @@ _NAMES = {
     "alltoall_base_": "all_to_all_single",
     "recv_any_source_": "recv",
 }
+_TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
+_OWN_ROOT = str(Path(__file__).parents[2]) + os.sep
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 #: Of these, the waiting for a result that an earlier one will bring.
 _WAITING = ("wait_tensor", "_wrap_tensor_autograd")
@@ -78,6 +84,7 @@ def answer(
                 ranks=1 if group is None else group.size(),
                 dimension="" if group is None else dimension_of(group),
                 position=position,
+                by_layout=_called_by_layout(),
             )
             return out
         raise UnsupportedStepError(
@@ -105,8 +112,11 @@ def answer(
             ranks=group.size(),
             dimension=dimension_of(group),
             position=position,
+            by_layout=_called_by_layout(),
         )
-    if dist.get_backend(group) == "fake":  # a trace's own
+    if is_pretended(group) or dist.get_backend(group) == "fake":
+        if operator == "allreduce_" and recorder.in_backward:  # buckets of DistributedDataParallel
+            recorder.classify((one for one in tensors_in(args) if one.is_floating_point()), "gradients")
         return _finished(otherwise())
     if operator in _GATHERS:
         _gather(*args[:2])
@@ -114,18 +124,41 @@ def answer(
     return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
+#: Where torch spreads a step over ranks: what is called from there is none of the step's own calls.
+_LAYOUTS = tuple(
+    str(Path(_TORCH_ROOT, *parts)) + os.sep
+    for parts in (("nn", "parallel"), ("distributed", "fsdp"), ("distributed", "tensor"), ("distributed", "optim"))
+)
+
+
+def _called_by_layout() -> bool:
+    """True if the innermost frame that is not the trace's own, or c10d's, is of such code, or is autograd itself.
+
+    DistributedDataParallel's C++ reduces gradients from within autograd.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_LAYOUTS) or code.co_name == "_engine_run_backward":
+            return True
+        if not code.co_filename.startswith((_TORCH_ROOT, _OWN_ROOT)):
+            return False
+        frame = frame.f_back
+    return False
+
+
 def _finished(out: Any) -> Any:
     """What a collective returns, its work with a future that has the results: the fake one's is empty.
 
     DistributedDataParallel's C++ takes the reduced bucket from there, and communication hooks do.
     """
-    from torch._C._distributed_c10d import _create_work_from_future
+    from torch._C import _distributed_c10d
 
     if not isinstance(out, tuple):
         return out
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(list(tensors_in(out[:1])))
-    return out[0], _create_work_from_future(future).boxed()
+    return out[0], _distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
 
 
 def _resolved(args: tuple[Any, ...]) -> Any:

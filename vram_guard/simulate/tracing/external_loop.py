@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from vram_guard.parallel.spec import data_parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
-from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
+from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
+from vram_guard.simulate.parallel.replicas import Reduction
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states
-from vram_guard.simulate.tracing.run import make_buckets, module_paths, on_simulated_cuda, prepare_torch
+from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda, prepare_torch
 from vram_guard.timeline import Timeline
 
 
@@ -118,10 +120,18 @@ class ExternalLoopTracer:
         self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
         model.register_forward_pre_hook(self._before_forward)
 
-    def train(self, model: nn.Module, ranks: int = 1) -> None:
-        """The loop is about to train this model (its names are those of the answer), over so many processes."""
+    def train(self, model: nn.Module, ranks: int = 1, ddp_options: Mapping[str, Any] | None = None) -> None:
+        """The loop is about to train this model (its names are those of the answer).
+
+        Args:
+            model: which DistributedDataParallel will wrap, where there are several processes.
+            ranks: processes that share the work.
+            ddp_options: its arguments.
+        """
         if ranks > 1:
-            make_buckets(model, self.recorder)
+            reduction = Reduction(model, data_parallel(ranks), ddp_options or {}, self.recorder)
+            model.register_forward_pre_hook(reduction.begins)
+            model.register_forward_hook(lambda _module, _inputs, output: reduction.ends(output))
         self._stack.enter_context(module_paths(model, self.recorder))
 
     def watch(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -190,11 +200,3 @@ class ExternalLoopTracer:
         """Everything that happened so far; nothing after this is recorded. Sizes are those of this batch size."""
         self.recorder.close()
         return self._mode.timeline(batch_size, precision)
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """``Tensor.data_ptr``: symbolic tensors have none, but one tells them apart."""
-    address: int = torch._C.TensorBase.data_ptr(tensor)
-    if not is_symbolic(tensor) or hasattr(tensor, "__tensor_flatten__"):
-        return address
-    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())

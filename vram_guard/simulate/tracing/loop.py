@@ -182,6 +182,9 @@ class Loop:
     def _update(self, number: int) -> None:
         assert self.optimizer is not None
         self.recorder.phase("optimizer", number)
+        if self.step.parallel is not None:  # FSDP1 stores gradients itself
+            grads = (parameter.grad for parameter in self.model.parameters())
+            self.recorder.classify((one for grad in grads for one in inner_tensors(grad)), "gradients")
         if self.step.clip_grad_norm is not None or self.step.clip_grad_value is not None:
             self._clip()
         if self.scaler is None:
@@ -237,7 +240,8 @@ def _is_scalar(value: Any) -> bool:
 
 def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
     """Classify what the optimizer keeps for each parameter as optimizer states."""
-    for state in optimizer.state.values():
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own, over this rank's part
+    for state in inner.state.values():
         if isinstance(state, dict):
             for value in state.values():
                 kept = [tensor for tensor in inner_tensors(value) if is_symbolic(tensor)]

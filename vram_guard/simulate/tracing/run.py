@@ -27,7 +27,8 @@ from vram_guard.simulate.memory.recorder import PLACE, Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
-from vram_guard.simulate.parallel.ranks import divided, first_place, one_rank, put
+from vram_guard.simulate.parallel import replicas
+from vram_guard.simulate.parallel.ranks import divided, first_place, made_on_host, one_rank, put
 from vram_guard.simulate.parallel.sharding import fsdp_traced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
@@ -50,12 +51,13 @@ _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 _NUMBERS_AND_NAMES = (bool, int, float, str, type(None), FunctionType, torch.dtype)
 
-#: DistributedDataParallel's default buckets: the first of 1 MiB, then 25 MiB each (``bucket_cap_mb``).
-_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
-
 
 def run_step(
-    step: TrainingStep, batch_size: int, capability: tuple[int, int], watched: Iterable[str] = (), rank: int = 0
+    step: TrainingStep,
+    batch_size: int,
+    capability: tuple[int, int],
+    watched: Iterable[str] = (),
+    rank: int | None = None,
 ) -> Timeline:
     """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
 
@@ -64,7 +66,7 @@ def run_step(
         batch_size: samples of a micro-batch.
         capability: of the GPU that is meant.
         watched: modules whose forwards are watched: what they change is in the result.
-        rank: of the ranks that the step's layout has, the one that is traced.
+        rank: of the ranks that the step's layout has, the one that is traced; None: one that holds most.
 
     Raises:
         InvalidInputError: the setting ``cudnn`` makes no sense.
@@ -158,7 +160,7 @@ class _Run:
         capability: tuple[int, int],
         interrupts: Interrupts,
         watched: Iterable[str] = (),
-        rank: int = 0,
+        rank: int | None = None,
     ) -> None:
         self.step = step
         self.rank = rank
@@ -175,6 +177,7 @@ class _Run:
     def timeline(self) -> Timeline:
         step = self.step
         import_libraries(step.recipe)
+        replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
@@ -193,7 +196,7 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return replace(self.mode.timeline(self.batch_size, step.precision), parallel=step.parallel)
+        return replace(self.mode.timeline(self.batch_size, step.precision), parallel=step.layout)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -240,7 +243,7 @@ class _Run:
         try:
             with self._default_dtype(), self._sharding(model) as mesh:
                 model = self._set_up(model, moved, mesh)
-                optimizer = self._optimizer(model)
+                optimizer = self._optimizer(model, mesh)
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
                     loop.run()
@@ -264,7 +267,7 @@ class _Run:
 
     def _sharding(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if self.step.parallel is not None:
-            return one_rank(model, self.recorder, self.device, self.step.parallel, self.rank)
+            return one_rank(model, self.recorder, self.device, self.step.parallel, self.rank or 0)
         if not self.step.recipe.parameters_on_host:
             return contextlib.nullcontext()
         return fsdp_traced(model, self.recorder, self.device)
@@ -292,14 +295,16 @@ class _Run:
         self.take_off = install(model, self.step.recipe)
         self.mode.purity.install(model, self.watched)
         if parallel is not None:
-            model = divided(model, parallel, mesh, recorder, self.device)
+            with made_on_host(recorder, self.device):
+                model = divided(model, parallel, mesh, recorder, self.step.ddp_options)
             recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
             recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         for parameter in model.parameters():
             if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
-        if self.step.data_parallel_ranks > 1:
-            make_buckets(model, self.recorder)
+        if parallel is None and self.step.layout is not None:
+            reduction = replicas.Reduction(model, self.step.layout, self.step.ddp_options, recorder)
+            self.step = self.step.with_(loss=reduction.around(self.step.loss))
         return model
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
@@ -319,7 +324,7 @@ class _Run:
     def _new_gradient(self, parameter: torch.Tensor) -> None:
         self.recorder.classify(inner_tensors(parameter.grad), "gradients")
 
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+    def _optimizer(self, model: nn.Module, mesh: Any) -> torch.optim.Optimizer | None:
         """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
         if self.step.optimizer is None or not any(p.requires_grad for p in model.parameters()):
             return None
@@ -333,6 +338,8 @@ class _Run:
                     "torch.optim.AdamW(parameters)"
                 )
             )
+        if self.step.parallel is not None and self.step.parallel.kind == "zero1":
+            return replicas.states_of_the_fullest(optimizer, mesh, self.rank)
         return optimizer
 
     def _lower_bound(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, why: str) -> None:
@@ -365,18 +372,6 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
             raise UnsupportedTechniqueError(
                 _("{technique} is for one GPU: with a layout over several, use Parallel(offload=True)", technique=name)
             )
-
-
-def make_buckets(model: nn.Module, recorder: Recorder) -> None:
-    """DistributedDataParallel's gradient buckets, which stay for the whole training."""
-    pending, limit = 0, _FIRST_BUCKET
-    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
-        pending += parameter.numel() * parameter.element_size()
-        if pending >= limit:
-            recorder.permanent(pending, "DistributedDataParallel", "gradients")
-            pending, limit = 0, _BUCKET
-    if pending:
-        recorder.permanent(pending, "DistributedDataParallel", "gradients")
 
 
 @contextlib.contextmanager

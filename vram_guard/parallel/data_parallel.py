@@ -1,0 +1,107 @@
+"""Kinds that keep whole weights on each rank: DistributedDataParallel, ZeroRedundancyOptimizer; and FSDP1."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import _
+from vram_guard.parallel.meshes import mesh_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from vram_guard.parallel.spec import Parallel
+
+
+def replicated(model: nn.Module, mesh: Any, options: Mapping[str, Any]) -> nn.Module:
+    """DistributedDataParallel around a model, with torch's own defaults where an option is not given."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Replica(DistributedDataParallel):
+        """As torch's; what it has not, it looks for in the model: a loss may ask that for its settings."""
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("module"), name)
+
+    return Replica(model, device_mesh=mesh_of(mesh, "data"), **options)
+
+
+def divided_states(optimizer: torch.optim.Optimizer, mesh: Any) -> torch.optim.Optimizer:
+    """ZeroRedundancyOptimizer over the same parameters: each rank has the states of its part of them.
+
+    Raises:
+        UnsupportedTechniqueError: the optimizer cannot be built anew from its settings.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    kind = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    groups = [
+        {name: value for name, value in group.items() if name in ("params", *taken)} for group in optimizer.param_groups
+    ]
+    try:
+        made = ZeroRedundancyOptimizer(
+            groups, optimizer_class=kind, process_group=mesh_of(mesh, "data").get_group(), **settings
+        )
+    except TypeError as error:
+        raise UnsupportedTechniqueError(
+            _(
+                "ZeroRedundancyOptimizer cannot build {optimizer} from its settings: {error}",
+                optimizer=kind.__name__,
+                error=error,
+            )
+        ) from error
+    return made
+
+
+def fullest_rank(groups: Sequence[Mapping[str, Any]], ranks: int) -> int:
+    """The rank to which ZeroRedundancyOptimizer gives most (``_partition_parameters``: the largest to the emptiest)."""
+    held = [0] * ranks
+    for group in groups:
+        for parameter in sorted(group["params"], key=lambda one: one.numel(), reverse=True):
+            held[held.index(min(held))] += parameter.numel()
+    return held.index(max(held))
+
+
+def flattened(model: nn.Module, parallel: Parallel, mesh: Any, blocks: Sequence[str]) -> nn.Module:
+    """FullyShardedDataParallel (FSDP1): each block a flat parameter, and the rest of the model one more."""
+    import torch
+    from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    def dtype(name: str | None) -> torch.dtype | None:
+        return None if name is None else getattr(torch, name)
+
+    chosen = {model.get_submodule(name) for name in blocks}
+    inside: Callable[[nn.Module], bool] = chosen.__contains__
+    return FullyShardedDataParallel(
+        model,
+        process_group=mesh_of(mesh, "shard").get_group(),
+        sharding_strategy=ShardingStrategy.FULL_SHARD if parallel.reshard else ShardingStrategy.SHARD_GRAD_OP,
+        auto_wrap_policy=CustomPolicy(inside),
+        mixed_precision=MixedPrecision(dtype(parallel.param_dtype), dtype(parallel.reduce_dtype)),
+        cpu_offload=CPUOffload(offload_params=parallel.offload),
+        # An index would make FSDP ask for the current accelerator.
+        device_id=torch.device("cuda", _current_device()) if mesh.device_type == "cuda" else None,
+        use_orig_params=True,
+        param_init_fn=_made_empty if any(parameter.is_meta for parameter in model.parameters()) else None,
+    )
+
+
+def _made_empty(module: nn.Module) -> None:
+    """Memory for a module that was made on the meta device; what it holds is loaded later."""
+    module.to_empty(device=f"cuda:{_current_device()}", recurse=False)
+
+
+def _current_device() -> int:
+    import torch
+
+    return torch.cuda.current_device()

@@ -1,0 +1,39 @@
+"""FullyShardedDataParallel (FSDP1) in a trace: the real one, over pretended ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vram_guard.patching import replaced
+from vram_guard.simulate.device.symbolic import address_of
+
+if TYPE_CHECKING:
+    from vram_guard.simulate.memory.recorder import Recorder
+
+
+@contextlib.contextmanager
+def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
+    """Inside the block FSDP1 finds addresses where it looks whether parameters are views of its flat ones."""
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    gather = FlatParamHandle._alloc_padded_unsharded_flat_param
+
+    def gathered(self: Any) -> torch.Tensor:
+        made: torch.Tensor = gather(self)  # type: ignore[no-untyped-call]
+        recorder.classify([made], "parameters")
+        return made
+
+    def storage_address(self: torch.UntypedStorage) -> int:
+        address: int = torch._C.StorageBase.data_ptr(self)  # type: ignore[attr-defined]
+        return self._cdata if address == 0 and self.nbytes() else address
+
+    with (
+        replaced(torch.Tensor, {"data_ptr": address_of}),
+        replaced(torch.UntypedStorage, {"data_ptr": storage_address}),
+        replaced(FlatParamHandle, {"_alloc_padded_unsharded_flat_param": gathered}),
+    ):
+        yield

@@ -1,0 +1,96 @@
+"""DistributedDataParallel and ZeroRedundancyOptimizer in a trace: the real ones, over pretended ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.parallel.data_parallel import divided_states, fullest_rank, replicated
+from vram_guard.patching import replaced
+from vram_guard.simulate.parallel.groups import pretended_ranks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from vram_guard.parallel.spec import Parallel
+    from vram_guard.simulate.memory.recorder import Recorder
+
+
+@contextlib.contextmanager
+def replicas_followed() -> Iterator[None]:
+    """Inside the block a DistributedDataParallel can be made over pretended ranks.
+
+    What its C++ compares between the ranks are shapes, which pretended ones do not send; that takes 8 bytes for each
+    dimension of each parameter, for a moment. All else runs as it is: weights are sent in buckets, gradients reduced.
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import distributed
+
+    logger: Any = vars(dist)["Logger"]
+
+    class Quiet(logger):  # type: ignore[misc]
+        """Measures no times: there are none, and that there are none would be said on stderr."""
+
+        def set_runtime_stats_and_log(self) -> None:
+            return None
+
+    unverified = {"_verify_param_shape_across_processes": lambda *_args, **_kwargs: None}
+    with replaced(distributed, unverified), replaced(dist, {"Logger": Quiet}):
+        yield
+
+
+def import_libraries(parallel: Parallel | None) -> None:
+    """Import now what compiles itself when it is imported, which it could not in the middle of a trace."""
+    if parallel is not None and parallel.kind == "zero1":
+        importlib.import_module("torch.distributed.optim")
+
+
+class Reduction:
+    """DistributedDataParallel for a loop that calls the model, or parts of it, by itself.
+
+    Frameworks run a whole training step where a plain loop calls the wrapper (Lightning's ``training_step``, MMEngine's
+    ``train_step``).
+    """
+
+    def __init__(self, model: nn.Module, layout: Parallel, options: Mapping[str, Any], recorder: Recorder) -> None:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        elsewhere = [name for name, tensor in tensors if recorder.place_of(tensor) != "cuda"]
+        # DistributedDataParallel leaves those alone: they are of another device.
+        ignored = {"_ddp_params_and_buffers_to_ignore": elsewhere} if elsewhere else {}
+        with replaced(model, ignored), replicas_followed(), pretended_ranks(layout) as mesh:
+            self._replica: Any = replicated(model, mesh, options)
+
+    def begins(self, *_args: Any) -> None:
+        """A forward begins: before the second one, the buckets are made anew in the order of the gradients."""
+        self._replica._pre_forward()
+
+    def ends(self, output: Any) -> Any:
+        """A forward is over; what goes on in its place."""
+        return self._replica._post_forward(output)
+
+    def around(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """The loss as the part that DistributedDataParallel wraps."""
+
+        def wrapped(model: Any, batch: Any) -> Any:
+            self.begins()
+            return self.ends(loss(model, batch))
+
+        return wrapped
+
+
+def states_of_the_fullest(optimizer: torch.optim.Optimizer, mesh: Any, rank: int | None) -> torch.optim.Optimizer:
+    """The optimizer with divided states, as the rank that gets most of them has it.
+
+    Args:
+        optimizer: over whole parameters.
+        mesh: of the pretended ranks.
+        rank: another rank that is asked for.
+    """
+    import torch.distributed as dist
+
+    asked = fullest_rank(optimizer.param_groups, mesh.size()) if rank is None else rank
+    with replaced(dist, {"get_rank": lambda *_args, **_kwargs: asked}):
+        return divided_states(optimizer, mesh)
