@@ -46,7 +46,7 @@ def train(root: Path, name: str, **changes: Any) -> Any:
     cfg = cases.load(root, "small.py", root.parent / name, **changes)
     cfg.merge_from_dict({
         "train_dataloader.dataset.size": 64, "train_cfg.max_epochs": 1, "param_scheduler": None,
-        "env_cfg.dist_cfg.backend": "gloo", "default_hooks.checkpoint.interval": -1,
+        "env_cfg.dist_cfg.backend": "gloo", "default_hooks.checkpoint.interval": -1, "default_hooks.checkpoint.save_last": False,
     })  # fmt: skip
     for key in ("val_dataloader", "val_evaluator", "val_cfg", "param_scheduler"):
         cfg[key] = None

@@ -117,7 +117,7 @@ def _quiet(runner: Any) -> None:
     if getattr(runner, "_waiting", None) is not None:
         runner._waiting = None
     if getattr(runner, "strategy", None) is not None:
-        runner.strategy._wrap_model = lambda model: model
+        runner.strategy._wrap_model = lambda model: model  # whole, for one process
 
 
 def _plain_wrapper(wrapper: Any) -> Any:
