@@ -79,7 +79,7 @@ class FollowedLoop:
         with process.around(self.accelerator, models):
             prepared = original(self.accelerator, *args, **kwargs)
         for model in models:
-            self.tracer.recorder.classify(model.buffers(), "buffers")
+            self.tracer.sharded(model)
             self._watch(model)
         return prepared
 

@@ -231,7 +231,7 @@ def _refused(
         "accumulate": _why_not_sliced(first, traces, facts) if settings.asks("accumulate") else "",
     }
     if first.sharded:
-        reasons |= dict(beside_layout("FSDP2"))
+        reasons |= {**dict(beside_layout("FSDP2")), "offload_parameters": why_not_sharded(first)}
         reasons["accumulate"] = _("the model is divided over the processes, and gathered again for every slice")
     return ((name, reason) for name, reason in reasons.items() if reason)
 
