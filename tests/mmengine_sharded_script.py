@@ -1,4 +1,7 @@
-"""One of two processes under FlexibleRunner's FSDPStrategy (gloo, CPU). Run by test_mmengine_layouts.py, once per rank."""
+"""One of two processes under FlexibleRunner's FSDPStrategy (gloo, CPU).
+
+Run by test_mmengine_layouts.py, once per rank.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ def train(root: Path, name: str, **changes: Any) -> Any:
     cfg = cases.load(root, "small.py", root.parent / name, **changes)
     cfg.merge_from_dict({
         "train_dataloader.dataset.size": 64, "train_cfg.max_epochs": 1, "param_scheduler": None,
-        "env_cfg.dist_cfg.backend": "gloo", "default_hooks.checkpoint.interval": -1, "default_hooks.checkpoint.save_last": False,
+        "env_cfg.dist_cfg.backend": "gloo", "default_hooks.checkpoint.interval": -1,
+        # A process whose threads have saved a sharded checkpoint cannot be copied once more.
+        "default_hooks.checkpoint.save_last": False,
     })  # fmt: skip
     for key in ("val_dataloader", "val_evaluator", "val_cfg", "param_scheduler"):
         cfg[key] = None

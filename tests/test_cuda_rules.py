@@ -458,10 +458,15 @@ def test_data_parallel_buckets_are_as_large_as_the_gradients() -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(9)])
     alone = traced(model, lambda b: torch.randn(b, 1024))
     together = traced(model, lambda b: torch.randn(b, 1024), data_parallel_ranks=2)
-    buckets = [b for b in together.blocks if b.operator == "DistributedDataParallel"]
-    assert sum(bytes_of(buckets)) == sum(p.numel() * 4 for p in model.parameters())
-    assert buckets[0].size.base < 25 * 2**20 <= buckets[1].size.base
-    assert len(together.blocks) == len(alone.blocks) + len(buckets)
+    made = [b for b in together.blocks if b.category == "gradients" and b.operator == "aten.empty.memory_format"]
+    first, *buckets = bytes_of(made)
+    # One for all until the order of the gradients is known; then the first of 1 MiB, and of 25 MiB.
+    assert first == sum(buckets) == sum(p.numel() * 4 for p in model.parameters())
+    assert buckets[0] < 25 * 2**20 <= buckets[1]
+    sent = [b for b in together.blocks if b.category == "temporaries" and b.operator == "aten.cat.default"]
+    assert len(sent) == 1  # the weights, from the first rank
+    order = len(together.blocks) - len(alone.blocks) - len(made) - len(sent)
+    assert order == 2  # the order of the gradients and the numbers of them in each bucket, from the first rank
 
 
 def test_offloaded_activations_leave_the_gpu_and_come_back() -> None:

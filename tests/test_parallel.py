@@ -22,6 +22,10 @@ def test_the_mesh_has_every_gpu_once(nodes: int, node: int, tensor: int, kind: A
         with pytest.raises(InvalidInputError, match="does not divide"):
             Parallel(nodes * node, node, kind, tensor)
         return
+    if kind == "ddp" and tensor > 1 and nodes * node > tensor:
+        with pytest.raises(InvalidInputError, match="ddp cannot copy layers"):
+            Parallel(nodes * node, node, kind, tensor)
+        return
     layout = Parallel(nodes * node, node, kind, tensor)
     size = 1
     for ranks in layout.dimensions.values():

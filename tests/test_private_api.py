@@ -17,7 +17,13 @@ TESTS = Path(__file__).parent
 SIMULATE = TESTS.parent / "vram_guard" / "simulate"
 
 
-ALL = (*private_api.PRIVATE_NAMES, *private_api.FSDP_NAMES, *private_api.PARALLEL_NAMES, *private_api.COLLECTIVE_NAMES)
+ALL = (
+    *private_api.PRIVATE_NAMES,
+    *private_api.FSDP_NAMES,
+    *private_api.PARALLEL_NAMES,
+    *private_api.COLLECTIVE_NAMES,
+    *private_api.REDUCER_NAMES,
+)
 NEEDED = ALL if tuple(map(int, torch.__version__.split(".")[:2])) >= SINCE else private_api.PRIVATE_NAMES
 
 

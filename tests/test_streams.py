@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from vram_guard import Timeline, TrainingStep, trace
+from vram_guard import Parallel, Timeline, TrainingStep, trace
 from vram_guard.allocator import AllocatorSettings, replay
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.snapshot import snapshot
 from vram_guard.report.text import render
 from vram_guard.report.trace_events import trace_events
+from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing.run import run_step, with_built_model
 
 AMPERE = (8, 0)
@@ -132,11 +133,23 @@ def test_traces_are_the_same_each_time_and_follow_the_law() -> None:
     assert (timeline.streams, timeline.deferred) == (direct.streams, direct.deferred)
 
 
-def test_a_step_whose_streams_depend_on_the_batch_has_no_law() -> None:
-    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
-        return beside(net, inputs) if len(inputs) > 2 else as_written(net, inputs)
+@pytest.mark.parametrize("most", [2, 3], ids=["seen by the law", "seen by its check"])
+@pytest.mark.parametrize("how", ["selected", "noted"])
+def test_a_step_whose_streams_depend_on_the_batch_has_no_law(most: int, how: str) -> None:
+    """Traces have 2 and 3 samples; what follows from them is compared with one of 7."""
 
-    assert trace(step(code)).retrace is not None
+    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
+        larger = len(inputs) > most
+        with torch.cuda.stream(side(net) if larger and how == "selected" else torch.cuda.default_stream()):
+            taken = inputs.mul(2)
+        if larger and how == "noted":
+            taken.record_stream(side(net))
+        del taken
+        return as_written(net, inputs)
+
+    whole = step(code)
+    assert len({run_step(whole, size, AMPERE).events for size in (2, 3, 7)}) == 1  # nothing else differs
+    assert trace(whole, check_at=7, checked=most > 2).retrace is not None
 
 
 def test_a_stream_made_by_the_constructor_is_the_same_one_in_every_trace() -> None:
@@ -214,6 +227,9 @@ def test_without_a_wait_a_free_is_certain_in_the_next_batch_phase() -> None:
         pytest.param(lambda net, inputs: torch.cuda.synchronize(), id="device"),
         pytest.param(
             lambda net, inputs: (torch.cuda.current_stream().wait_stream(side(net)), inputs.sum().item()), id="item"
+        ),
+        pytest.param(
+            lambda net, inputs: (torch.cuda.current_stream().wait_stream(side(net)), inputs.sum().cpu()), id="copy"
         ),
     ],
 )
@@ -319,6 +335,37 @@ def test_a_prefetcher_copies_on_its_own_stream() -> None:
     assert ("forward", "aten.mul.Tensor") in operators_on(timeline, 1)
     assert timeline.deferred
     assert timeline.at(64).peak_upper >= timeline.at(64).peak_reserved
+
+
+# --- what NCCL does where a trace cannot look -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "records"),
+    [
+        ("2.7.1+cu126", {}, True),
+        ("2.4.0", {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}, True),
+        ("2.7.1", {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}, False),
+        ("2.8.0", {}, False),
+        ("2.13.0+cpu", {}, False),
+    ],
+)
+def test_older_releases_note_streams_in_collectives(version: str, environment: dict[str, str], records: bool) -> None:
+    assert _collectives.nccl_records_streams(version, environment) is records
+
+
+def test_what_an_older_nccl_has_sent_is_free_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(inputs.mul(2))
+        return as_written(net, inputs)
+
+    whole = step(code).with_(parallel=Parallel(2, kind="ddp"))
+    assert run_step(whole, 64, AMPERE).deferred == ()
+    monkeypatch.setattr(_collectives, "nccl_records_streams", lambda *_args: True)
+    older = run_step(whole, 64, AMPERE)
+    assert len(older.deferred) >= 2
+    assert older.at(64).upper_reasons == ("streams",)
+    assert older.streams is None  # nothing is taken on NCCL's own stream
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------

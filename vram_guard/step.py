@@ -73,6 +73,8 @@ class TrainingStep:
             is what that rank loads. None: one GPU (or DistributedDataParallel, with ``data_parallel_ranks``).
         ddp_options: arguments of DistributedDataParallel besides the model (``gradient_as_bucket_view``,
             ``static_graph``, ``find_unused_parameters``, ``bucket_cap_mb``), where that is used.
+        deepspeed_config: DeepSpeed's config, where its engine is used: the section "zero_optimization" counts;
+            precision, batch sizes, accumulation and clipping are those of the step.
 
     Example:
         >>> step = TrainingStep(
@@ -102,6 +104,7 @@ class TrainingStep:
     device: Literal["cuda", "cpu"] = "cuda"
     parallel: Parallel | None = None
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)

@@ -162,6 +162,10 @@ class Collective(NamedTuple):
     """So many entries of :attr:`Timeline.work` precede it."""
     by_layout: bool = False
     """Called by what spreads the step over ranks (DistributedDataParallel, FSDP), not by the step's own code."""
+    after: int = -1
+    """Entries of the work that have to be done before it can begin; -1: not known."""
+    needed: int = -1
+    """Entries of the work that precede the first one that waits for it; -1: not known."""
 
 
 #: What an operator computes with. "vector": ordinary cores, a few operations an element, so that memory decides;

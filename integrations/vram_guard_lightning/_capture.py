@@ -16,6 +16,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
+from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
+
 
 @dataclass(frozen=True)
 class Captured(CapturedTraining):
@@ -96,6 +98,7 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         clip_grad_norm=_clipping(trainer, "norm"),
         clip_grad_value=_clipping(trainer, "value"),
         data_parallel_ranks=trainer.world_size if layout is None else 1,
+        ddp_options=chosen_options(getattr(trainer.strategy, "_ddp_kwargs", {})),
         prepare=_preparation_of(trainer, module),
         parallel=layout,
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",

@@ -158,7 +158,7 @@ def _model_parallel(trainer: Any, model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def configured_alone(trainer: Any, module: LightningModule) -> Iterator[None]:
-    """In a rehearsal: configure_model for the only process of a group, on the CPU, in the precision of the rehearsal."""
+    """In a rehearsal: configure_model for the only process of a group, on the CPU, in the rehearsal's precision."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

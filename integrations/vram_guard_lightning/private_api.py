@@ -72,7 +72,9 @@ RECOVERY: tuple[PrivateName, ...] = (
 
 LAYOUTS: tuple[PrivateName, ...] = (
     PrivateName("strategies.strategy:Strategy._forward_redirection", "training_step through FSDP's wrapper"),
-    PrivateName("strategies:FSDPStrategy._setup_model", "FSDP as the strategy puts it on a model", parameters=("model",)),
+    PrivateName(
+        "strategies:FSDPStrategy._setup_model", "FSDP as the strategy puts it on a model", parameters=("model",)
+    ),
     PrivateName("strategies:ModelParallelStrategy._device_mesh", "pretended ranks for configure_model"),
     PrivateName("trainer.call:_call_configure_model", "configure_model in Lightning's contexts"),
     PrivateName(
@@ -87,7 +89,9 @@ REHEARSAL: tuple[PrivateName, ...] = (
     PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
 )
 
-TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *REHEARSAL)))
+TABLE: tuple[PrivateName, ...] = tuple(
+    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *REHEARSAL))
+)
 
 
 def missing(namespace: ModuleType, names: tuple[PrivateName, ...] = TABLE) -> list[str]:

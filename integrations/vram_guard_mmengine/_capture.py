@@ -22,6 +22,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
+from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import _layouts, _optim, _refusals, _rehearsal, _symbolic_run
@@ -182,6 +183,7 @@ def capture(runner: Any) -> Captured:
     model = _plain_model(runner)
     facts = _optim.read(runner.optim_wrapper)
     layout = _layouts.layout_of(runner)
+    wrapper: Any = None if layout is None else layout.apply
     recorder = RecordingOptimWrapper()
     loader = _loader(runner)
     sample = _sample(loader)
@@ -191,7 +193,7 @@ def capture(runner: Any) -> Captured:
         model=model,
         batch=lambda size: HostBatch(sample.make(size)),
         loss=_Loss(recorder) if layout is None or facts.accumulate == 1 else _AccumulatedLoss(recorder),
-        optimizer=lambda _parameters: facts.make(model if layout is None else layout.apply.made),
+        optimizer=lambda _parameters: facts.make(model if layout is None else wrapper.made),
         precision=facts.precision,
         accumulate=facts.accumulate,
         zero_grad="after_step",
@@ -200,6 +202,7 @@ def capture(runner: Any) -> Captured:
         clip_grad_value=facts.clip_grad_value,
         data_parallel_ranks=runner.world_size if layout is None else 1,
         parallel=layout,
+        ddp_options=options_of(runner.model) if is_model_wrapper(runner.model) else {},
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
         device="cpu" if get_device() == "cpu" else "cuda",
     )

@@ -57,6 +57,7 @@ class StrategyLayout:
             replaced(fsdp, {"get_device": lambda: "cuda"}),
             fully_sharded_by_number(),
         ):
-            self.made = made = self._strategy._wrap_model(model)
+            made: nn.Module = self._strategy._wrap_model(model)
+        self.made = made
         move_to_simulated_device(made)
         return made

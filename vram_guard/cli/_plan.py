@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from vram_guard.cli._arguments import count, whole_number
 from vram_guard.cli._compare import configuration, listed, parsed, tell_progress
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
@@ -13,6 +14,7 @@ from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.printing import print_json
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.language import _
+from vram_guard.plan.layouts import LAYOUTS
 
 
 def add(commands: Any) -> None:
@@ -28,11 +30,39 @@ def add(commands: Any) -> None:
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
     add_options(parser, "step", *DEVICE, "allow", "cudnn", "json")
     add_release_options(parser)
+    several = parser.add_argument_group(_("a training over several GPUs"))
+    several.add_argument(
+        "--gpus", metavar="N", help=_("spread the training over N GPUs; auto: as few as suffice for the whole batch")
+    )
+    several.add_argument("--node-gpus", metavar="N", help=_("GPUs of a node (default: 8)"))
+    several.add_argument(
+        "--link",
+        metavar="A,B",
+        help=_('what connects the GPUs of a node, and the nodes, such as "nvlink,ib400" (default: usual for the GPU)'),
+    )
+    several.add_argument(
+        "--layouts", metavar="A,B", help=_("ways to spread that are tried (default: {all})", all=",".join(LAYOUTS))
+    )
+    several.add_argument(
+        "--compare-gpus", metavar="N,M", help=_("other numbers of GPUs for the same training, as a table")
+    )
     parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)
+
+
+def _several(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options say about several GPUs."""
+    given: dict[str, Any] = {
+        "node": count("node_gpus", options.node_gpus),
+        "link": options.link,
+        "layouts": None if options.layouts is None else listed(options.layouts),
+        "compare_gpus": [whole_number("compare_gpus", one) for one in listed(options.compare_gpus or "")],
+    }
+    gpus = options.gpus if options.gpus in (None, "auto") else whole_number("gpus", options.gpus)
+    return {"gpus": gpus, **given}
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -52,7 +82,15 @@ def _plan(options: argparse.Namespace) -> int:
     one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     amount = {"budget": options.budget, "gpu": options.gpu}
-    made = plan(one.step, one.batch_size, **amount, allow=allow, cudnn=options.cudnn, progress=tell_progress)
+    made = plan(
+        one.step,
+        one.batch_size,
+        **amount,
+        allow=allow,
+        cudnn=options.cudnn,
+        **_several(options),
+        progress=tell_progress,
+    )
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:

@@ -35,9 +35,7 @@ def repeated_in_parts(collectives: Sequence[Collective]) -> Refusal | None:
     forward as written, and the ranks agree on the number of micro-batches.
     """
     own = [
-        one
-        for one in collectives
-        if one.phase != "optimizer" and one.name != SYNCHRONISED_NORM and not of_layout(one)
+        one for one in collectives if one.phase != "optimizer" and one.name != SYNCHRONISED_NORM and not of_layout(one)
     ]
     if not own:
         return None

@@ -33,6 +33,36 @@ def replicated(model: nn.Module, mesh: Any, options: Mapping[str, Any]) -> nn.Mo
     return Replica(model, device_mesh=mesh_of(mesh, "data"), **options)
 
 
+#: Arguments of DistributedDataParallel on which its memory depends; a wrapper has them as attributes.
+_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "batched_grad_copy")
+
+
+def options_of(wrapper: nn.Module) -> dict[str, Any]:
+    """The arguments, besides the model, with which a DistributedDataParallel was made, as far as they decide memory."""
+    read: Any = wrapper
+    found: dict[str, Any] = {name: True for name in _OPTIONS if getattr(read, name, False)}
+    if not getattr(read, "bucket_bytes_cap_default", True):
+        found["bucket_cap_mb"] = read.bucket_bytes_cap / 2**20
+    return {**found, **unsynchronised_buffers(not getattr(wrapper, "broadcast_buffers", True))}
+
+
+def chosen_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from the arguments that a framework will give DistributedDataParallel."""
+    found = {name: given[name] for name in (*_OPTIONS, "bucket_cap_mb") if given.get(name)}
+    synchronised = given.get("forward_sync_buffers", given.get("broadcast_buffers"))
+    return {**found, **unsynchronised_buffers(synchronised is False)}
+
+
+def unsynchronised_buffers(off: bool) -> dict[str, Any]:
+    """The argument that leaves buffers alone, by the name that this torch has for it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not off:
+        return {}
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
 def divided_states(optimizer: torch.optim.Optimizer, mesh: Any) -> torch.optim.Optimizer:
     """ZeroRedundancyOptimizer over the same parameters: each rank has the states of its part of them.
 

@@ -12,6 +12,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.parallel import _tensor
 from vram_guard.parallel.data_parallel import flattened, replicated
+from vram_guard.parallel.deepspeed import STAGES, deepspeed_library
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
 from vram_guard.techniques.host_modules import shared_parameter
@@ -36,16 +37,15 @@ def check(model: nn.Module, parallel: Parallel) -> None:
     """
     if parallel.apply is not None:
         return
+    if parallel.kind in STAGES:
+        deepspeed_library()
+        return
     if parallel.kind not in (*_INSTALLERS, *_WHOLE):
         raise UnsupportedTechniqueError(_("{kind} cannot be predicted yet", kind=parallel.kind))
     _check_torch(parallel)
     if parallel.kind == "fsdp1" and parallel.offload:
         raise UnsupportedTechniqueError(_("fsdp1 with offload cannot be predicted; fsdp2 with offload can"))
     if parallel.tensor > 1:
-        if parallel.kind in _WHOLE and parallel.data_ranks > 1:
-            raise UnsupportedTechniqueError(
-                _("{kind} with tensor parallelism cannot be predicted; fsdp2 and hsdp can", kind=parallel.kind)
-            )
         _tensor.plan_of(model, parallel.tensor)
     if parallel.kind not in _WHOLE and (parallel.shards > 1 or parallel.blocks):
         blocks_of(model, parallel)
@@ -71,6 +71,8 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any, **ddp_options: Any)
     if parallel.apply is None:
         if parallel.tensor > 1:
             _tensor.install(model, mesh_of(mesh, "tensor"))
+        if parallel.kind in STAGES:
+            return model  # the engine is made with the optimizer
         if parallel.kind in _WHOLE:
             return model if parallel.tensor > 1 else replicated(model, mesh, ddp_options)
         put_on: Installer = _INSTALLERS[str(parallel.kind)]
@@ -97,8 +99,10 @@ def blocks_of(model: nn.Module, parallel: Parallel) -> tuple[str, ...]:
     """
     if parallel.blocks is None:
         found = find_blocks(model, checkpointed=True)
-        # What shares a parameter with the rest of the model is gathered with the rest.
-        return tuple(block.name for block in found if not shared_parameter(model, block.name))
+        if len(dict(model.named_parameters())) < len(dict(model.named_parameters(remove_duplicate=False))):
+            # What shares a parameter with the rest of the model is gathered with the rest.
+            found = tuple(block for block in found if not shared_parameter(model, block.name))
+        return tuple(block.name for block in found)
     for block in named_blocks(model, parallel.blocks):
         shared = shared_parameter(model, block.name)
         if shared:

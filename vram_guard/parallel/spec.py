@@ -152,7 +152,17 @@ class Parallel:
             )
         if self.tensor > 1 and self.kind not in (None, "ddp", "fsdp2", "hsdp"):
             raise InvalidInputError(
-                _("tensor parallelism goes with fsdp2, hsdp and ddp here, not with {kind}", kind=self.kind)
+                _("tensor parallelism goes with fsdp2 and hsdp, or stands alone; not with {kind}", kind=self.kind)
+            )
+        if self.kind == "ddp" and self.tensor > 1 and self.data_ranks > 1:
+            raise InvalidInputError(
+                _(
+                    "tensor={tensor} leaves {ranks} ranks that see different data, and ddp cannot copy layers that are "
+                    'divided: use kind="fsdp2" or "hsdp", or tensor={gpus}',
+                    tensor=self.tensor,
+                    ranks=self.data_ranks,
+                    gpus=self.gpus,
+                )
             )
 
     def _check_replicas(self) -> None:
@@ -256,7 +266,8 @@ def _elsewhere(_model: nn.Module, _mesh: Any) -> nn.Module:
 
 def data_parallel(ranks: int) -> Parallel:
     """DistributedDataParallel over so many processes, wherever they run."""
-    return Parallel(gpus=ranks, node=GPUS_OF_A_NODE if ranks % GPUS_OF_A_NODE == 0 else ranks, kind="ddp")
+    whole_nodes = ranks <= GPUS_OF_A_NODE or ranks % GPUS_OF_A_NODE == 0
+    return Parallel(gpus=ranks, node=None if whole_nodes else ranks, kind="ddp")
 
 
 def _checked_dtype(name: str, value: object) -> str | None:

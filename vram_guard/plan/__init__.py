@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
+from vram_guard.parallel.links import topology
+from vram_guard.parallel.outside import outside_allocator
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import check_pinned_blocks, watched_modules, why_not_again, why_not_checkpointed
 from vram_guard.plan._search import search
 from vram_guard.plan.checks import check_growth
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.descriptions import refused as refused_reason
+from vram_guard.plan.layouts import ModelSize
 from vram_guard.plan.model import Plan, Rejected
+from vram_guard.plan.over_gpus import GpusRequest, SpreadSearch, check_step, less_nccl
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.search_space import Request
 from vram_guard.plan.source import Source, source_of
@@ -25,8 +29,13 @@ if TYPE_CHECKING:
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
+    from vram_guard.parallel.links import Topology
+    from vram_guard.plan.over_gpus import PlanSource
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
+
+#: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
+_NOT_SPREAD = frozenset({"offload_frozen", "offload_optimizer", "offload_parameters", "8bit"})
 
 #: What is assumed of an unnamed GPU: Ampere, the oldest generation with bfloat16.
 ASSUMED_COMPUTE_CAPABILITY = (8, 0)
@@ -51,6 +60,11 @@ def plan(
     settings: AllocatorSettings | None = None,
     correction: float = 1.0,
     cudnn: str | None = None,
+    gpus: int | Literal["auto"] | None = None,
+    node: int | None = None,
+    link: str | Topology | None = None,
+    layouts: Iterable[str] | None = None,
+    compare_gpus: Iterable[int] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The cheapest change that makes the step fit, or, with ``grow``, the largest batch within the target.
@@ -78,6 +92,13 @@ def plan(
             PyTorch's defaults where it has none, or some that cannot be replayed.
         correction: what predicted peaks are multiplied by, at least 1, where earlier runs took more than predicted.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
+        gpus: spread the training over so many GPUs, the cheapest way that fits; each loads ``batch_size`` samples at
+            once, and what they take together for an optimizer step stays under every plan. "auto": as few GPUs as
+            suffice; ``batch_size`` is then what all of them load together.
+        node: GPUs of a node; None: 8.
+        link: what connects the GPUs of a node, and the nodes, such as "nvlink,ib400"; None: what is usual for the card.
+        layouts: the ways to spread that are tried, see :data:`vram_guard.plan.layouts.LAYOUTS`; None: all.
+        compare_gpus: other numbers of GPUs that are planned for the same training, as a table.
         progress: called with a line of text before each slow part.
 
     Returns:
@@ -116,9 +137,19 @@ def plan(
     from vram_guard.budget.host import host_share
     from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
 
-    host_usable = host_share(host_budget, 1)
     choice = checked_choice(cudnn)
+    over = None
+    if gpus is not None:
+        over = GpusRequest.of(gpus, node, link, layouts, compare_gpus)
+        step = check_step(step, over, grow=grow)
+    elif layouts is not None or compare_gpus or (node is not None):
+        raise InvalidInputError(_("node, layouts and compare_gpus are for plans over several GPUs: give gpus as well"))
+    layout = step.parallel if isinstance(step, TrainingStep) else None
+    if link is not None and over is None and layout is None:
+        raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
+    if over is not None:
+        topology(link, gpus=over.node, node=over.node, gpu=resolved.gpu)  # which the card may not have
     capability = _compute_capability(resolved)
     trains = step.trains if isinstance(step, Source) else step.optimizer is not None
     pins.check(batch_size, capability, grow=grow, trains=trains)
@@ -133,11 +164,45 @@ def plan(
     report = progress or _silent
     named = None if blocks is None else tuple(blocks)
     may_checkpoint = "checkpoint" in techniques or pins.checkpoint not in (None, "none", 0, ())
+    watched = watched_modules(named if may_checkpoint else (), pins)
+    assumed = capability or ASSUMED_COMPUTE_CAPABILITY
+    if over is not None:
+        return _spread_over(
+            over,
+            step,
+            batch_size,
+            resolved,
+            lambda one, wires: source_of(one, assumed, watched, wires),
+            lambda one, size, amount, techniques: plan(
+                one,
+                size,
+                amount,
+                allow=techniques,
+                refused=refused,
+                pin=pins,
+                blocks=named,
+                host_budget=host_budget,
+                settings=settings,
+                correction=correction,
+                cudnn=cudnn,
+                progress=progress,
+            ),
+            allowed,
+            report,
+        )
     if isinstance(step, Source):
         source = step
+    elif layout is not None:
+        wires = topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=resolved.gpu)
+        resolved = less_nccl(resolved, outside_allocator(layout, wires))
+        source = source_of(step, assumed, watched, wires)
     else:
-        watched = watched_modules(named if may_checkpoint else (), pins)
-        source = source_of(step, capability or ASSUMED_COMPUTE_CAPABILITY, watched)
+        source = source_of(step, assumed, watched)
+    host_usable = host_share(host_budget, 1)
+    if source.topology is not None:
+        techniques -= _NOT_SPREAD
+        # The memory of this machine says nothing of the nodes that are planned for.
+        host_usable = None if host_budget is None else host_share(host_budget, source.topology.node)
     source = replace(source, trace=under(choice, source.trace))
     traces = Traces(source, batch_size, report, resolved.multiprocessors)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu)
@@ -171,10 +236,30 @@ def plan(
         lr_rule=lr_rule,
         dataset_size=dataset_size,
         settings=_environment_settings() if settings is None else settings,
+        dearest=None if source.most_seconds is None else source.most_seconds / cost_model.written.seconds,
         host_usable=host_usable,
         correction=correction,
     )
     return search(request, traces, cost_model, report)
+
+
+def _spread_over(
+    over: GpusRequest,
+    step: TrainingStep | Source,
+    batch_size: int,
+    budget: Budget,
+    source_for: Callable[[TrainingStep, Topology | None], Source],
+    plan_source: PlanSource,
+    allowed: frozenset[str],
+    report: Callable[[str], None],
+) -> Plan:
+    """The plan over several GPUs; its model is built once for all layouts."""
+    from vram_guard.simulate.tracing.run import with_built_model
+
+    assert isinstance(step, TrainingStep)
+    built = with_built_model(step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    size = ModelSize.of(built.model)  # type: ignore[arg-type]
+    return SpreadSearch(over, built, budget, source_for, plan_source, allowed, size, report).planned(batch_size)
 
 
 def _environment_settings() -> AllocatorSettings | None:

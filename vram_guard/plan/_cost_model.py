@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from vram_guard.plan._activations import activation_bytes
 from vram_guard.plan._option import Option
+from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
 from vram_guard.plan.search_space import LowerBound
 from vram_guard.plan.step_time import (
     ancestors,
+    card_of,
     forward_seconds_by_module,
     offload_seconds,
     recompute_seconds,
@@ -56,7 +58,12 @@ class CostModel:
 
     def relative(self, option: Option) -> float:
         """Step time under the option over the step time as written."""
-        return relative_cost(self.seconds(option), self.seconds(Option(self._source.precision, 1)))
+        return relative_cost(self.seconds(option), self.written)
+
+    @property
+    def written(self) -> StepTime:
+        """The predicted time of one optimizer step as its author wrote it."""
+        return self.seconds(Option(self._source.precision, 1))
 
     def seconds(self, option: Option) -> StepTime:
         """The predicted time of one optimizer step under the option."""
@@ -89,6 +96,10 @@ class CostModel:
         if key not in self._steps:
             timeline = self._timelines(Option(precision, 1))
             self._steps[key] = step_seconds(timeline, size, self._gpu, micro_batches=rounds)
+            if self._source.topology is not None:
+                card = card_of(self._gpu, timeline.compute_capability)
+                waited = communication(timeline, size, card, self._source.topology, micro_batches=rounds)
+                self._steps[key] += waited.step_time
         return self._steps[key]
 
     def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:

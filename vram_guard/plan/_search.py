@@ -239,21 +239,22 @@ def search(
 def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
     families = sorted(((trial.key(f.option(f.lengths[0])), f) for f in trial.request.space.families()), key=_first)
     best: tuple[Key, Option, Candidate] | None = None
+    limit = None if trial.request.dearest is None else (trial.request.dearest, 0, 0, 0, "")
     for number, (key, family) in enumerate(families, 1):
-        if best is not None and key >= best[0]:
+        if limit is not None and key >= limit:
             break
         if family.group not in trial.infeasible:
             cheapest = family.option(family.lengths[0]).words(trial.request.batch_size)
             trial.progress(
                 _("trying {number} of {count} ways: {words}", number=number, count=len(families), words=cheapest)
             )
-        found = trial.smallest(family, None if best is None else best[0])
+        found = trial.smallest(family, limit)
         if found is None:
             continue
         option = family.option(found[0])
         reached = trial.key(option)
-        if best is None or reached < best[0]:
-            best = reached, option, found[1]
+        if limit is None or reached < limit:
+            best, limit = (reached, option, found[1]), reached
     return None if best is None else (best[1], best[2])
 
 

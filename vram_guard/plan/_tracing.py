@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.descriptions import recipe_words
-from vram_guard.plan.techniques import resident_batch
+from vram_guard.plan.techniques import resident_batch, splits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from vram_guard.plan._option import Option
     from vram_guard.plan.source import Source, TraceRequest
     from vram_guard.timeline import Timeline
+
+
+#: Sizes that a law with its check is traced at.
+_LAW_SIZES = 3
 
 
 class Traces:
@@ -38,6 +42,9 @@ class Traces:
         self._batch_size = batch_size
         self._progress = progress
         self._multiprocessors = multiprocessors
+        # Of a step over several GPUs a rank has few sizes: no more traces than the law takes.
+        sizes = 1 + sum(1 for _splits in splits_of(batch_size))
+        self._directly = source.topology is not None and sizes <= _LAW_SIZES
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
 
@@ -45,6 +52,8 @@ class Traces:
         """The option's timeline, over the micro-batch size."""
         from vram_guard.simulate import law
 
+        if self._directly:
+            return self.exact(option, self._batch_size // option.splits)
         request = self._request(option)
         if request not in self._traced:
             source = self.source

@@ -24,6 +24,10 @@ class Why(Enum):
     PINS_DO_NOT_FIT = marked("The step fits as written; with the pinned settings it does not.")
     ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
     SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
+    FITS_SPREAD = marked("Spread so, nothing else has to change.")
+    SHORTAGE_SPREAD = marked(
+        "Spread so, and otherwise as written, each GPU needs {peak}, {missing} more than the {usable} that may be used."
+    )
     SIZES_ARE_BOUNDS = marked("Some sizes are bounds, not exact: see the notes.")
 
     # why the precision is what it is
@@ -50,6 +54,8 @@ class Why(Enum):
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
+
+    SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
     # a launch with other options
     LAUNCHED_WITH = marked("The script is launched with {options}.")
@@ -97,6 +103,9 @@ class Why(Enum):
     HOST_MEMORY = marked("takes {amount} of host memory, of which {usable} are available")
     FAILS = marked("the step fails there: {error}")
     COSTS = marked("costs {factor} times the step time")
+    COSTS_MORE_THAN = marked("takes {factor} times as long")
+    NOT_FASTER = marked("does not fit as it is; with what might make it fit, it takes longer")
+    NOTHING_FITS = marked("nothing that is allowed makes it fit: {missing} over budget")
     COSTS_WITH_EVERY_BLOCK = marked("costs {factor} times the step time, and more with every block")
     DATA_SET_TOO_SMALL = marked("the data set has {count} samples, and an epoch needs at least one optimizer step")
 

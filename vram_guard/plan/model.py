@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from vram_guard.budget import Budget
     from vram_guard.language import Message
+    from vram_guard.plan.spread import Spread
     from vram_guard.timeline import Estimate, Timeline
 
 
@@ -91,6 +92,8 @@ class Plan:
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     """The timeline that ``estimate`` was read from, for plots and snapshots."""
     timeline_before: Timeline | None = field(default=None, repr=False, compare=False)
+    spread: Spread | None = None
+    """How the training lies on several GPUs, of which this is the plan of one; None: one GPU was planned for."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -135,6 +138,7 @@ class Plan:
     def changes(self) -> tuple[tuple[str, str, str], ...]:
         """Differences from the step as written: (name, before, after)."""
         sizes = (
+            *(() if self.spread is None else self.spread.changes()),
             (_("precision"), self.precision_before, self.precision),
             (_("batch size"), str(self.batch_size_before), str(self.batch_size)),
             (_("micro-batch size"), str(self.batch_size), str(self.micro_batch_size)),
@@ -157,6 +161,8 @@ class Plan:
         if self.fits and not self.changed:
             return _("fits")
         if self.fits:
+            if self.spread is not None:
+                return self.spread.words
             option = Option(self.precision, self.splits, self.recipe)
             return option.words(self.batch_size, self.precision_before)
         missing = self.peak - self.budget.usable

@@ -62,6 +62,7 @@ class StepTime:
         host: work on host memory while the GPU waits (an optimizer that was moved there).
         dispatch: what the host takes to start everything, beside the GPU's own time.
         assumptions: what was assumed because it is not known, in sentences.
+        communication: the GPU waiting for other GPUs: the part of collectives that computing does not hide.
     """
 
     compute: float = 0.0
@@ -71,11 +72,12 @@ class StepTime:
     host: float = 0.0
     dispatch: float = 0.0
     assumptions: tuple[str, ...] = ()
+    communication: float = 0.0
 
     @property
     def device(self) -> float:
-        """Seconds in which the GPU or its link is busy."""
-        return self.compute + self.memory + self.kernels + self.transfers
+        """Seconds in which the GPU or its link is busy, or waits for other GPUs."""
+        return self.compute + self.memory + self.kernels + self.transfers + self.communication
 
     @property
     def launches(self) -> float:

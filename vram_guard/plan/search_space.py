@@ -147,6 +147,8 @@ class Request:
     lr_rule: str = "linear"
     dataset_size: int | None = None
     settings: AllocatorSettings | None = None
+    dearest: float | None = None
+    """Options that cost more are not tried; None: all are."""
     host_usable: int | None = None
     """Bytes of host memory that techniques may take; None: not known, not limited."""
     correction: float = 1.0

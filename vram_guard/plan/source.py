@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from vram_guard.plan.layouts import half_of
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
     import torch
 
+    from vram_guard.parallel.links import Topology
+    from vram_guard.parallel.spec import Parallel
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
@@ -67,6 +70,10 @@ class Source:
     sliced_by: SlicedBy = "loop"
     forward_again: bool = False
     """True if slices run their forward once more in the backward pass."""
+    topology: Topology | None = None
+    """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
+    most_seconds: float | None = None
+    """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
 
@@ -79,7 +86,10 @@ class Source:
 
 
 def source_of(
-    step: TrainingStep, capability: tuple[int, int], watched: Callable[[Any], Iterable[str]] = lambda _model: ()
+    step: TrainingStep,
+    capability: tuple[int, int],
+    watched: Callable[[Any], Iterable[str]] = lambda _model: (),
+    topology: Topology | None = None,
 ) -> Source:
     """A TrainingStep, followed on symbolic tensors; its model is built once for all traces.
 
@@ -87,6 +97,7 @@ def source_of(
         step: as written.
         capability: of the GPU that is meant.
         watched: model -> modules that are watched in the first trace of the step as written.
+        topology: what connects the GPUs of a step that is spread over several.
     """
     from vram_guard.simulate import TRACED_SIZES
     from vram_guard.simulate.tracing.run import run_step, with_built_model
@@ -96,16 +107,29 @@ def source_of(
 
     def run(request: TraceRequest) -> Timeline:
         changes: dict[str, Any] = {"accumulate": request.slices, "whole_batch": True} if request.slices > 1 else {}
+        if built.parallel is not None:
+            changes["parallel"] = _in_precision(built.parallel, request.precision, step.precision)
         changed = built.with_(precision=request.precision, recipe=request.recipe, **changes)
-        return run_step(changed, request.batch_size, capability, watched(built.model) if request == first else ())
+        size = request.batch_size if topology is not None else first.batch_size
+        is_first = request == replace(first, batch_size=size)
+        return run_step(changed, request.batch_size, capability, watched(built.model) if is_first else ())
 
     return Source(
         model=built.model,  # type: ignore[arg-type]
         trace=run,
         precision=step.precision,
         accumulate=step.accumulate,
-        ranks=step.data_parallel_ranks,
+        ranks=step.data_parallel_ranks if step.parallel is None else step.parallel.data_ranks,
         trains=step.optimizer is not None,
         clips=step.clip_grad_norm is not None or step.clip_grad_value is not None,
+        topology=topology,
         batch_slices=step.accumulate if step.whole_batch else 1,
     )
+
+
+def _in_precision(layout: Parallel, precision: str, written: str) -> Parallel:
+    """The layout under another precision than the step's own: divided weights travel in that precision."""
+    halved = half_of(precision)
+    if precision == written or halved is None or layout.kind not in ("fsdp2", "hsdp", "fsdp1"):
+        return layout
+    return layout.with_(param_dtype=halved, reduce_dtype="float32")

@@ -16,7 +16,7 @@ an optimizer computes in host memory comes on top.
 
 What the model ignores: peaks are never reached (both compute and memory reach some 80 to 90% of theirs, so ratios
 suffer less than seconds do); caches, which make small tensors cheaper; tile and wave quantisation, which make odd
-shapes dearer; waiting for the data loader, for ``.item()`` and for other GPUs; views, whose few microseconds on the
+shapes dearer; waiting for the data loader and for ``.item()``; views, whose few microseconds on the
 host are not counted; copies that a library overlaps with computing (FSDP's prefetching); power and clocks. Compare
 plans of one step on one GPU with it. Do not read its seconds as a promise.
 """
@@ -70,7 +70,8 @@ def step_seconds(
         assumptions = (*assumptions, _("the step could not be followed to its end: its time is a lower bound"))
     traced = 1 + max(work.micro_batch for work in timeline.work)
     count = traced if micro_batches is None else checked_count("micro_batches", micro_batches)
-    loading, first, later, once = (total_time(part, batch_size, card) for part in _parts(timeline.work))
+    work = timeline.work if timeline.parallel is None else filter(is_own, timeline.work)
+    loading, first, later, once = (total_time(part, batch_size, card) for part in _parts(work))
     total = loading.times(count / traced) + first + once
     if count > 1:
         more = later.times(1 / (traced - 1)) if traced > 1 else first + _adding_up(timeline, batch_size, card)
@@ -95,6 +96,11 @@ def relative_cost(option: StepTime, as_written: StepTime) -> float:
     if as_written.seconds == 0:
         raise InvalidInputError(_("the step as written takes no time at all: there is nothing to compare with"))
     return option.seconds / as_written.seconds
+
+
+def is_own(item: Work) -> bool:
+    """False for collectives, whose time depends on links (:mod:`vram_guard.plan.communication`)."""
+    return not item.operator.startswith(("c10d.", "_c10d_functional"))
 
 
 def _parts(work: Iterable[Work]) -> tuple[list[Work], ...]:
@@ -230,6 +236,11 @@ def assumed_gpu(compute_capability: tuple[int, int]) -> GPU:
     nearest = max((one for one in known if one <= compute_capability), default=known[0])
     same = (gpu for gpu in catalogue() if gpu.compute_capability == nearest)
     return min(same, key=lambda gpu: (gpu.fp32_flops, gpu.memory_bandwidth, gpu.name))
+
+
+def card_of(gpu: GPU | None, compute_capability: tuple[int, int] | None) -> GPU:
+    """The card that times are modelled on: the one that is known, or the one assumed for a compute capability."""
+    return _card(gpu, compute_capability or (8, 0))[0]
 
 
 def _card(gpu: GPU | str | None, compute_capability: tuple[int, int]) -> tuple[GPU, tuple[str, ...]]:

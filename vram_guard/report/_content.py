@@ -52,7 +52,8 @@ class Content:
     @property
     def before(self) -> Estimate | None:
         """The step as written, where a plan changes it."""
-        return self.plan.before if self.plan is not None and self.plan.changed else None
+        plan = self.plan
+        return plan.before if plan is not None and plan.changed and plan.before != plan.estimate else None
 
     @property
     def peak(self) -> int:
@@ -182,7 +183,7 @@ def streams_in_words(sizes: Sequence[int]) -> str:
     if not any(sizes[1:]):
         return ""
     return ", ".join(
-        f"{_('stream {number}', number=number) if number else _('default')} {format_bytes(size)}"
+        f"{_('stream {number}', number=number) if number else _('default stream')} {format_bytes(size)}"
         for number, size in enumerate(sizes)
         if size
     )
@@ -193,7 +194,7 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
     facts = []
     if not plan.changed:
         facts.append((_("nothing changes"), ""))
-    elif plan.slowdown is not None:
+    elif plan.slowdown is not None and plan.before != plan.estimate:
         facts.append((_("modelled step time"), f"x {plan.slowdown:.2f}"))
     if plan.estimate.host_peak:
         facts.append((_("host memory"), format_bytes(plan.estimate.host_peak)))

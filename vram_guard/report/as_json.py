@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.plan.model import Plan
+from vram_guard.report._spread import spread_dict
 from vram_guard.report.files import write_atomically
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
             {name: getattr(option, name) for name in ("option", "peak_reserved", "missing", "why")}
             for option in plan.rejected
         ],
+        **({} if plan.spread is None else {"spread": spread_dict(plan.spread)}),
     }
 
 

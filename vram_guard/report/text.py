@@ -15,6 +15,7 @@ from vram_guard.language import _, display_width
 from vram_guard.report._console import as_text, is_unicode, words
 from vram_guard.report._console import show as show_report
 from vram_guard.report._content import Content, alternatives, plan_facts
+from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -109,6 +110,11 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
         changes = [(name, f"{before} {signs.arrow} {after}") for name, before, after in plan.changes()]
         yield _heading(_("Plan"))
         yield _grid([*changes, *plan_facts(plan)])
+        if plan.spread is not None:
+            yield _heading(_("Over several GPUs"))
+            yield _grid(plan.spread.facts())
+            yield from _ways(_("Ways to spread it, the simplest first"), spread_rows(plan.spread), signs)
+            yield from _ways(_("The same training on other numbers of GPUs"), count_rows(plan.spread), signs)
         yield from _bullets(_("Why"), plan.reasons, signs)
         yield from _bullets(_("Alternatives considered, closest first"), alternatives(plan, MOST_REJECTED), signs)
 
@@ -127,6 +133,19 @@ def _table(content: Content, signs: _Signs) -> Table:
             table.add_row(*cells, style="bold" if is_total else "")
         table.add_section()
     return table
+
+
+def _ways(title: str, rows: list[list[str]], signs: _Signs) -> Iterator[RenderableType]:
+    """Rows of ways to spread a training; the first row holds the titles of the columns."""
+    if not rows:
+        return
+    yield _heading(title)
+    table = Table(box=signs.table, pad_edge=False)
+    for number, head in enumerate(rows[0]):
+        table.add_column(head, justify="right" if number in (1, 2) else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(words, row))
+    yield table
 
 
 def _bar(name: str, peak: int, budget: Budget, signs: _Signs) -> Text:

@@ -134,6 +134,34 @@ COLLECTIVE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C._distributed_c10d:ProcessGroup.unbox", "the size of a collective's group", _COLLECTIVES),
 )
 
+_REDUCER = "test_the_reducer_takes_what_it_takes_in_real_processes_in_that_order"
+_BY_METHOD = "test_methods_of_the_model_are_reduced_too"
+_FLAT = "test_fsdp1_holds_a_flat_shard_of_each_block_and_frees_with_other_streams"
+
+#: Only for DistributedDataParallel, ZeroRedundancyOptimizer and FSDP1, beside the three above.
+REDUCER_NAMES: tuple[PrivateName, ...] = (
+    PrivateName(
+        "torch._C._distributed_c10d:_create_work_from_future", "where C++ looks for a reduced bucket", _REDUCER
+    ),
+    PrivateName(
+        "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
+        "shapes that pretended ranks do not send",
+        _REDUCER,
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._pre_forward", "a step that is reduced as a whole", _BY_METHOD
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._post_forward", "a step that is reduced as a whole", _BY_METHOD
+    ),
+    PrivateName("torch._C:StorageBase.data_ptr", "which parameters are views of a flat one", _FLAT),
+    PrivateName(
+        "torch.distributed.fsdp._flat_param:FlatParamHandle._alloc_padded_unsharded_flat_param",
+        "which memory is a parameter's",
+        _FLAT,
+    ),
+)
+
 
 @functools.cache
 def check_torch() -> None:

@@ -50,8 +50,10 @@ class FollowingPhase(LoopPhase):
         loop, copy = self.loop, self.run.sharding.copy
         with random_state_kept():
             sample = read_loader(loader)
-        # DistributedDataParallel has buckets for gradients, FSDP2 has none.
-        loop.tracer.train(loop.root, self.run.shape.ranks if self.run.sharding.process is None else 1)
+        loop.tracer.train(loop.root)
+        if self.run.sharding.process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
+            handler = getattr(loop.accelerator, "ddp_handler", None)
+            loop.tracer.reduce(loop.models, self.run.shape.ranks, {} if handler is None else handler.to_kwargs())
         if copy is not None:
             return self._copy(sample, copy.task, copy.parent)
         first = FirstBatch(

@@ -128,7 +128,7 @@ def plugin_of(given: Any) -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin() if given is None else given
-    if getattr(plugin, "fsdp_version", 1) != 2:  # noqa: PLR2004 - Accelerate has had the setting since it has FSDP2
+    if getattr(plugin, "fsdp_version", 1) != 2:
         stopped(
             _(
                 "FSDP's first version (FullyShardedDataParallel) is not followed; set fsdp_version: 2 in Accelerate's "

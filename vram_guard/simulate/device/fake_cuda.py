@@ -88,12 +88,19 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
     def get_device(self: torch.Tensor) -> int:
         return 0 if is_cuda(self) else _base.get_device(self)
 
+    def wait_for_value(tensor: torch.Tensor) -> None:
+        if is_cuda(tensor):
+            current_stream().synchronize()  # the value is copied on this stream, and waited for
+
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not state.in_kernel:
             # A wrapper comes here twice, by way of ``__torch_function__``: then our own meta device is named already.
             to_meta = not hasattr(self, "__tensor_flatten__") and _names_meta(args, kwargs, state)
             args, kwargs = _on_meta(self, args, kwargs, state)
             place = state.place(self) if is_symbolic(self) else None
+            target = _target(args, kwargs)
+            if place is CUDA and target is not None and target.type == "cpu" and not kwargs.get("non_blocking"):
+                wait_for_value(self)
             if to_meta and place is not _META:
                 return _to_own_meta(self, args, kwargs, state)
             if place is not None and place.type == "cpu":
@@ -124,11 +131,11 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         return _stand_in(self).numpy() if is_symbolic(self) else _base.numpy(self, *args, **kwargs)
 
     def tolist(self: torch.Tensor) -> Any:
+        wait_for_value(self)
         return state.queries.tolist(self) if is_symbolic(self) else _base.tolist(self)
 
     def item(self: torch.Tensor) -> Any:
-        if is_cuda(self):
-            current_stream().synchronize()  # the value is copied on this stream, and waited for
+        wait_for_value(self)
         return state.queries.item(self) if simulated(self) else _base.item(self)
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
@@ -136,6 +143,7 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
             state.recorder.record_stream(self, number_of(stream))
 
     def truth(self: torch.Tensor) -> bool:
+        wait_for_value(self)
         return state.queries.truth(self) if simulated(self) else _base.__bool__(self)
 
     def array(self: torch.Tensor, dtype: Any = None, copy: Any = None) -> Any:

@@ -16,7 +16,7 @@ from vram_guard.language import Message
 from vram_guard.scratch import Rule
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
-from vram_guard.simulate.memory.streams import StreamLog
+from vram_guard.simulate.memory.streams import Issued, StreamLog
 from vram_guard.timeline import Affine, Block, Category, Collective, Deferred, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
@@ -47,7 +47,7 @@ class Recorder:
         self.phases: list[Phase] = []
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
-        self.collectives: list[Collective] = []
+        self._collectives: list[tuple[Collective, Issued | None]] = []
         self.modules: list[str] = [""]
         """Stack of the module paths whose forward is running; the last one is current."""
         self.in_backward = False
@@ -123,20 +123,26 @@ class Recorder:
         if not self.phases:
             return
         phase = self.phases[-1]
-        self.collectives.append(
-            Collective(
-                name,
-                self.source(),
-                phase.name,
-                phase.step,
-                Affine(size, 0),
-                ranks,
-                dimension,
-                self.streams.current,
-                self.micro_batch,
-                position,
-                by_layout,
-            )
+        made = Collective(
+            name,
+            self.source(),
+            phase.name,
+            phase.step,
+            Affine(size, 0),
+            ranks,
+            dimension,
+            self.streams.current,
+            self.micro_batch,
+            position,
+            by_layout,
+        )
+        self._collectives.append((made, self.streams.issued()))
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """The calls that wait for other processes, in order."""
+        return tuple(
+            made if issued is None else made._replace(after=issued.after, needed=self.streams.needed(issued))
+            for made, issued in self._collectives
         )
 
     # --- allocations --------------------------------------------------------------------------------------

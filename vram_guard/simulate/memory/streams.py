@@ -28,6 +28,18 @@ class _Wait(NamedTuple):
     """What is over; None: all."""
 
 
+class Issued(NamedTuple):
+    """A collective that a stream other than the default one has been given."""
+
+    stream: int
+    at: int
+    """Events that precede it."""
+    after: int
+    """Entries of the step's work that it has to wait for; -1: not known."""
+    waits: int
+    """Waits of the default stream that precede it."""
+
+
 class StreamLog:
     """The streams of one trace, numbered in the order in which they are met; 0 is the default stream."""
 
@@ -40,6 +52,12 @@ class StreamLog:
         self._waited: dict[int, Reached] = {}
         self._waits: list[_Wait] = []
         self._users: dict[int, set[int]] = {}
+        self.counted: Callable[[], int] = lambda: 0
+        """Entries of the step's work so far."""
+        self._counted_at: dict[int, int] = {}
+        """Events -> entries of the work, where the default stream was waited for."""
+        self._default_waits: list[tuple[int, Reached]] = []
+        """Where the default stream has waited, in entries of the work, and for what."""
         self.selected: Any = None
         """The stream that the program has selected, as it gave it; None: the default one."""
         self.current = 0
@@ -65,13 +83,32 @@ class StreamLog:
 
     def reached(self, stream: int) -> Reached:
         """What is over when all is that this stream has been given so far."""
-        return {**self._waited.get(stream, {}), stream: self._now()}
+        now = self._now()
+        if not stream:
+            self._counted_at[now] = self.counted()
+        return {**self._waited.get(stream, {}), stream: now}
 
     def wait(self, stream: int, over: Reached) -> None:
         """The stream goes on only when that is over."""
+        if not stream:
+            self._default_waits.append((self.counted(), over))
         known = self._waited.setdefault(stream, {})
         for other, position in over.items():
             known[other] = max(position, known.get(other, 0))
+
+    def issued(self) -> Issued | None:
+        """A collective is given to the current stream; None for the default one, which goes on when it is over."""
+        stream = self.current
+        if not stream:
+            return None
+        behind = self._waited.get(stream, {}).get(0)
+        after = -1 if behind is None else self._counted_at.get(behind, -1)
+        return Issued(stream, self._now(), after, len(self._default_waits))
+
+    def needed(self, issued: Issued) -> int:
+        """Entries of the step's work that precede the first one that waits for a collective; -1: none waits."""
+        later = self._default_waits[issued.waits :]
+        return next((place for place, over in later if over.get(issued.stream, -1) >= issued.at), -1)
 
     def cpu_waits(self, over: Reached | None) -> None:
         """The CPU goes on only when that is over; None: the whole device."""

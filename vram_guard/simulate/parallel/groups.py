@@ -48,9 +48,10 @@ def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
 def alone() -> Iterator[None]:
     """Inside the block this process is the only rank of a real process group, whatever group it was in before."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     with _own_world():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         yield
 
 

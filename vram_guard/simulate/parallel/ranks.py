@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.parallel.deepspeed import STAGES
 from vram_guard.parallel.install import install
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.constants import known
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
+from vram_guard.simulate.parallel.engines import engines_followed
 from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.groups import pretended_ranks
 from vram_guard.simulate.parallel.replicas import replicas_followed
 from vram_guard.simulate.parallel.sharding import check_names, fsdp_followed
-from vram_guard.simulate.private_api import PARALLEL_NAMES
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES, PARALLEL_NAMES, REDUCER_NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,18 +45,34 @@ def one_rank(
     Raises:
         UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
     """
-    check_names(PARALLEL_NAMES)
+    check_names((*PARALLEL_NAMES, *COLLECTIVE_NAMES, *REDUCER_NAMES))
     with (
         fsdp_followed(model, recorder, state),
         replicas_followed(),
         flat_parameters_followed(recorder),
         _losses_stay_parallel(),
         pretended_ranks(parallel, rank) as mesh,
-        warnings.catch_warnings(),
+        engines_followed(state, parallel.gpus, rank) if parallel.kind in STAGES else contextlib.nullcontext(),
+        _no_advice(),
     ):
-        # FSDP's advice on what the real training does: there it is given once, here in every trace.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         yield mesh
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """FSDP and DTensor give advice on the training, once: it is for the real one, and would come with every trace."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+
+    def quiet(_record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(quiet)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+            yield
+    finally:
+        logger.removeFilter(quiet)
 
 
 def first_place(model: nn.Module | Any, parallel: Parallel) -> Place:
@@ -67,6 +86,8 @@ def first_place(model: nn.Module | Any, parallel: Parallel) -> Place:
         return parallel.init
     if parallel.kind in _FROM_GPU:
         return "cuda"
+    if parallel.kind in STAGES:
+        return "cpu"
     real = isinstance(model, torch.nn.Module) and not any(is_symbolic(p) for p in model.parameters())
     return "cpu" if real else "meta"
 
@@ -94,9 +115,10 @@ def made_on_host(recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
         known(made, tensor.detach())
         return made
 
+    modules: Any = torch.nn.modules.module
     registered = (
-        torch.nn.modules.module.register_module_parameter_registration_hook(stand_in),
-        torch.nn.modules.module.register_module_buffer_registration_hook(stand_in),
+        modules.register_module_parameter_registration_hook(stand_in),
+        modules.register_module_buffer_registration_hook(stand_in),
     )
     try:
         yield
@@ -114,6 +136,8 @@ def divided(
         The module that the loss is called with.
     """
     made = install(model, parallel, mesh, **ddp_options)
+    if parallel.kind in STAGES:
+        return made  # the engine moves it
     home = "cpu" if parallel.offload else "cuda"
     places = {recorder.place_of(tensor) for tensor in (*made.parameters(), *made.buffers())}
     if "meta" in places:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import Message, _
 from vram_guard.parallel.data_parallel import divided_states, fullest_rank, replicated
+from vram_guard.parallel.deepspeed import STAGES, deepspeed_library
 from vram_guard.patching import replaced
+from vram_guard.private_names import missing_names
 from vram_guard.simulate.parallel.groups import pretended_ranks
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES, PARALLEL_NAMES, REDUCER_NAMES
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from vram_guard.parallel.spec import Parallel
@@ -44,8 +51,53 @@ def replicas_followed() -> Iterator[None]:
 
 def import_libraries(parallel: Parallel | None) -> None:
     """Import now what compiles itself when it is imported, which it could not in the middle of a trace."""
+    if parallel is not None and parallel.kind in STAGES:
+        deepspeed_library()
     if parallel is not None and parallel.kind == "zero1":
-        importlib.import_module("torch.distributed.optim")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, by torch itself
+            importlib.import_module("torch.distributed.optim")
+
+
+def reduction_of(
+    model: nn.Module, layout: Parallel, options: Mapping[str, Any], recorder: Recorder
+) -> Reduction | None:
+    """DistributedDataParallel for a loop that calls the model by itself.
+
+    None where nothing is trained, and where this torch lacks a private name that its trace leans on, which is noted.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    missing = missing_names((*PARALLEL_NAMES, *COLLECTIVE_NAMES, *REDUCER_NAMES))
+    if not missing:
+        return Reduction(model, layout, options, recorder)
+    said = Message(
+        "buckets of DistributedDataParallel are not counted: torch {version} has no {names}",
+        version=torch.__version__,
+        names=", ".join(name.dotted for name in missing),
+    )
+    recorder.note(said, tier="partly symbolic")
+    return None
+
+
+@contextlib.contextmanager
+def unused_parameters_said() -> Iterator[None]:
+    """Where the Reducer stops because a parameter has got no gradient, the error says what to do.
+
+    Raises:
+        UnsupportedStepError: in place of torch's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        raise UnsupportedStepError(
+            _(
+                "DistributedDataParallel stops in the second step: some parameters got no gradient in the first one. "
+                "It goes on with find_unused_parameters=True (in ddp_options)"
+            )
+        ) from error
 
 
 class Reduction:
@@ -56,6 +108,7 @@ class Reduction:
     """
 
     def __init__(self, model: nn.Module, layout: Parallel, options: Mapping[str, Any], recorder: Recorder) -> None:
+        self._recorder = recorder
         tensors = (*model.named_parameters(), *model.named_buffers())
         elsewhere = [name for name, tensor in tensors if recorder.place_of(tensor) != "cuda"]
         # DistributedDataParallel leaves those alone: they are of another device.
@@ -67,16 +120,17 @@ class Reduction:
         """A forward begins: before the second one, the buckets are made anew in the order of the gradients."""
         self._replica._pre_forward()
 
-    def ends(self, output: Any) -> Any:
-        """A forward is over; what goes on in its place."""
+    def ended(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
+        """A forward is over; what goes on in place of its results."""
         return self._replica._post_forward(output)
 
-    def around(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """The loss as the part that DistributedDataParallel wraps."""
+    def around(self, loss: Callable[[Any, Any], Any], micro_batches: int) -> Callable[[Any, Any], Any]:
+        """The loss as the part that DistributedDataParallel wraps; gradients are reduced after the last micro-batch."""
 
         def wrapped(model: Any, batch: Any) -> Any:
+            self._replica.require_backward_grad_sync = self._recorder.micro_batch == micro_batches - 1
             self.begins()
-            return self.ends(loss(model, batch))
+            return self.ended(model, batch, loss(model, batch))
 
         return wrapped
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -86,6 +86,8 @@ def answer(
                 position=position,
                 by_layout=_called_by_layout(),
             )
+            if group is not None:
+                _used_by_nccl(recorder, group, (args, out))
             return out
         raise UnsupportedStepError(
             _("{operator} is called with a tensor in host memory: it cannot be run symbolically", operator=func)
@@ -114,6 +116,7 @@ def answer(
             position=position,
             by_layout=_called_by_layout(),
         )
+    _used_by_nccl(recorder, group, args)
     if is_pretended(group) or dist.get_backend(group) == "fake":
         if operator == "allreduce_" and recorder.in_backward:  # buckets of DistributedDataParallel
             recorder.classify((one for one in tensors_in(args) if one.is_floating_point()), "gradients")
@@ -145,6 +148,27 @@ def _called_by_layout() -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def nccl_records_streams(version: str, environment: Mapping[str, str]) -> bool:
+    """True where ProcessGroupNCCL calls ``recordStream`` for what it sends: before torch 2.8, unless it is told not to.
+
+    pytorch pull request 148590; TORCH_NCCL_AVOID_RECORD_STREAMS is torch's own variable for it (torchtitan, issue 735).
+    """
+    release = tuple(int(part) for part in version.split(".")[:2])
+    return release < (2, 8) and environment.get("TORCH_NCCL_AVOID_RECORD_STREAMS", "0").lower() not in _YES
+
+
+def _used_by_nccl(recorder: Recorder, group: Any, values: tuple[Any, ...]) -> None:
+    """Where NCCL notes its own stream in what it sends and receives, that is free again when that stream gets there."""
+    if nccl_records_streams(torch.__version__, os.environ):
+        stream = recorder.streams.number(("NCCL", group.group_name))
+        for tensor in tensors_in(values):
+            recorder.record_stream(tensor, stream)
+
+
+#: What torch takes for "yes" (``getCvarBool``).
+_YES = ("y", "yes", "1", "t", "true")
 
 
 def _finished(out: Any) -> Any:

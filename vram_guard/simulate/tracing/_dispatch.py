@@ -22,6 +22,7 @@ from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rule
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.stand_in import stand_in_result
+from vram_guard.simulate.parallel import dtensors
 from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._noting import OperatorNotes
@@ -60,6 +61,7 @@ class SymbolicMode(TorchDispatchMode):
         self.capability = capability
         self.matmuls = Matmuls(recorder, capability)
         self.meter = CostMeter(recorder)
+        recorder.streams.counted = lambda: self.meter.counted
         self.placement = Placement(recorder, mixed=on_cpu or building)
         self._place: Place = "cuda"
         """Where the operator that runs has its tensors."""
@@ -84,6 +86,8 @@ class SymbolicMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            if dtensors.goes_over_lists(func):
+                return dtensors.on_parts(self.__torch_dispatch__, func, args, kwargs or {})
             return NotImplemented  # a wrapper around tensors (8-bit states): it calls again for what it wraps
         plan = self._plans.get(func)
         if plan is None:
@@ -338,7 +342,7 @@ class SymbolicMode(TorchDispatchMode):
             host_blocks=recorder.host.blocks(),
             host_events=tuple(recorder.host.events),
             changes=self.purity.changes(),
-            collectives=tuple(recorder.collectives),
+            collectives=recorder.collectives(),
             deferred=recorder.deferred(),
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.spec import data_parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
-from vram_guard.simulate.parallel.replicas import Reduction
+from vram_guard.simulate.parallel.replicas import reduction_of
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states, inner_tensors
@@ -129,18 +130,22 @@ class ExternalLoopTracer:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
-    def train(self, model: nn.Module, ranks: int = 1, ddp_options: Mapping[str, Any] | None = None) -> None:
-        """The loop is about to train this model (its names are those of the answer).
+    def reduce(self, models: Iterable[nn.Module], ranks: int, given: Mapping[str, Any]) -> None:
+        """DistributedDataParallel will wrap each of these models that is trained.
 
         Args:
-            model: which DistributedDataParallel will wrap, where there are several processes.
+            models: that the loop calls.
             ranks: processes that share the work.
-            ddp_options: its arguments.
+            given: its arguments.
         """
-        if ranks > 1:
-            reduction = Reduction(model, data_parallel(ranks), ddp_options or {}, self.recorder)
-            model.register_forward_pre_hook(reduction.begins)
-            model.register_forward_hook(lambda _module, _inputs, output: reduction.ends(output))
+        for model in models:
+            reduction = reduction_of(model, data_parallel(ranks), chosen_options(given), self.recorder)
+            if reduction is not None:
+                model.register_forward_pre_hook(reduction.begins)
+                model.register_forward_hook(reduction.ended)
+
+    def train(self, model: nn.Module) -> None:
+        """The loop is about to train this model (its names are those of the answer)."""
         self._stack.enter_context(module_paths(model, self.recorder))
 
     def watch(self, model: nn.Module, names: Iterable[str]) -> None:

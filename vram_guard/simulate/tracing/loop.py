@@ -15,6 +15,7 @@ from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Run(Protocol):
     batch_size: int
     recorder: Recorder
     mode: SymbolicMode
+    input_dtype: torch.dtype | None
+    """The dtype that numbers of a batch get on the device; None: their own."""
 
 
 class Loop:
@@ -48,6 +51,7 @@ class Loop:
         self.optimizer = optimizer
         self.source = batch_source(run.step.batch)
         self.batch_size = run.batch_size
+        self.input_dtype = run.input_dtype
         fp16 = run.step.precision == "16-mixed" and optimizer is not None
         self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
         self.batch: Any = None
@@ -71,8 +75,7 @@ class Loop:
             return self._infer()
         if _needs_closure(self.optimizer):
             return self._run_with_closure(self.optimizer)
-        # Two micro-batches show all there is to see: the first makes gradients, every other one adds to them.
-        rounds = min(self.step.accumulate, 2)
+        rounds = traced_micro_batches(self.step)
         for number in (1, 2):
             if self.step.zero_grad == "before_forward":
                 self._zero_grad(number)
@@ -142,7 +145,7 @@ class Loop:
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
             raise UnsupportedStepError(_("the batch holds a nested tensor: its rows have no common size"))
-        dtype = TRUE_DTYPES.get(self.step.precision) if tensor.is_floating_point() else None
+        dtype = self.input_dtype if tensor.is_floating_point() else None
         if is_symbolic(tensor):
             moved = torch.empty_like(tensor, dtype=dtype, device=CUDA)
         else:
@@ -174,6 +177,9 @@ class Loop:
         self.recorder.phase("backward", number)
         if self.loss is None:
             raise UnsupportedStepError(_("loss(model, batch) returned None, so there is nothing to run backward"))
+        if isinstance(self.optimizer, EngineOptimizer):
+            self.optimizer.backward(self.loss)
+            return
         loss = self.loss if self.step.accumulate == 1 else self.loss / self.step.accumulate
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -203,6 +209,11 @@ class Loop:
             nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
         if self.step.clip_grad_value is not None:
             nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
+
+
+def traced_micro_batches(step: TrainingStep) -> int:
+    """Two show all there is to see: the first makes gradients, every other one adds to them."""
+    return min(step.accumulate, 2)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.language import Message, _
+from vram_guard.parallel.deepspeed import STAGES
 from vram_guard.parallel.install import check as check_layout
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
@@ -28,6 +29,11 @@ from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
 from vram_guard.simulate.parallel import replicas
+from vram_guard.simulate.parallel.engines import (
+    as_an_engine_takes_it,
+    engine_optimizer,
+    half_precision,
+)
 from vram_guard.simulate.parallel.ranks import divided, first_place, made_on_host, one_rank, put
 from vram_guard.simulate.parallel.sharding import fsdp_traced
 from vram_guard.simulate.private_api import check_torch
@@ -40,7 +46,7 @@ from vram_guard.simulate.tracing._substitution import (
     process_state_restored,
     symbolic_model,
 )
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
@@ -162,7 +168,11 @@ class _Run:
         watched: Iterable[str] = (),
         rank: int | None = None,
     ) -> None:
-        self.step = step
+        self.written = step
+        self.step = as_an_engine_takes_it(step)
+        self.input_dtype = TRUE_DTYPES.get(step.precision)
+        if self._by_engine:
+            self.input_dtype = half_precision(step.precision)
         self.rank = rank
         self.first_place = "cuda" if step.parallel is None else first_place(step.model, step.parallel)
         self.watched = watched
@@ -173,6 +183,10 @@ class _Run:
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.take_off: Callable[[], None] = lambda: None
+
+    @property
+    def _by_engine(self) -> bool:
+        return self.step.parallel is not None and self.step.parallel.kind in STAGES
 
     def timeline(self) -> Timeline:
         step = self.step
@@ -196,7 +210,7 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return replace(self.mode.timeline(self.batch_size, step.precision), parallel=step.layout)
+        return replace(self.mode.timeline(self.batch_size, self.written.precision), parallel=step.layout)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -244,9 +258,13 @@ class _Run:
             with self._default_dtype(), self._sharding(model) as mesh:
                 model = self._set_up(model, moved, mesh)
                 optimizer = self._optimizer(model, mesh)
+                if optimizer is not None and self._by_engine:
+                    optimizer = made = engine_optimizer(model, optimizer, self.written, self.batch_size, recorder)
+                    model = made.engine
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
-                    loop.run()
+                    with replicas.unused_parameters_said():
+                        loop.run()
                 except UnsupportedOperatorError as error:
                     self._lower_bound(model, optimizer, str(error))
                 recorder.close()
@@ -303,8 +321,9 @@ class _Run:
             if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
         if parallel is None and self.step.layout is not None:
-            reduction = replicas.Reduction(model, self.step.layout, self.step.ddp_options, recorder)
-            self.step = self.step.with_(loss=reduction.around(self.step.loss))
+            reduction = replicas.reduction_of(model, self.step.layout, self.step.ddp_options, recorder)
+            if reduction is not None:
+                self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
         return model
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
@@ -367,6 +386,10 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
         UnsupportedTechniqueError: the layout, or a technique beside it, cannot be used so.
     """
     check_layout(model, parallel)
+    if parallel.kind in STAGES and (step.clip_grad_value is not None or step.optimizer is None):
+        raise UnsupportedTechniqueError(
+            _("DeepSpeed's engine is traced where it trains and clips by norm; clip_grad_value is not followed")
+        )
     for name in ("frozen_on_host", "parameters_on_host"):
         if getattr(step.recipe, name):
             raise UnsupportedTechniqueError(

@@ -1,0 +1,103 @@
+"""``vram-guard plan --gpus``: several GPUs from the command line, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+STEP = """
+import torch
+from torch import nn
+from vram_guard import TrainingStep
+
+
+def build():
+    def model():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
+
+    return TrainingStep(model, lambda size: torch.ones(size, 64), lambda m, x: m(x).sum(), torch.optim.AdamW)
+
+
+def untouched():
+    raise SystemExit("the step was made")
+"""
+COMMON = ("--step", "steps.py:build", "--gpu", "A100 SXM4 80GB")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("plan")
+    (made / "steps.py").write_text(STEP)
+    return made
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vram_guard.cli", "--lang", "en", "plan", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_report_for_people(folder: Path) -> None:
+    wishes = ("--gpus", "16", "--node-gpus", "8", "--link", "nvlink,ib200", "--layouts", "fsdp2", "--compare-gpus", "8")
+    made = run(folder, *COMMON, "--set", "batch_size=4", *wishes)
+
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("FITS")
+    for words in (
+        "Over several GPUs",
+        "16 on 2 nodes",
+        "nvlink3 within a node, ib200 between nodes",
+        "64 over all GPUs, as written",
+        "FSDP2, weights kept gathered",
+        "The same training on other numbers of GPUs",
+    ):
+        assert words in made.stdout, made.stdout
+
+
+def test_an_answer_for_programs_and_the_exit_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vram_guard import cli
+
+    monkeypatch.chdir(folder)
+    wishes = ["--set", "batch_size=64", "--gpus", "auto", "--json"]
+    assert cli.main(["plan", *COMMON, *wishes]) == 0
+    found = json.loads(capsys.readouterr().out)["report"]["spread"]
+    assert (found["gpus"], found["fewest"], found["layout"], found["samples_per_step"]) == (1, True, None, 64)
+
+    budget = ["--step", "steps.py:build", "--budget", "1MiB", "--allow", "", "--set", "batch_size=4"]
+    assert cli.main(["plan", *budget, "--gpus", "2", "--layouts", "fsdp2", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["report"]["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gpus", "12"), "12 GPUs are no whole number of nodes of 8"),
+        (("--gpus", "8", "--link", "token-ring"), "unknown link 'token-ring'; known are nvlink"),
+        (("--gpus", "few"), "--gpus must be a whole number"),
+        (("--gpus", "8", "--node-gpus", "0"), "--node-gpus must be between 1"),
+        (("--gpus", "8", "--compare-gpus", "8,x"), "--compare-gpus must be a whole number"),
+        (("--gpus", "8", "--layouts", "fsdp"), "layouts: unknown 'fsdp'"),
+        (("--link", "nvlink"), "give gpus as well"),
+    ],
+)
+def test_bad_usage_is_said_in_one_line(
+    folder: Path,
+    arguments: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vram_guard import cli
+
+    monkeypatch.chdir(folder)
+    assert cli.main(["--lang", "en", "plan", *COMMON, "--set", "batch_size=4", *arguments]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out == ""

@@ -1,0 +1,133 @@
+"""DeepSpeed's own engine in a trace: stages 1 to 3 of ZeRO. Most of it runs where DeepSpeed is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_cases import Net, step
+
+from vram_guard import Parallel, trace
+from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
+from vram_guard.parallel.deepspeed import STAGES, TESTED
+from vram_guard.simulate import holds_at
+from vram_guard.simulate.tracing.run import run_step
+
+INSTALLED = importlib.util.find_spec("deepspeed") is not None and importlib.metadata.version("deepspeed") in TESTED
+engine = pytest.mark.skipif(not INSTALLED, reason=f"deepspeed {TESTED[-1]} is not installed")
+
+#: Elements: small, so that the buckets are not all there is. Persistent are parameters that stage 3 leaves whole.
+SMALL = {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
+DIVIDED = {
+    **SMALL,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 4000,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
+
+
+def given(kind, ranks=8, section=None, **settings):
+    config = {"zero_optimization": section or (DIVIDED if kind == "deepspeed3" else SMALL)}
+    return step(Parallel(ranks, kind=kind), **{"precision": "bf16-mixed", "deepspeed_config": config, **settings})
+
+
+def most(timeline, category):
+    live = peak = 0
+    for event in timeline.events:
+        block = timeline.blocks[max(event, ~event)]
+        if block.category == category:
+            live += block.size.base if event >= 0 else -block.size.base
+            peak = max(peak, live)
+    return peak
+
+
+def elements(model=Net):
+    return sum(parameter.numel() for parameter in model().parameters())
+
+
+def test_without_deepspeed_its_kinds_name_what_to_install(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
+    with pytest.raises(MissingLibraryError, match=rf"pip install deepspeed=={TESTED[-1]}"):
+        run_step(step(Parallel(8, kind="deepspeed2")), 2, (9, 0))
+
+
+def test_a_release_that_was_not_tested_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.1.0")
+    with pytest.raises(UnsupportedTechniqueError, match=r"deepspeed 0\.1\.0 was not tested: .* 0\.19\.8"):
+        run_step(step(Parallel(8, kind="deepspeed2")), 2, (9, 0))
+
+
+@engine
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("deepspeed1", {}),
+        ("deepspeed2", {"accumulate": 2}),
+        ("deepspeed2", {"precision": "16-mixed"}),
+        ("deepspeed3", {}),
+        ("deepspeed3", {"precision": "32-true", "model": Net()}),
+    ],
+)
+def test_batches_of_two_and_three_say_what_seven_takes_event_by_event(kind, settings):
+    timeline = trace(given(kind, **settings), check_at=7)
+    assert timeline.traced == (2, 3, 7)
+    assert not timeline.notes
+    assert holds_at(run_step(given(kind, **settings), 7, (8, 0)), timeline, 7)
+
+
+@engine
+@pytest.mark.parametrize("kind", STAGES)
+def test_master_weights_and_states_are_divided(kind):
+    """12 bytes a parameter: master, and Adam's two averages (ZeRO, Rajbhandari et al., 2020, section 3.1)."""
+    taken = {ranks: most(run_step(given(kind, ranks), 2, (9, 0)), "optimizer_states") for ranks in (2, 8)}
+    assert taken[2] == pytest.approx(12 * elements() / 2, rel=0.02)
+    assert taken[8] == pytest.approx(12 * elements() / 8, rel=0.02)
+
+
+@engine
+def test_stage_three_has_its_part_of_the_weights_and_gathers_the_rest():
+    whole, divided = (run_step(given(kind), 2, (9, 0)) for kind in ("deepspeed2", "deepspeed3"))
+    assert whole.at(2).breakdown["parameters"] >= 2 * elements()
+    gathers = [c for c in divided.collectives if c.step == 2 and c.name == "all_gather_into_tensor"]
+    assert {c.phase for c in gathers} >= {"forward", "backward"}
+    assert {(c.ranks, c.dimension) for c in gathers} == {(8, "data")}
+    assert divided.streams is not None
+    assert max(divided.streams) > 0
+    held = {kind: most(one, "parameters") for kind, one in (("deepspeed2", whole), ("deepspeed3", divided))}
+    assert held["deepspeed3"] < held["deepspeed2"]
+
+
+@engine
+def test_the_section_on_zero_is_the_users():
+    def buckets(size):
+        timeline = run_step(given("deepspeed2", section={**SMALL, "reduce_bucket_size": size}), 2, (9, 0))
+        return Counter(c.phase for c in timeline.collectives if c.step == 2)["backward"]
+
+    assert buckets(2000) > buckets(100_000) == 1
+    with pytest.raises(UnsupportedTechniqueError, match="offload_optimizer"):
+        run_step(given("deepspeed2", section={"offload_optimizer": {"device": "cpu"}}), 2, (9, 0))
+    with pytest.raises(UnsupportedTechniqueError, match="clip_grad_value"):
+        run_step(given("deepspeed2", clip_grad_value=1.0), 2, (9, 0))
+
+
+@engine
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_trace_leaves_nothing_behind(kind):
+    model = Net()
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    environment, linear = dict(os.environ), torch.nn.functional.linear
+    first = run_step(given(kind, model=model), 2, (9, 0))
+    assert all(id(p) == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters())
+    assert not dist.is_initialized()
+    assert dict(os.environ) == environment
+    assert torch.nn.functional.linear is linear
+    assert run_step(given(kind, model=model), 2, (9, 0)).events == first.events
+    model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()

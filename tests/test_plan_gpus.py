@@ -1,0 +1,220 @@
+"""Plans over several GPUs: the layout that is taken, what stays as written, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from vram_guard import Parallel, Plan, TrainingStep, plan, trace  # noqa: E402
+from vram_guard.errors import InvalidInputError  # noqa: E402
+from vram_guard.parallel.links import topology  # noqa: E402
+from vram_guard.plan.communication import communication  # noqa: E402
+from vram_guard.plan.layouts import ModelSize, layout_name, layouts_of  # noqa: E402
+from vram_guard.plan.step_time import card_of, step_seconds  # noqa: E402
+from vram_guard.report.as_json import as_dict  # noqa: E402
+from vram_guard.report.text import render  # noqa: E402
+
+WIDTH = 256
+LINK = "nvlink4,ib400"
+#: Layouts that every model can be spread by.
+PLAIN = ("fsdp2", "hsdp", "offload")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(6)), nn.Linear(WIDTH, 8))
+
+
+def a_step(**changes: Any) -> TrainingStep:
+    return TrainingStep(
+        build,
+        lambda size: torch.ones(size, 64, WIDTH),
+        lambda model, batch: model(batch).float().sum(),
+        torch.optim.AdamW,
+        precision="bf16-mixed",
+    ).with_(**changes)
+
+
+def planned(batch_size: int = 4, budget: str = "1GiB", **wishes: Any) -> Plan:
+    return plan(a_step(), batch_size, budget, **{"gpus": 16, "link": LINK, "layouts": PLAIN, **wishes})
+
+
+def spread(made: Plan) -> Any:
+    assert made.spread is not None
+    return made.spread
+
+
+# --- what is taken --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Plan:
+    return planned(compare_gpus=[8])
+
+
+def seconds_of(layout: Parallel, batch_size: int) -> float:
+    """Traced and timed by itself."""
+    timeline = trace(a_step(parallel=layout), compute_capability=(8, 0), checked=False)
+    card, wires = card_of(None, (8, 0)), topology(LINK, gpus=layout.gpus, node=8)
+    time = step_seconds(timeline, batch_size, card)
+    return (time + communication(timeline, batch_size, card, wires).step_time).seconds
+
+
+def test_of_those_that_fit_the_fastest_is_taken(roomy: Plan) -> None:
+    """None that fits and is faster was passed over: each was traced again, by itself."""
+    layouts = [layout for layout in layouts_of(16, 8, PLAIN, "bf16-mixed") if layout is not None]
+    alone = {layout: seconds_of(layout, 4) for layout in layouts}
+
+    assert len(alone) == 4
+    assert roomy.fits
+    taken = spread(roomy).layout
+    assert alone[taken] <= 1.001 * min(alone.values())
+    assert spread(roomy).seconds == pytest.approx(alone[taken], rel=0.01)
+    assert [way.layout for way in spread(roomy).ways] == layouts
+
+
+def test_less_memory_takes_what_needs_less(roomy: Plan) -> None:
+    """A budget between two layouts: the faster one no longer fits as it is."""
+    keeps = next(way for way in spread(roomy).ways if way.layout.reshard is False)
+    divides = next(way for way in spread(roomy).ways if way.layout.reshard and way.layout.kind == "fsdp2")
+    assert divides.peak < keeps.peak
+    tight = planned(budget=str((divides.peak + keeps.peak) // 2), margin=0.0, allow=[])
+
+    assert tight.fits
+    assert spread(tight).layout == divides.layout
+    assert tight.peak <= tight.budget.usable
+
+
+def test_the_change_within_a_layout_is_the_planners_own() -> None:
+    """What does not fit in any layout as it is, is changed as on one GPU, and named."""
+    made = planned(64, "160MiB", margin=0.0, layouts=["fsdp2"], allow=["accumulate"])
+
+    assert made.fits
+    assert made.splits > 1
+    assert made.peak <= made.budget.usable < made.before.peak_reserved
+    assert spread(made).samples == 64 * 16
+    taken = next(way for way in spread(made).ways if way.layout == spread(made).layout)
+    assert taken.changes == f"{made.splits} micro-batches of {64 // made.splits}"
+
+
+def test_nothing_fits_is_said_with_the_nearest() -> None:
+    made = planned(4, "2MiB", layouts=["fsdp2"], allow=[])
+
+    assert not made.fits
+    assert made.peak > made.budget.usable
+    assert all(not way.fits and str(way.why) for way in spread(made).ways)
+
+
+# --- beside the plan ------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_card_leaves_room_for_nccl() -> None:
+    made = plan(a_step(), 4, gpu="A100 80GB", gpus=16, link=LINK, layouts=["fsdp2"])
+    alone = plan(a_step(), 4, gpu="A100 80GB")
+    taken = spread(made).outside
+
+    assert taken.high > 0
+    assert alone.budget.available - made.budget.available == taken.high
+    assert planned(layouts=["fsdp2"]).budget.available == 2**30  # an amount is PyTorch's own
+
+
+def test_host_memory_is_that_of_a_node() -> None:
+    made = planned(layouts=["offload"])
+
+    assert spread(made).host_per_node == made.estimate.host_peak * 8 > 0
+
+
+def test_a_layout_of_ones_own_is_planned_as_it_is() -> None:
+    layout = Parallel(gpus=8, kind="fsdp2")
+    made = plan(a_step(parallel=layout), 64, "160MiB", link=LINK, allow=["accumulate"])
+
+    assert made.timeline is not None
+    assert made.timeline.parallel == layout
+    assert made.effective_batch_size == 64 * 8
+    assert made.fits
+    assert made.splits > 1
+
+
+def test_the_report_and_the_json_say_all_of_it(roomy: Plan) -> None:
+    made = roomy
+    text, found = render(made, width=100), json.loads(json.dumps(as_dict(made)))["spread"]
+
+    for words in ("16 on 2 nodes", "64 over all GPUs", "FSDP2, weights kept gathered", "HSDP 2 x 8", "NCCL", "taken"):
+        assert words in text
+    assert found["gpus"] == 16
+    assert found["samples_per_step"] == 64
+    assert found["layout"]["kind"] == spread(made).layout.kind
+    assert found["outside_allocator"]["low"] <= found["outside_allocator"]["high"]
+    assert [way["gpus"] for way in found["other_gpus"]] == [8]
+    assert {"fits", "why", "peak_reserved", "seconds_per_step", "words"} <= found["ways"][0].keys()
+    assert "spread" not in as_dict(plan(a_step(), 4, "1GiB", allow=[]))
+
+
+def test_least_memory_is_a_lower_bound() -> None:
+    size = ModelSize.of(build())
+    for layout in layouts_of(16, 8, PLAIN, "bf16-mixed"):
+        assert layout is not None
+        taken = trace(a_step(parallel=layout), checked=False).at(2).peak_reserved
+        assert size.least(layout) <= taken, layout_name(layout)
+
+
+# --- refused before any work ----------------------------------------------------------------------------------------
+
+
+def untouched() -> nn.Module:
+    raise AssertionError("a model was built")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"gpus": 12}, "12 GPUs are no whole number of nodes of 8"),
+        ({"gpus": 0}, "gpus must be between 1"),
+        ({"gpus": True}, "gpus must be a whole number"),
+        ({"gpus": 2.0}, "gpus must be a whole number"),
+        ({"gpus": "many"}, "gpus must be a whole number"),
+        ({"gpus": 2**18}, "gpus must be at most"),
+        ({"gpus": 16, "node": 0}, "node must be between 1"),
+        ({"gpus": 16, "link": "token-ring"}, "unknown link"),
+        ({"gpus": 16, "gpu": "RTX 4090", "link": "nvlink"}, "RTX 4090"),
+        ({"gpus": 16, "layouts": ["fsdp3"]}, "did you mean 'fsdp2'"),
+        ({"gpus": 16, "layouts": []}, "layouts is empty"),
+        ({"gpus": 16, "compare_gpus": [12]}, "12 GPUs are no whole number"),
+        ({"gpus": 16, "grow": True}, "grow and gpus"),
+        ({"node": 8}, "give gpus as well"),
+        ({"layouts": ["ddp"]}, "give gpus as well"),
+        ({"link": "nvlink"}, "give gpus as well"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wishes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        plan(a_step(model=untouched), 4, **{"gpu": "A100 80GB", **wishes})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda step: step.with_(parallel=Parallel(gpus=2)), "spread over GPUs already"),
+        (lambda step: step.with_(optimizer=None), "no optimizer"),
+        (lambda step: step.with_(data_parallel_ranks=4), "data_parallel_ranks=4"),
+    ],
+)
+def test_a_step_that_cannot_be_spread_is_refused(change: Callable[[TrainingStep], TrainingStep], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        plan(change(a_step(model=untouched)), 4, "1GiB", gpus=16)

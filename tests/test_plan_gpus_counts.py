@@ -1,0 +1,132 @@
+"""Plans over several GPUs: the training stays the one that was written, on as many GPUs as suffice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from vram_guard import Parallel, Plan, TrainingStep, plan, trace  # noqa: E402
+from vram_guard.plan.layouts import LAYOUTS, layouts_of  # noqa: E402
+from vram_guard.plan.over_gpus import shares  # noqa: E402
+
+WIDTH = 256
+LINK = "nvlink4,ib400"
+#: Layouts that every model can be spread by.
+PLAIN = ("fsdp2", "hsdp", "offload")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(6)), nn.Linear(WIDTH, 8))
+
+
+def a_step(**changes: Any) -> TrainingStep:
+    return TrainingStep(
+        build,
+        lambda size: torch.ones(size, 64, WIDTH),
+        lambda model, batch: model(batch).float().sum(),
+        torch.optim.AdamW,
+        precision="bf16-mixed",
+    ).with_(**changes)
+
+
+def planned(batch_size: int = 4, budget: str = "1GiB", **wishes: Any) -> Plan:
+    return plan(a_step(), batch_size, budget, **{"gpus": 16, "link": LINK, "layouts": PLAIN, **wishes})
+
+
+def spread(made: Plan) -> Any:
+    assert made.spread is not None
+    return made.spread
+
+
+# --- the training stays ---------------------------------------------------------------------------------------------
+
+
+def test_the_samples_of_a_step_stay_under_every_layout() -> None:
+    for layout in layouts_of(16, 8, LAYOUTS, "32-true"):
+        assert layout is not None
+        assert shares(16, layout, 4 * 16) * layout.data_ranks == 4 * 16
+
+
+def test_other_numbers_of_gpus_share_the_same_samples() -> None:
+    made = planned(4, layouts=["fsdp2"], compare_gpus=[8, 32, 48])
+
+    eight, more, uneven = spread(made).counts
+    assert (made.effective_batch_size, spread(made).samples) == (64, 64)
+    assert eight.fits
+    assert more.fits
+    assert eight.gpus == 8
+    assert eight.peak > more.peak
+    assert eight.seconds >= more.seconds
+    assert not uneven.fits
+    assert "64 samples do not divide over 48 GPUs" in str(uneven.why)
+
+
+def test_accumulated_batches_are_samples_too() -> None:
+    made = plan(a_step(accumulate=3), 4, "1GiB", gpus=8, link=LINK, layouts=["fsdp2"])
+
+    assert (spread(made).samples, made.effective_batch_size, made.accumulate) == (96, 96, 3)
+
+
+def test_weights_travel_in_the_precision_of_the_step() -> None:
+    def dtypes(precision: str) -> set[tuple[str | None, str | None]]:
+        layouts = layouts_of(16, 8, ["fsdp2", "hsdp"], precision)
+        return {(layout.param_dtype, layout.reduce_dtype) for layout in layouts if layout is not None}
+
+    assert dtypes("bf16-mixed") == {("bfloat16", "float32")}
+    assert dtypes("32-true") == {(None, None)}
+
+
+# --- how many GPUs --------------------------------------------------------------------------------------------------
+
+
+def test_more_gpus_never_need_more_memory_for_the_same_samples_of_a_rank() -> None:
+    peaks = []
+    for count in (1, 2, 4, 8, 16, 64):
+        layout = Parallel(gpus=count, kind="fsdp2", param_dtype="bf16", reduce_dtype="fp32")
+        peaks.append(trace(a_step(parallel=layout), checked=False).at(4).peak_allocated)
+
+    assert peaks[1:] == sorted(peaks[1:], reverse=True)
+    assert peaks[-1] < peaks[1]
+
+
+def test_auto_finds_the_fewest() -> None:
+    wishes: dict[str, Any] = {"layouts": ["fsdp2"], "margin": 0.0, "allow": ["accumulate"]}
+    made = planned(8, "70MiB", gpus="auto", **wishes)
+    found = spread(made)
+
+    assert made.fits
+    assert found.found
+    assert found.gpus > 1
+    assert found.samples == 8
+    assert not planned(16 // found.gpus, "70MiB", gpus=found.gpus // 2, **wishes).fits
+
+
+def test_auto_takes_one_gpu_where_that_suffices() -> None:
+    made = planned(64, "4GiB", gpus="auto", allow=[])
+
+    assert (spread(made).gpus, spread(made).layout) == (1, None)
+    assert made.fits
+    assert not made.changed
+
+
+def test_one_gpu_is_planned_as_it_is_alone() -> None:
+    wishes: dict[str, Any] = {"allow": ["accumulate"]}
+    alone, among = plan(a_step(), 64, "200MiB", **wishes), planned(64, "200MiB", gpus=1, **wishes)
+
+    assert among.changes() == alone.changes()
+    assert among.estimate == alone.estimate
