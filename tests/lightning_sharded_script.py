@@ -51,6 +51,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cases.noted(self).append(len(x))
         return x + self.narrow(torch.relu(self.wide(x)))
 
 
@@ -126,6 +127,8 @@ def main(case: str, out: Path) -> None:
     settings: dict[str, Any] = {"budget": "1GiB", "remember": False, "recover": False, "mode": "report"}
     if "split" in more:
         settings |= {"mode": "fit", "pin": {"micro_batch_size": 8}}
+    if "checkpoint" in more:
+        settings |= {"mode": "fit", "pin": {"checkpoint": 2}}
     if "dies" in more:
         settings["mode"] = "strict"
     if "poor" in more:  # one rank has less memory
@@ -143,6 +146,7 @@ def main(case: str, out: Path) -> None:
             trainer.fit(module)
         except Exception as error:  # noqa: BLE001 - whatever it was, the test wants to know
             result["error"] = f"{type(error).__name__}: {error}"
+    result["forwards"] = [len(cases.noted(one)) for one in module.modules() if type(one) is Block]
     plan = callbacks[0].plan if callbacks else None
     result |= {"seen": cases.noted(module), "said": [str(one.message) for one in said], "steps": trainer.global_step}
     result["logged"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -150,6 +154,7 @@ def main(case: str, out: Path) -> None:
         before, layout = plan.before, plan.timeline_before.parallel
         result |= {
             "splits": plan.splits,
+            "checkpointed": list(plan.recipe.checkpoint),
             "usable": plan.budget.usable,
             "reserved": before.peak_reserved,
             "breakdown": dict(before.breakdown),

@@ -30,7 +30,9 @@ EQUAL = {
     "sharded+split": "sharded+plain",
     "tensor+split": "tensor+plain",
 }
-OTHERS = ("meta", "wrapped", "fsdp+poor", "sharded+dies")
+#: Its blocks checkpointed, inside FSDP's modules.
+CHECKPOINTED = "fsdp+checkpoint"
+OTHERS = (CHECKPOINTED, "meta", "wrapped", "fsdp+poor", "sharded+dies")
 
 #: Of the module that is trained, and what AdamW keeps of each.
 WEIGHTS = 4 * (6 * 64 + 64 + 3 * (2 * 64 * 256 + 256 + 64) + 64 * 2 + 2)
@@ -80,6 +82,16 @@ def test_a_plan_in_two_processes_trains_what_the_training_as_written_does(result
         assert mine["seen"] == [8] * 4 * plain["steps"]
         assert mine["logged"] == pytest.approx(plain["logged"], rel=1e-5)
         assert list(mine["weights"]) == list(plain["weights"])
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+def test_blocks_are_checkpointed_before_the_strategy_divides_them(results: Any) -> None:
+    for mine, plain in zip(results[CHECKPOINTED], results["fsdp+plain"], strict=True):
+        assert "error" not in mine, mine["error"]
+        assert len(mine["checkpointed"]) == 2, mine["said"]
+        assert mine["forwards"] == [4, 4, 2]  # of two steps; those of checkpointed blocks run twice
+        assert plain["forwards"] == [2, 2, 2]
         for name, value in plain["weights"].items():
             torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
 

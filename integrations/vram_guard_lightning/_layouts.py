@@ -83,6 +83,13 @@ def shards_in_configure_model(trainer: Trainer) -> bool:
     )
 
 
+def installable(trainer: Trainer) -> tuple[str, ...]:
+    """Techniques that can be put on the model's blocks before the strategy divides it."""
+    strategy: Any = trainer.strategy
+    own = not _namespaces.is_a(strategy, FSDP) or strategy._activation_checkpointing_kwargs
+    return () if own or shards_in_configure_model(trainer) else ("checkpoint",)
+
+
 def data_ranks(trainer: Trainer) -> int:
     """Processes that see different data: ranks of tensor parallelism share theirs."""
     return int(getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1))

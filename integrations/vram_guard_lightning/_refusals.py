@@ -58,7 +58,7 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
     yield Refusal("grow", _growth.why_not(trainer, growable))
     if not _layouts.whole(trainer):
-        yield from beside_layout(type(trainer.strategy).__name__)
+        yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))
 
 
 def without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:

@@ -75,6 +75,7 @@ LAYOUTS: tuple[PrivateName, ...] = (
     PrivateName(
         "strategies:FSDPStrategy._setup_model", "FSDP as the strategy puts it on a model", parameters=("model",)
     ),
+    PrivateName("strategies:FSDPStrategy._activation_checkpointing_kwargs", "blocks that are checkpointed already"),
     PrivateName("strategies:ModelParallelStrategy._device_mesh", "pretended ranks for configure_model"),
     PrivateName("trainer.call:_call_configure_model", "configure_model in Lightning's contexts"),
     PrivateName(

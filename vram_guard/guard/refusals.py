@@ -46,14 +46,15 @@ class Refusal(NamedTuple):
 BESIDE_LAYOUTS = ("accumulate", "foreach", "fused")
 
 
-def beside_layout(strategy: str) -> Iterator[Refusal]:
-    """Refuse techniques that would have to be put on a model before it is divided over its processes.
+def beside_layout(strategy: str, *possible: str) -> Iterator[Refusal]:
+    """Refuse techniques that would change how a model is divided over its processes.
 
     Args:
         strategy: what divides it, for people.
+        possible: techniques that can be put on the model before it is divided.
     """
     why = _("{strategy} divides the model over the processes, and stays as it is written", strategy=strategy)
-    return (Refusal(name, why) for name in TECHNIQUES if name not in BESIDE_LAYOUTS)
+    return (Refusal(name, why) for name in TECHNIQUES if name not in (*BESIDE_LAYOUTS, *possible))
 
 
 def check_pins(pins: Pins, refused: Mapping[str, str], *, precision: str, batch_size: int) -> None:
