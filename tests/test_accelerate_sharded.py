@@ -58,6 +58,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for ranks in (2, 8):
         ask(f"configured{ranks}", "configured", ranks=ranks, budget="1GiB", allow=("accumulate", "checkpoint", *NAMED))
     ask("first_version", "first_version", ranks=2)
+    trainer = (cases.TRAINER, "--output_dir", asked.parent / "flag", "--out", "never.pt", "--report_to", "none")
+    sharded = '{"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "cpu_ram_efficient_loading": false}'
+    cases.request(asked / "whole", *trainer, ranks=2, allow=("accumulate",))
+    flags = ("--fsdp", "full_shard auto_wrap", "--fsdp_config", sharded)
+    cases.request(asked / "flag", *trainer, *flags, ranks=2, allow=("accumulate",))
     return cases.dry_runs(asked)
 
 
@@ -237,6 +242,15 @@ def test_what_would_change_how_it_is_sharded_is_refused(answers: Any) -> None:
 
 def test_the_first_version_of_fsdp_is_refused_with_the_way_out(answers: Any) -> None:
     assert "--fsdp_version 2" in answers["first_version"]["message"]
+
+
+def test_trainers_own_flag_is_followed(answers: Any) -> None:
+    """``--fsdp``, which the Trainer refuses in a process that is alone."""
+    whole, sharded = (answers[name] for name in ("whole", "flag"))
+    assert "error" not in sharded, sharded
+    found, all_of_it = (one["plan"]["before"]["breakdown"]["optimizer_states"] for one in (sharded, whole))
+    # Two moments of each weight, in blocks of 512 bytes.
+    assert 0.5 * all_of_it < found < 0.75 * all_of_it
 
 
 FSDP2 = (

@@ -77,7 +77,21 @@ def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kw
     asker = sys._getframe(2).f_locals.get("self")  # TrainingArguments asks, and looks again after
     if asker is not None and hasattr(asker, "use_cpu"):
         asker.use_cpu = False
+        _take_for_distributed(type(asker), run.shape.ranks)
     original(state, False, **kwargs)  # planned for the GPU, wherever it will run
+
+
+def _take_for_distributed(arguments: Any, ranks: int) -> None:
+    """Transformers' ``Trainer`` refuses ``--fsdp`` in a process that is alone, as that of a dry run is."""
+    original = getattr(arguments, "parallel_mode", None)
+    if ranks == 1 or not isinstance(original, property) or original.fget is None:
+        return
+    from transformers.training_args import ParallelMode
+
+    as_written: Callable[[Any], Any] = original.fget
+    arguments.parallel_mode = property(
+        lambda self: ParallelMode.DISTRIBUTED if getattr(self, "fsdp", None) else as_written(self)
+    )
 
 
 def _backward(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
