@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import lightning_cases as cases
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning_ranks_script import Uneven
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import wrap
@@ -72,14 +73,16 @@ class Net(nn.Module):
 class Plain(pl.LightningModule):
     """A regression whose model the strategy alone divides."""
 
-    def __init__(self, kind: str, *, breaks: bool = False) -> None:
+    def __init__(self, kind: str, *, breaks: bool = False, uneven: bool = False) -> None:
         super().__init__()
-        self.kind, self.breaks = kind, breaks
+        self.kind, self.breaks, self.uneven = kind, breaks, uneven
         self.net = None if kind in ("meta", "wrapped") else Net()
 
     def train_dataloader(self) -> Any:
         if self.breaks and RANK == 1 and os.getpid() != PROCESS:  # the copy in which the guard looks at it
             raise RuntimeError("no such file on this machine")
+        if self.uneven:
+            return torch.utils.data.DataLoader(cases.Vectors(128), batch_sampler=Uneven())
         return torch.utils.data.DataLoader(cases.Vectors(128), batch_size=32)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -126,7 +129,7 @@ def main(case: str, out: Path) -> None:
     kind, *more = case.split("+")
     settings: dict[str, Any] = {"budget": "1GiB", "remember": False, "recover": False, "mode": "report"}
     if "split" in more:
-        settings |= {"mode": "fit", "pin": {"micro_batch_size": 8}}
+        settings |= {"mode": "fit", "pin": {"micro_batch_size": 4 if "uneven" in more else 8}}
     if "checkpoint" in more:
         settings |= {"mode": "fit", "pin": {"checkpoint": 2}}
     if "dies" in more:
@@ -135,9 +138,15 @@ def main(case: str, out: Path) -> None:
         settings |= {"budget": "64GiB" if RANK == 0 else "1MiB"}
     callbacks = [VramGuard(**settings)] if "plain" not in more else []
     trainer = cases.make_trainer(
-        "lightning.pytorch", out, callbacks, devices=2, strategy=strategy_of(kind), max_epochs=1
+        "lightning.pytorch",
+        out,
+        callbacks,
+        devices=2,
+        strategy=strategy_of(kind),
+        max_epochs=1,
+        use_distributed_sampler="uneven" not in more,
     )
-    module = (Plain if kind == "fsdp" else Module)(kind, breaks="dies" in more)
+    module = (Plain if kind == "fsdp" else Module)(kind, breaks="dies" in more, uneven="uneven" in more)
     pl.seed_everything(7)
     result: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as said:

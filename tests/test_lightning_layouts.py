@@ -32,7 +32,8 @@ EQUAL = {
 }
 #: Its blocks checkpointed, inside FSDP's modules.
 CHECKPOINTED = "fsdp+checkpoint"
-OTHERS = (CHECKPOINTED, "meta", "wrapped", "fsdp+poor", "sharded+dies")
+UNEVEN = ("fsdp+uneven+split", "fsdp+uneven+plain")
+OTHERS = (CHECKPOINTED, *UNEVEN, "meta", "wrapped", "fsdp+poor", "sharded+dies")
 
 #: Of the module that is trained, and what AdamW keeps of each.
 WEIGHTS = 4 * (6 * 64 + 64 + 3 * (2 * 64 * 256 + 256 + 64) + 64 * 2 + 2)
@@ -84,6 +85,17 @@ def test_a_plan_in_two_processes_trains_what_the_training_as_written_does(result
         assert list(mine["weights"]) == list(plain["weights"])
         for name, value in plain["weights"].items():
             torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+def test_ranks_with_batches_of_other_sizes_run_as_many_forwards(results: Any) -> None:
+    """Each of which gathers the weights of all: a rank that ran one more would wait for ever."""
+    split, plain = (results[case] for case in UNEVEN)
+    assert [rank["seen"] for rank in plain] == [[8, 8, 8, 8], [3, 4, 8, 1]]
+    assert split[0]["seen"] == [4, 4, 4, 4, 4, 4, 8]
+    assert split[1]["seen"] == [2, 1, 2, 2, 4, 4, 1]
+    for mine, as_written in zip(split, plain, strict=True):
+        for name, value in as_written["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_are_checkpointed_before_the_strategy_divides_them(results: Any) -> None:

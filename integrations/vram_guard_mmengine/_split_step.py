@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
     """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
     ranks = hosts()
-    synchronised = any("SyncBatchNorm" in type(part).__name__ for part in model.modules())
+    sharded = isinstance(model, FullyShardedDataParallel)
+    synchronised = sharded or any("SyncBatchNorm" in type(part).__name__ for part in model.modules())
     batches = MicroBatches(
         splitter,
         loss_weight,

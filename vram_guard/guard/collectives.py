@@ -60,6 +60,14 @@ def why_not_recovered(collectives: Sequence[Collective]) -> str:
     )
 
 
+def left_out() -> str:
+    """The reason why a divided model's losses may not be weighed by what is counted in each micro-batch."""
+    return _(
+        "a micro-batch in which nothing counts towards the loss is left out, and the other ranks would wait for this "
+        "one's part of the weights"
+    )
+
+
 def static_graph(recovered: bool) -> Refusal:
     """Refuse micro-batches under DistributedDataParallel with ``static_graph=True``, where they would break it.
 
