@@ -171,6 +171,17 @@ def test_the_layout_has_the_strategys_ranks_and_travels_without_its_trainer() ->
     assert _layouts.layout_of(trainer(whole)) is None
 
 
+def test_layers_may_be_divided_over_more_than_a_node(monkeypatch: Any) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from vram_guard_lightning import _layouts
+
+    mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 8)}
+    monkeypatch.setattr(ModelParallelStrategy, "device_mesh", mesh)
+    found = _layouts.layout_of(trainer(strategy("ModelParallelStrategy")))
+    assert (found.tensor, found.dimensions) == (8, {"shard": 1, "tensor": 8})
+
+
 @pytest.mark.parametrize("name", ["process_group", "ignored_parameters", "ignored_states"])
 def test_what_belongs_to_the_real_processes_is_refused(name: str) -> None:
     from vram_guard.errors import UnsupportedStepError

@@ -61,10 +61,12 @@ def layout_of(trainer: Trainer) -> Parallel | None:
         raise UnsupportedStepError(
             _("FSDPStrategy({setting}=...) belongs to the real processes, and cannot be predicted", setting=given[0])
         )
+    tensor = strategy.device_mesh["tensor_parallel"].size() if parallel else 1
     return Parallel(
         gpus=trainer.world_size,
-        node=strategy.num_processes,
-        tensor=strategy.device_mesh["tensor_parallel"].size() if parallel else 1,
+        # Where layers are divided over more than a node has, nodes are no bounds of anything that is predicted here.
+        node=trainer.world_size if strategy.num_processes % tensor else strategy.num_processes,
+        tensor=tensor,
         apply=StrategyLayout(trainer, _fully_sharded if sharded else _model_parallel),
     )
 
