@@ -171,6 +171,63 @@ def test_the_layout_has_the_strategys_ranks_and_travels_without_its_trainer() ->
     assert _layouts.layout_of(trainer(whole)) is None
 
 
+def predicted(layout: Any = None, **settings: Any) -> Any:
+    """Of one of eight ranks, four on a node; under FSDPStrategy with these settings, or under a layout of our own."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from vram_guard import Parallel
+    from vram_guard.simulate import estimate
+    from vram_guard.step import TrainingStep
+    from vram_guard_lightning import _layouts
+
+    class OnCpu(FSDPStrategy):
+        """Lightning insists on GPUs for its own class, and on nothing for others."""
+
+    module = pl.LightningModule()
+    module.blocks = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(32, 2) for _ in range(3)))
+    module.head = torch.nn.Linear(32, 2)
+    module.forward = lambda x: module.head(module.blocks(x))
+    if layout is None:
+        own = OnCpu(auto_wrap_policy={torch.nn.TransformerEncoderLayer}, **settings)
+        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=own, logger=False, enable_checkpointing=False)
+        own.connect(module)
+        own.num_nodes, own.parallel_devices = 2, [torch.device("cpu")] * 4
+        layout = Parallel(8, node=4, apply=_layouts.StrategyLayout(trainer, _layouts._fully_sharded))
+    step = TrainingStep(
+        module,
+        lambda size: torch.zeros(size, 5, 32),
+        lambda model, batch: model(batch).sum(),
+        lambda _parameters: torch.optim.AdamW(module.parameters()),
+        parallel=layout,
+    )
+    return estimate(step, 4)
+
+
+def test_the_strategys_policy_over_eight_ranks_is_that_of_our_own_layout() -> None:
+    from vram_guard import Parallel
+
+    blocks = tuple(f"blocks.{number}" for number in range(3))
+    ours, hybrid = (predicted(Parallel(ranks, kind="fsdp1", blocks=blocks)) for ranks in (8, 4))
+    assert predicted().breakdown == ours.breakdown
+    # Shards within a node of four, as four ranks would have them.
+    for settings in ({}, {"device_mesh": (2, 4)}):
+        found = predicted(sharding_strategy="HYBRID_SHARD", **settings)
+        assert found.breakdown == hybrid.breakdown
+    assert ours.breakdown["optimizer_states"] < hybrid.breakdown["optimizer_states"]
+    kept = predicted(sharding_strategy="SHARD_GRAD_OP")
+    assert kept.breakdown["optimizer_states"] == ours.breakdown["optimizer_states"]
+    assert kept.peak_allocated > ours.peak_allocated
+
+
+def test_parameters_on_the_host_are_refused_by_name() -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_lightning import _layouts
+
+    with pytest.raises(UnsupportedStepError, match="cpu_offload"):
+        _layouts.layout_of(trainer(strategy("FSDPStrategy", cpu_offload=True)))
+
+
 def test_layers_may_be_divided_over_more_than_a_node(monkeypatch: Any) -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 

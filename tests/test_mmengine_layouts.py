@@ -69,13 +69,17 @@ def test_accumulated_batches_keep_whole_gradients(answers: Any) -> None:
 
 
 def test_the_layout_travels_without_its_strategy() -> None:
+    from vram_guard.errors import UnsupportedStepError
     from vram_guard_mmengine import _layouts
 
     class FSDPStrategy:
-        pass
+        model_wrapper = None
 
     found = _layouts.layout_of(SimpleNamespace(strategy=FSDPStrategy(), world_size=4))
     assert found is not None
     assert (found.gpus, found.dimensions) == (4, {"shard": 4})
     assert vars(pickle.loads(pickle.dumps(found)).apply) == {}
     assert _layouts.layout_of(SimpleNamespace(world_size=4)) is None
+    FSDPStrategy.model_wrapper = {"cpu_offload": True}  # type: ignore[assignment]
+    with pytest.raises(UnsupportedStepError, match="cpu_offload"):
+        _layouts.layout_of(SimpleNamespace(strategy=FSDPStrategy(), world_size=4))

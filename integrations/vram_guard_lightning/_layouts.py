@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device
+from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel
@@ -61,6 +61,8 @@ def layout_of(trainer: Trainer) -> Parallel | None:
         raise UnsupportedStepError(
             _("FSDPStrategy({setting}=...) belongs to the real processes, and cannot be predicted", setting=given[0])
         )
+    if sharded and strategy.cpu_offload.offload_params:
+        raise UnsupportedStepError(offloaded())
     tensor = strategy.device_mesh["tensor_parallel"].size() if parallel else 1
     return Parallel(
         gpus=trainer.world_size,

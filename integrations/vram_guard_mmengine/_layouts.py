@@ -6,7 +6,8 @@ import copy
 import os
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device
+from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 
@@ -21,10 +22,16 @@ SHARDED = "FSDPStrategy"
 
 
 def layout_of(runner: Any) -> Parallel | None:
-    """The layout that a runner's strategy puts on its model; None where every process holds the whole of it."""
+    """The layout that a runner's strategy puts on its model; None where every process holds the whole of it.
+
+    Raises:
+        UnsupportedStepError: it cannot be followed.
+    """
     strategy = getattr(runner, "strategy", None)
     if strategy is None or type(strategy).__name__ != SHARDED:
         return None
+    if (strategy.model_wrapper or {}).get("cpu_offload"):
+        raise UnsupportedStepError(offloaded())
     ranks = int(runner.world_size)
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says it
     return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vram_guard.language import _
 from vram_guard.patching import replaced
 
 
@@ -34,6 +35,11 @@ def fully_sharded_by_number() -> Iterator[None]:
 
     with replaced(FullyShardedDataParallel, {"__init__": made}):
         yield
+
+
+def offloaded() -> str:
+    """The reason why FullyShardedDataParallel is not followed where it keeps parameters on the host."""
+    return _("FullyShardedDataParallel with cpu_offload cannot be predicted; FSDP2 (fully_shard) with CPU offload can")
 
 
 def _is_metric(part: nn.Module) -> bool:
