@@ -19,12 +19,13 @@ from vram_guard.plan.communication import communication  # noqa: E402
 from vram_guard.plan.layouts import ModelSize, layout_name, layouts_of  # noqa: E402
 from vram_guard.plan.step_time import card_of, step_seconds  # noqa: E402
 from vram_guard.report.as_json import as_dict  # noqa: E402
+from vram_guard.report.html import html_report  # noqa: E402
 from vram_guard.report.text import render  # noqa: E402
 
 WIDTH = 256
 LINK = "nvlink4,ib400"
 #: Layouts that every model can be spread by.
-PLAIN = ("fsdp2", "hsdp", "offload")
+PLAIN = ("ddp", "zero1", "fsdp2", "hsdp", "offload")
 
 
 class Block(nn.Module):
@@ -81,7 +82,7 @@ def test_of_those_that_fit_the_fastest_is_taken(roomy: Plan) -> None:
     layouts = [layout for layout in layouts_of(16, 8, PLAIN, "bf16-mixed") if layout is not None]
     alone = {layout: seconds_of(layout, 4) for layout in layouts}
 
-    assert len(alone) == 4
+    assert len(alone) == 6
     assert roomy.fits
     taken = spread(roomy).layout
     assert alone[taken] <= 1.001 * min(alone.values())
@@ -155,6 +156,9 @@ def test_the_report_and_the_json_say_all_of_it(roomy: Plan) -> None:
     made = roomy
     text, found = render(made, width=100), json.loads(json.dumps(as_dict(made)))["spread"]
 
+    page = html_report(made)
+    assert "HSDP 2 x 8" in page
+    assert "16 on 2 nodes" in page
     for words in ("16 on 2 nodes", "64 over all GPUs", "FSDP2, weights kept gathered", "HSDP 2 x 8", "NCCL", "taken"):
         assert words in text
     assert found["gpus"] == 16

@@ -17,7 +17,7 @@ from vram_guard.plan.over_gpus import shares  # noqa: E402
 WIDTH = 256
 LINK = "nvlink4,ib400"
 #: Layouts that every model can be spread by.
-PLAIN = ("fsdp2", "hsdp", "offload")
+PLAIN = ("ddp", "zero1", "fsdp2", "hsdp", "offload")
 
 
 class Block(nn.Module):

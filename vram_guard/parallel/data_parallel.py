@@ -119,8 +119,8 @@ def flattened(model: nn.Module, parallel: Parallel, mesh: Any, blocks: Sequence[
         auto_wrap_policy=CustomPolicy(inside),
         mixed_precision=MixedPrecision(dtype(parallel.param_dtype), dtype(parallel.reduce_dtype)),
         cpu_offload=CPUOffload(offload_params=parallel.offload),
-        # An index would make FSDP ask for the current accelerator.
-        device_id=torch.device("cuda", _current_device()) if mesh.device_type == "cuda" else None,
+        # A number alone would make FSDP ask for the current accelerator.
+        device_id=torch.device("cuda", _current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),
         use_orig_params=True,
         param_init_fn=_made_empty if any(parameter.is_meta for parameter in model.parameters()) else None,
     )

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
-from vram_guard.parallel.links import topology
-from vram_guard.parallel.outside import outside_allocator
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import check_pinned_blocks, watched_modules, why_not_again, why_not_checkpointed
 from vram_guard.plan._search import search
 from vram_guard.plan.checks import check_growth
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.descriptions import refused as refused_reason
-from vram_guard.plan.layouts import ModelSize
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.over_gpus import GpusRequest, SpreadSearch, check_step, less_nccl
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.search_space import Request
 from vram_guard.plan.source import Source, source_of
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
-    from vram_guard.plan.over_gpus import PlanSource
+    from vram_guard.plan.over_gpus import GpusRequest, PlanSource
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
@@ -140,6 +136,8 @@ def plan(
     choice = checked_choice(cudnn)
     over = None
     if gpus is not None:
+        from vram_guard.plan.over_gpus import GpusRequest, check_step
+
         over = GpusRequest.of(gpus, node, link, layouts, compare_gpus)
         step = check_step(step, over, grow=grow)
     elif layouts is not None or compare_gpus or (node is not None):
@@ -149,6 +147,8 @@ def plan(
         raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     if over is not None:
+        from vram_guard.parallel.links import topology
+
         topology(link, gpus=over.node, node=over.node, gpu=resolved.gpu)  # which the card may not have
     capability = _compute_capability(resolved)
     trains = step.trains if isinstance(step, Source) else step.optimizer is not None
@@ -193,6 +193,10 @@ def plan(
     if isinstance(step, Source):
         source = step
     elif layout is not None:
+        from vram_guard.parallel.links import topology
+        from vram_guard.parallel.outside import outside_allocator
+        from vram_guard.plan.over_gpus import less_nccl
+
         wires = topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=resolved.gpu)
         resolved = less_nccl(resolved, outside_allocator(layout, wires))
         source = source_of(step, assumed, watched, wires)
@@ -254,6 +258,8 @@ def _spread_over(
     report: Callable[[str], None],
 ) -> Plan:
     """The plan over several GPUs; its model is built once for all layouts."""
+    from vram_guard.plan.layouts import ModelSize
+    from vram_guard.plan.over_gpus import SpreadSearch
     from vram_guard.simulate.tracing.run import with_built_model
 
     assert isinstance(step, TrainingStep)

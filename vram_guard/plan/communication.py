@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vram_guard.parallel.collectives import collective_seconds, group_of
-from vram_guard.plan.roofline import HOST_PER_OPERATOR, StepTime, total_time
+from vram_guard.plan.roofline import Communication, StepTime, total_time
 from vram_guard.plan.step_time import is_own
 
 if TYPE_CHECKING:
@@ -43,33 +43,6 @@ _NOT_COUNTED = ("barrier", "object", "monitored")
 _REDUCED_BESIDE = ("ddp", "zero1")
 #: The stream of those reductions.
 _NCCLS = -1
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Seconds of the collectives of one optimizer step on one rank.
-
-    Attributes:
-        seconds: of all of them, whether they are hidden or not.
-        exposed: in which the rank waits.
-        calls: how many.
-    """
-
-    seconds: float = 0.0
-    exposed: float = 0.0
-    calls: int = 0
-
-    def __add__(self, other: Communication) -> Communication:
-        return Communication(self.seconds + other.seconds, self.exposed + other.exposed, self.calls + other.calls)
-
-    def times(self, count: float) -> Communication:
-        """The same, ``count`` times."""
-        return Communication(self.seconds * count, self.exposed * count, round(self.calls * count))
-
-    @property
-    def step_time(self) -> StepTime:
-        """The part of a step's time that it makes."""
-        return StepTime(communication=self.exposed, dispatch=self.calls * HOST_PER_OPERATOR)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.outside import OutsideAllocator, outside_allocator
 from vram_guard.parallel.spec import GPUS_OF_A_NODE, MOST_GPUS, Parallel
 from vram_guard.plan._option import Option
-from vram_guard.plan.communication import Communication, communication
+from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Reason, Why, recipe_words
 from vram_guard.plan.layouts import LayoutText, ModelSize, checked_layouts, layouts_of
 from vram_guard.plan.model import Plan
+from vram_guard.plan.roofline import Communication
 from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.spread import Spread, Way
 from vram_guard.plan.step_time import card_of, step_seconds

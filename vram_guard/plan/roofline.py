@@ -101,6 +101,33 @@ class StepTime:
 _PARTS = tuple(field.name for field in fields(StepTime) if field.name != "assumptions")
 
 
+@dataclass(frozen=True)
+class Communication:
+    """Seconds of the collectives of one optimizer step on one rank.
+
+    Attributes:
+        seconds: of all of them, whether they are hidden or not.
+        exposed: in which the rank waits.
+        calls: how many.
+    """
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+    calls: int = 0
+
+    def __add__(self, other: Communication) -> Communication:
+        return Communication(self.seconds + other.seconds, self.exposed + other.exposed, self.calls + other.calls)
+
+    def times(self, count: float) -> Communication:
+        """The same, ``count`` times."""
+        return Communication(self.seconds * count, self.exposed * count, round(self.calls * count))
+
+    @property
+    def step_time(self) -> StepTime:
+        """The part of a step's time that it makes."""
+        return StepTime(communication=self.exposed, dispatch=self.calls * HOST_PER_OPERATOR)
+
+
 def total_time(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
     """The time of some work at a batch size, its parts added up."""
     compute = memory = kernels = transfers = host = dispatch = 0.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
-from vram_guard.plan.communication import Communication
 from vram_guard.plan.layouts import layout_name, layout_words
+from vram_guard.plan.roofline import Communication
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from vram_guard.language import _, language
 from vram_guard.report._charts import batch_chart, timeline_charts
 from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.report._markup import escape
+from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.report._svg import COLUMNS, script_data, svg
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import category_name
@@ -23,11 +24,12 @@ from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.plan import Plan
+    from vram_guard.plan.spread import Spread
     from vram_guard.report._charts import Chart
     from vram_guard.report.batch_curve import BatchCurve
     from vram_guard.timeline import Estimate, Timeline
@@ -217,10 +219,28 @@ def _plan(plan: Plan) -> str:
         f"<h2>{escape(_('Plan'))}</h2>",
         _table(["", _("as written"), _("planned")], rows, numbers=False) if rows else "",
         _facts(plan_facts(plan)),
+        *_spread(plan.spread),
         _list(_("Why"), plan.reasons),
         _list(_("Alternatives considered, closest first"), alternatives(plan, MOST_REJECTED)),
     ]
     return _tag("section", parts)
+
+
+def _spread(spread: Spread | None) -> Iterator[str]:
+    """How the training lies on several GPUs."""
+    if spread is None:
+        return
+    yield f"<h3>{escape(_('Over several GPUs'))}</h3>"
+    yield _facts(spread.facts())
+    for title, rows in (
+        (_("Ways to spread it, the simplest first"), spread_rows(spread)),
+        (_("The same training on other numbers of GPUs"), count_rows(spread)),
+    ):
+        if rows:
+            yield f"<h3>{escape(title)}</h3>"
+            yield _table(
+                rows[0], [_row(escape(name), cells, numbers=False) for name, *cells in rows[1:]], numbers=False
+            )
 
 
 def _notes(content: Content) -> str:

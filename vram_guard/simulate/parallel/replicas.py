@@ -80,19 +80,30 @@ def reduction_of(
     return None
 
 
+class UnusedParametersError(UnsupportedStepError):
+    """Parameters got no gradient, and DistributedDataParallel was not told to expect that."""
+
+
+#: Where a framework's loop is followed, which may reduce gradients in its own way.
+COUNTED_AS_FOUND = Message(
+    "some parameters get no gradient, for which DistributedDataParallel stops in the second step: counted as with "
+    "find_unused_parameters=True"
+)
+
+
 @contextlib.contextmanager
 def unused_parameters_said() -> Iterator[None]:
     """Where the Reducer stops because a parameter has got no gradient, the error says what to do.
 
     Raises:
-        UnsupportedStepError: in place of torch's own error.
+        UnusedParametersError: in place of torch's own error.
     """
     try:
         yield
     except RuntimeError as error:
         if "Expected to have finished reduction" not in str(error):
             raise
-        raise UnsupportedStepError(
+        raise UnusedParametersError(
             _(
                 "DistributedDataParallel stops in the second step: some parameters got no gradient in the first one. "
                 "It goes on with find_unused_parameters=True (in ddp_options)"
@@ -125,10 +136,14 @@ class Reduction:
         return self._replica._post_forward(output)
 
     def around(self, loss: Callable[[Any, Any], Any], micro_batches: int) -> Callable[[Any, Any], Any]:
-        """The loss as the part that DistributedDataParallel wraps; gradients are reduced after the last micro-batch."""
+        """The loss as the part that DistributedDataParallel wraps; gradients are reduced after the last micro-batch.
+
+        A static graph is reduced each time: its Reducer counts gradients also where nothing is reduced yet.
+        """
 
         def wrapped(model: Any, batch: Any) -> Any:
-            self._replica.require_backward_grad_sync = self._recorder.micro_batch == micro_batches - 1
+            last = self._recorder.micro_batch == micro_batches - 1
+            self._replica.require_backward_grad_sync = last or self._replica.static_graph
             self.begins()
             return self.ended(model, batch, loss(model, batch))
 

@@ -51,7 +51,7 @@ from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
-from vram_guard.timeline import Timeline
+from vram_guard.timeline import Note, Timeline
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -80,7 +80,14 @@ def run_step(
         Exception: whatever the user's own code raises, unchanged.
     """
     with asked_as_chosen(capability), _alone() as interrupts:
-        return _Run(step, batch_size, capability, interrupts, watched, rank).timeline()
+        try:
+            return _Run(step, batch_size, capability, interrupts, watched, rank).timeline()
+        except replicas.UnusedParametersError:
+            if step.parallel is not None:
+                raise
+        found = step.with_(ddp_options={**step.ddp_options, "find_unused_parameters": True})
+        timeline = _Run(found, batch_size, capability, interrupts, watched, rank).timeline()
+        return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
 
 
 def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> TrainingStep:
