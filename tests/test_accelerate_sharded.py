@@ -51,10 +51,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
     ask("optimizer", "clipping", allow=("offload_optimizer",))
     ask("little_host", "clipping", host_budget="100MiB", ranks=2, budget=BUDGET_OF_SEVERAL)
-    ask("frozen", "frozen", ranks=2, budget="96MiB")
+    ask("frozen", "frozen", ranks=2, budget="107MiB")
     ask("transformers", "transformers")
     ask("checkpoints", "transformers", "--checkpointing", budget="80MiB")
     ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
+    for ranks in (2, 8):
+        ask(f"configured{ranks}", "configured", ranks=ranks, budget="1GiB", allow=("accumulate", "checkpoint", *NAMED))
+    ask("first_version", "first_version", ranks=2)
+    trainer = (cases.TRAINER, "--output_dir", asked.parent / "flag", "--out", "never.pt", "--report_to", "none")
+    sharded = '{"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "cpu_ram_efficient_loading": false}'
+    cases.request(asked / "whole", *trainer, ranks=2, allow=("accumulate",))
+    flags = ("--fsdp", "full_shard auto_wrap", "--fsdp_config", sharded)
+    cases.request(asked / "flag", *trainer, *flags, ranks=2, allow=("accumulate",))
     return cases.dry_runs(asked)
 
 
@@ -186,6 +194,90 @@ def test_what_the_host_lacks_is_not_promised(answers: Any) -> None:
 def test_models_of_transformers_with_tied_embeddings_are_followed(answers: Any, name: str) -> None:
     planned(answers[name])
     assert answers[name]["launch_plan"]["wrapped"] == ["GPT2Block"]
+
+
+# --- a launch that shards by itself -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_launch_with_fsdp2_is_predicted_as_it_is_configured(answers: Any, ranks: int) -> None:
+    """Accelerate's functions over pretended processes, and ``fully_shard`` on the same blocks, allocate the same."""
+    from torch import nn
+
+    from vram_guard import Parallel
+    from vram_guard.simulate import estimate
+    from vram_guard.step import TrainingStep
+
+    sys.path.insert(0, str(SHARDED.parent))
+    try:
+        from sharded import Wide
+    finally:
+        sys.path.pop(0)
+    step = TrainingStep(
+        Wide(),
+        lambda size: (torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        lambda parameters: torch.optim.AdamW(parameters),
+        clip_grad_norm=0.1,
+        parallel=Parallel(gpus=ranks, kind="fsdp2", blocks=BLOCKS),
+    )
+    answer, ours = answers[f"configured{ranks}"], estimate(step, 4)
+    assert "error" not in answer, answer
+    assert not answer["changed"]
+    found = answer["plan"]["before"]
+    for category in ("parameters", "gradients", "optimizer_states", "workspace", "buffers"):
+        assert found["breakdown"][category] == ours.breakdown[category], category
+    # The loop loads a batch while the last one is still held.
+    assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
+    assert found["peak_reserved"] == ours.peak_reserved
+    assert found["peak_allocated"] < answers["clipping1"]["plan"]["before"]["peak_allocated"]
+
+
+def test_what_would_change_how_it_is_sharded_is_refused(answers: Any) -> None:
+    notes = answers["configured2"]["notes"]
+    assert any("activation checkpointing is not possible here: FSDP2 divides the model" in note for note in notes)
+    assert any("parameters on the host are not possible" in note and "--fsdp_offload_params" in note for note in notes)
+    assert any("smaller micro-batches are not possible" in note and "gathered again" in note for note in notes)
+
+
+def test_the_first_version_of_fsdp_is_refused_with_the_way_out(answers: Any) -> None:
+    assert "--fsdp_version 2" in answers["first_version"]["message"]
+
+
+def test_trainers_own_flag_is_followed(answers: Any) -> None:
+    """``--fsdp``, which the Trainer refuses in a process that is alone."""
+    whole, sharded = (answers[name] for name in ("whole", "flag"))
+    assert "error" not in sharded, sharded
+    found, all_of_it = (one["plan"]["before"]["breakdown"]["optimizer_states"] for one in (sharded, whole))
+    # Two moments of each weight, in blocks of 512 bytes.
+    assert 0.5 * all_of_it < found < 0.75 * all_of_it
+
+
+FSDP2 = (
+    *("--use_fsdp", "--fsdp_version", "2", "--fsdp_cpu_ram_efficient_loading", "false", "--num_processes", "2"),
+    *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "Block"),
+    *("--fsdp_state_dict_type", "FULL_STATE_DICT", *cases.QUIET),
+)
+
+
+def test_accelerates_options_of_fsdp2_are_read(monkeypatch: Any) -> None:
+    from vram_guard_accelerate.cli.arguments import parsed
+    from vram_guard_accelerate.cli.target import target_of
+
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    target = target_of(parsed([*FSDP2, "--budget", "1GiB", str(SHARDED), "clipping"]))
+    assert (target.ranks, target.simple) == (2, False)
+    expected = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}
+    assert {name: target.environment.get(name) for name in expected} == expected
+
+
+def test_a_real_launch_with_fsdp2_is_predicted_and_trains(tmp_path: Any) -> None:
+    """Two processes over gloo."""
+    done = cases.launch("--budget", "1GiB", *FSDP2, SHARDED, "clipping", "--out", tmp_path / "out.pt", cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "FITS" in done.stderr
+    found = torch.load(tmp_path / "out.pt")
+    assert (found["fsdp"], found["processes"], found["kinds"]) == (True, 2, ["DTensor"])
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

@@ -89,16 +89,16 @@ def test_flexible_runner(root: Path, plain: Any, door: str) -> None:
     assert cases.diary(runner).losses == pytest.approx(cases.diary(plain).losses, abs=1e-5)
 
 
-def test_a_strategy_that_shards_is_left_alone(root: Path) -> None:
+def test_a_strategy_that_is_not_followed_is_left_alone(root: Path) -> None:
     cfg = config(root, "sharded", runner_type="vram_guard_mmengine.GuardFlexibleRunner", vram_guard=SPLIT)
     runner = RUNNERS.build(cfg)
-    type(runner.strategy).__name__, before = "FSDPStrategy", type(runner.strategy).__name__
+    type(runner.strategy).__name__, before = "DeepSpeedStrategy", type(runner.strategy).__name__
     try:
         runner.train()
     finally:
         type(runner.strategy).__name__ = before
     assert cases.guard(runner).plan is None
-    assert "FSDPStrategy shards or moves the model" in log_of(runner)
+    assert "DeepSpeedStrategy shards or moves the model" in log_of(runner)
 
 
 def test_mmpretrains_default_loader_settings(root: Path, plain: Any) -> None:

@@ -8,7 +8,7 @@ from vram_guard.language import _
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place
-from vram_guard_lightning import _closure, _growth, _namespaces
+from vram_guard_lightning import _closure, _growth, _layouts, _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -27,6 +27,8 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
     if plan.precision != plan.precision_before:
         _set_precision(trainer, plan.precision, applied)
     applied.callback(place(trainer.lightning_module, plan.recipe, trainer.strategy.root_device, plan.precision))
+    if not _layouts.whole(trainer):  # FSDP's modules go around those that are checkpointed
+        applied.callback(install(trainer.lightning_module, plan.recipe))
     if plan.batch_size != plan.batch_size_before:
         _growth.install(trainer, plan.batch_size_before, plan.batch_size, applied)
 
@@ -34,7 +36,8 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
 def after_setup(trainer: Trainer, recipe: Recipe, applied: Applied) -> None:
     """Install the techniques on the model, which is on its device, and on the optimizer, which is made."""
     strategy = trainer.strategy
-    applied.callback(install(trainer.lightning_module, recipe))
+    if _layouts.whole(trainer):
+        applied.callback(install(trainer.lightning_module, recipe))
     made = [optimizer_for(optimizer, recipe) for optimizer in strategy.optimizers]
     for old, new in zip(strategy.optimizers, made, strict=True):
         for config in strategy.lr_scheduler_configs:

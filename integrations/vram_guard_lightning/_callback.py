@@ -13,7 +13,7 @@ from vram_guard.plan.checks import Mode
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
 from vram_guard.watch.recovery import MicroBatchSchedule
-from vram_guard_lightning import _apply, _growth, _namespaces, _recovery
+from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
 from vram_guard_lightning._settings import Settings
 from vram_guard_lightning._training import LightningTraining, write
 from vram_guard_lightning._utilization import Utilization, log_metrics
@@ -144,19 +144,31 @@ class VramGuard(CallbackBase):
         self.plan, self._logged = None, False
         training = LightningTraining(trainer, pl_module)
         guard = self._guard = Guard(training, self.settings)
-        lightnings_own = trainer.strategy.setup
+        lightnings_own, barrier = trainer.strategy.setup, trainer.strategy.barrier
+        begins_early = _layouts.shards_in_configure_model(trainer)
 
-        def guarded_setup(trainer: Trainer) -> None:
+        def begin() -> None:
             try:
                 guard.begin()
             finally:
                 self.plan = guard.plan
+
+        def barrier_after_setup(name: str | None = None, *args: Any, **kwargs: Any) -> None:
+            barrier(name, *args, **kwargs)
+            if name == "post_setup":  # configure_model comes next
+                begin()
+
+        def guarded_setup(trainer: Trainer) -> None:
+            if not begins_early:
+                begin()
             lightnings_own(trainer)
             if guard.changes and self.plan is not None and self.plan.recipe:
                 _apply.after_setup(trainer, self.plan.recipe, guard.applied)
             if not guard.no_recovery:
                 self._recovery = _armed(trainer, pl_module, guard)
 
+        if begins_early:
+            guard.applied.replace(trainer.strategy, "barrier", barrier_after_setup)
         guard.applied.replace(trainer.strategy, "setup", guarded_setup)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

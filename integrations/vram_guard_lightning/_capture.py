@@ -20,7 +20,7 @@ from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import _namespaces, _refusals, _rehearsal, _trainer_proxy
+from vram_guard_lightning import _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
 from vram_guard_lightning._sample import read
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
-
-#: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
-STRATEGIES = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,8 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
     Raises:
         UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
     """
-    check_supported(trainer)
+    check_precision(trainer)
+    layout = _layouts.layout_of(trainer)
     with random_state_kept():
         source: Any = trainer.fit_loop._data_source
         found = read(source.dataloader())
@@ -99,29 +97,22 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         keeps="nothing",  # TrainingEpochLoop.advance is over before the next batch is loaded
         clip_grad_norm=_clipping(trainer, "norm"),
         clip_grad_value=_clipping(trainer, "value"),
-        data_parallel_ranks=trainer.world_size,
+        data_parallel_ranks=trainer.world_size if layout is None else 1,
         ddp_options=chosen_options(getattr(trainer.strategy, "_ddp_kwargs", {})),
         prepare=_preparation_of(trainer, module),
+        parallel=layout,
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))
     return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
 
 
-def check_supported(trainer: Trainer) -> None:
-    """Refuse trainings whose memory is not that of one model on one device.
+def check_precision(trainer: Trainer) -> None:
+    """Refuse precisions that are not followed.
 
     Raises:
         UnsupportedStepError: with the reason and the way out.
     """
-    if not any(_namespaces.is_a(trainer.strategy, path) for path in STRATEGIES):
-        raise UnsupportedStepError(
-            _(
-                "the strategy {kind} shards or moves the model; the guard supports one device and DDP "
-                "(strategy='auto' or 'ddp')",
-                kind=type(trainer.strategy).__name__,
-            )
-        )
     if trainer.precision not in PRECISIONS:
         raise UnsupportedStepError(
             _(
@@ -157,7 +148,7 @@ def _epoch_samples(trainer: Trainer, found: Sample) -> int | None:
         return None
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
-        return min(found.dataset_size, max(1, limit) * found.batch_size * trainer.world_size)
+        return min(found.dataset_size, max(1, limit) * found.batch_size * _layouts.data_ranks(trainer))
     return max(1, int(found.dataset_size * limit))
 
 
@@ -183,19 +174,24 @@ def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], 
     after = _hook_owner(trainer, module, "on_after_batch_transfer")
     arguments = (0,) if _takes_batch_index(module) else ()
     contexts = _PrecisionContexts(trainer)
+    redirected: Any = trainer.strategy._forward_redirection
 
-    def loss(model: Any, batch: Any) -> Any:
+    def step(model: Any, batch: Any) -> Any:
         batch = after.on_after_batch_transfer(batch, 0)
         with contexts():
-            output = model.training_step(batch, *arguments)
+            if model is module:
+                return model.training_step(batch, *arguments)
+            return redirected(model, module, "training_step", batch, *arguments)
+
+    def loss(model: Any, batch: Any) -> Any:
+        output = step(model, batch)
         if output is None:
             raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
         return output
 
     def manual(model: Any, batch: Any) -> None:
-        batch = after.on_after_batch_transfer(batch, 0)
-        with torch.enable_grad(), contexts():
-            model.training_step(batch, *arguments)  # whatever it returns: Lightning looks for no loss in it
+        with torch.enable_grad():
+            step(model, batch)  # whatever it returns: Lightning looks for no loss in it
 
     return loss if module.automatic_optimization else manual
 
@@ -231,6 +227,8 @@ class _PrecisionContexts:
     def __call__(self) -> Any:
         if not torch.is_autocast_enabled("cuda"):
             return nullcontext()
+        if _namespaces.is_a(self._given, "plugins.precision.FSDPPrecision"):
+            return self._given.train_step_context()
         half = torch.get_autocast_dtype("cuda") == torch.float16
         # A scaler is asked for but never used: the trace scales the loss itself.
         plugin = self._make("16-mixed", "cuda", scaler=object()) if half else self._make("bf16-mixed", "cuda")
@@ -312,7 +310,7 @@ def _view(trainer: Trainer, found: Sample) -> _trainer_proxy.TrainerView:
 def _batches_per_epoch(trainer: Trainer, found: Sample) -> float:
     if found.dataset_size is None:
         return math.inf
-    batches = math.ceil(found.dataset_size / (found.batch_size * trainer.world_size))
+    batches = math.ceil(found.dataset_size / (found.batch_size * _layouts.data_ranks(trainer)))
     limit = trainer.limit_train_batches
     return min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
 

@@ -24,6 +24,7 @@ from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
 from vram_guard.watch.rank_coordinator import hosts
 from vram_guard_lightning._hooks import AfterBackward, why_whole
+from vram_guard_lightning._layouts import whole
 from vram_guard_lightning._step_log import StepLog
 
 if TYPE_CHECKING:
@@ -60,11 +61,11 @@ def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mea
 
 
 def _synchronised(trainer: Trainer) -> bool:
-    """True where batch normalisation waits for the other ranks in every forward."""
+    """True where every forward waits for the other ranks: synchronised batch normalisation, weights in shards."""
     module: torch.nn.Module | None = getattr(trainer, "lightning_module", None)  # None before fit
     parts = [] if module is None else module.modules()
     wanted = getattr(trainer.strategy, "_layer_sync", None) is not None
-    return wanted or any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts)
+    return wanted or not whole(trainer) or any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts)
 
 
 class MicroBatchClosure:

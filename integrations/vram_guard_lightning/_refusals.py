@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vram_guard.guard.collectives import static_graph
-from vram_guard.guard.refusals import Refusal
+from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
-from vram_guard_lightning import _growth, _hooks, _namespaces, _recovery, private_api
+from vram_guard_lightning import _growth, _hooks, _layouts, _namespaces, _recovery, private_api
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -57,6 +57,8 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     elif trainer.strategy.root_device.type == "cpu":
         yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
     yield Refusal("grow", _growth.why_not(trainer, growable))
+    if not _layouts.whole(trainer):
+        yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))
 
 
 def without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:

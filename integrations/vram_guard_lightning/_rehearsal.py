@@ -13,6 +13,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard_lightning import _apply, _closure, _namespaces
+from vram_guard_lightning._layouts import configured_alone, shards_in_configure_model
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -63,6 +64,7 @@ def rehearse(
 
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
     step = RehearsedStep(module, rehearsal, closed=(*closed, Metric))
+    divided = shards_in_configure_model(trainer)
     _on_cpu(trainer, module, double=rehearsal.double)
     _quiet(trainer)
     _count_logging(step, trainer)
@@ -75,6 +77,8 @@ def rehearse(
     if rehearsal.splitter is not None:
         step.applied.callback(_closure.install(trainer, rehearsal.splitter, rehearsal.loss_weight))
     strategy: Any = trainer.strategy
+    if divided:
+        step.enter_context(configured_alone(trainer, module))
     strategy.setup(trainer)
     _apply.after_setup(trainer, rehearsal.recipe, step.applied)
     step.follow(getattr(optimizer, "optimizer", optimizer) for optimizer in strategy.optimizers)

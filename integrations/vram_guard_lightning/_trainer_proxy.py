@@ -39,8 +39,8 @@ def symbolic_run(trainer: Trainer, module: LightningModule, view: TrainerView) -
 
     The trace itself gives back the module's own attributes; here it is what the Trainer holds.
     """
-    strategy = trainer.strategy
-    optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
+    strategy: Any = trainer.strategy
+    optimizers, schedulers, wrapped = strategy.optimizers, strategy.lr_scheduler_configs, vars(strategy).get("_model")
     kept = [(part, dict(vars(part))) for part in module.modules()]
     try:
         for part in module.modules():
@@ -57,6 +57,7 @@ def symbolic_run(trainer: Trainer, module: LightningModule, view: TrainerView) -
             vars(part).update(attributes)
         strategy.optimizers = optimizers
         strategy.lr_scheduler_configs = schedulers
+        strategy.model = wrapped
 
 
 def _silent(*_args: Any, **_kwargs: Any) -> None:

@@ -70,6 +70,19 @@ RECOVERY: tuple[PrivateName, ...] = (
     PrivateName("strategies:DDPStrategy._ddp_kwargs", "whether DDP was given a static graph"),
 )
 
+LAYOUTS: tuple[PrivateName, ...] = (
+    PrivateName("strategies.strategy:Strategy._forward_redirection", "training_step through FSDP's wrapper"),
+    PrivateName(
+        "strategies:FSDPStrategy._setup_model", "FSDP as the strategy puts it on a model", parameters=("model",)
+    ),
+    PrivateName("strategies:FSDPStrategy._activation_checkpointing_kwargs", "blocks that are checkpointed already"),
+    PrivateName("strategies:ModelParallelStrategy._device_mesh", "pretended ranks for configure_model"),
+    PrivateName("trainer.call:_call_configure_model", "configure_model in Lightning's contexts"),
+    PrivateName(
+        "strategies.model_parallel:_materialize_distributed_module", "weights that were made on the meta device"
+    ),
+)
+
 REHEARSAL: tuple[PrivateName, ...] = (
     PrivateName("trainer.trainer:Trainer._accelerator_connector", "another strategy, for one process without a GPU"),
     PrivateName("loops.fit_loop:_FitLoop._combined_loader", "batches in place of the training's loader"),
@@ -77,7 +90,9 @@ REHEARSAL: tuple[PrivateName, ...] = (
     PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
 )
 
-TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *REHEARSAL)))
+TABLE: tuple[PrivateName, ...] = tuple(
+    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *REHEARSAL))
+)
 
 
 def missing(namespace: ModuleType, names: tuple[PrivateName, ...] = TABLE) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +25,7 @@ from vram_guard.language import _
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
-from vram_guard_mmengine import _optim, _refusals, _rehearsal, _symbolic_run
+from vram_guard_mmengine import _layouts, _optim, _refusals, _rehearsal, _symbolic_run
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
-
-#: FlexibleRunner's strategies under which each process holds the whole model and nothing is moved behind the scenes.
-STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 #: Wrappers under which each process holds the whole model, and one optimizer updates it.
 WRAPPERS = ("MMDistributedDataParallel",)
@@ -154,6 +151,25 @@ class _Loss:
 _LOSS_CODE = _Loss.__call__.__code__
 
 
+class _AccumulatedLoss(_Loss):
+    """The same where batches are accumulated: of a wrapper that shards, all but the last run under ``no_sync``.
+
+    A trace runs two of them. ``OptimWrapper.optim_context`` has the backward pass inside, which here comes after.
+    """
+
+    def __init__(self, recorder: RecordingOptimWrapper) -> None:
+        super().__init__(recorder)
+        self._calls = 0
+        self._unsynchronised = ExitStack()
+
+    def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
+        self._calls += 1
+        self._unsynchronised.close()
+        if self._calls % 2 and hasattr(model, "no_sync"):
+            self._unsynchronised.enter_context(model.no_sync())
+        return super().__call__(model, batch)
+
+
 def capture(runner: Any) -> Captured:
     """Read one training from a runner whose loops and optimizer are not built yet.
 
@@ -166,6 +182,8 @@ def capture(runner: Any) -> Captured:
     _check_strategy(runner)
     model = _plain_model(runner)
     facts = _optim.read(runner.optim_wrapper)
+    layout = _layouts.layout_of(runner)
+    wrapper: Any = None if layout is None else layout.apply
     recorder = RecordingOptimWrapper()
     loader = _loader(runner)
     sample = _sample(loader)
@@ -174,15 +192,16 @@ def capture(runner: Any) -> Captured:
     step = TrainingStep(
         model=model,
         batch=lambda size: HostBatch(sample.make(size)),
-        loss=_Loss(recorder),
-        optimizer=lambda _parameters: facts.make(model),
+        loss=_Loss(recorder) if layout is None or facts.accumulate == 1 else _AccumulatedLoss(recorder),
+        optimizer=lambda _parameters: facts.make(model if layout is None else wrapper.made),
         precision=facts.precision,
         accumulate=facts.accumulate,
         zero_grad="after_step",
         keeps="nothing",  # run_iter is over before the next batch is loaded
         clip_grad_norm=facts.clip_grad_norm,
         clip_grad_value=facts.clip_grad_value,
-        data_parallel_ranks=runner.world_size,
+        data_parallel_ranks=runner.world_size if layout is None else 1,
+        parallel=layout,
         ddp_options=options_of(runner.model) if is_model_wrapper(runner.model) else {},
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
         device="cpu" if get_device() == "cpu" else "cuda",
@@ -204,12 +223,13 @@ def _check_strategy(runner: Any) -> None:
         UnsupportedStepError: with the strategy's name.
     """
     strategy = getattr(runner, "strategy", None)
-    if strategy is not None and type(strategy).__name__ not in STRATEGIES:
+    known = (*_layouts.WHOLE, _layouts.SHARDED)
+    if strategy is not None and type(strategy).__name__ not in known:
         raise UnsupportedStepError(
             _(
                 "the strategy {kind} shards or moves the model; supported are {known}",
                 kind=type(strategy).__name__,
-                known=", ".join(STRATEGIES),
+                known=", ".join(known),
             )
         )
 

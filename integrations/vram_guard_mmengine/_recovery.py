@@ -27,6 +27,7 @@ from vram_guard.watch.memory import reader_for
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import coordinator_of
 from vram_guard.watch.recovery import MicroBatchSchedule, Recovery
+from vram_guard_mmengine import _layouts
 from vram_guard_mmengine._split_step import SplitTrainStep
 
 # ruff: noqa: SLF001 - OptimWrapper documents `_inner_count` for those who write their own backward
@@ -34,6 +35,8 @@ from vram_guard_mmengine._split_step import SplitTrainStep
 
 def why_not(runner: Any) -> str:
     """The reason for which no out-of-memory error is recovered from; "" where it is. Before it is built."""
+    if _layouts.layout_of(runner) is not None:
+        return _("repeating a step under {strategy} is not known to be safe", strategy=_layouts.SHARDED)
     if runner.world_size == 1:
         return ""
     if runner.cfg.get("sync_bn") or any("SyncBatchNorm" in type(part).__name__ for part in runner.model.modules()):

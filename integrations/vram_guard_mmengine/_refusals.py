@@ -9,9 +9,9 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 
 from vram_guard.apply.backward_hooks import of_package, why_whole
 from vram_guard.guard.collectives import static_graph
-from vram_guard.guard.refusals import Refusal
+from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
-from vram_guard_mmengine import _recovery
+from vram_guard_mmengine import _layouts, _recovery
 
 if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
@@ -45,6 +45,8 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
     )
     yield Refusal("offload_parameters", _("MMEngine loads weights after the optimizer is built"))
     yield Refusal("grow", growable)
+    if _layouts.layout_of(runner) is not None:
+        yield from beside_layout(_layouts.SHARDED)
 
 
 def _why_whole(runner: Any, facts: OptimFacts) -> str:

@@ -116,6 +116,8 @@ def _quiet(runner: Any) -> None:
     runner._init_model_weights = lambda: None
     if getattr(runner, "_waiting", None) is not None:
         runner._waiting = None
+    if getattr(runner, "strategy", None) is not None:
+        runner.strategy._wrap_model = lambda model: model  # whole, for one process
 
 
 def _plain_wrapper(wrapper: Any) -> Any:

@@ -95,10 +95,10 @@ class GuardRunner(_Guarded, Runner):  # type: ignore[misc]
 
 @RUNNERS.register_module()
 class GuardFlexibleRunner(_Guarded, FlexibleRunner):  # type: ignore[misc]
-    """FlexibleRunner's counterpart of :class:`GuardRunner`, for its single-device and DDP strategies.
+    """FlexibleRunner's counterpart of :class:`GuardRunner`, for its single-device, DDP and FSDP strategies.
 
-    Under strategies that shard the model (FSDP, DeepSpeed, ColossalAI) nothing can be predicted: the guard says so and
-    leaves the training as it is.
+    Under other strategies (DeepSpeed, ColossalAI) nothing can be predicted: the guard says so and leaves the training
+    as it is.
 
     Example:
         >>> GuardFlexibleRunner.from_cfg({"custom_hooks": [{"type": "VramGuardHook", "budget": "24 parsecs"}]})

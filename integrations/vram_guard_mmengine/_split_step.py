@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp import FullyShardedDataParallel
+
 from vram_guard.apply.backward_hooks import why_whole
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
     """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
     ranks = hosts()
-    synchronised = any("SyncBatchNorm" in type(part).__name__ for part in model.modules())
+    sharded = isinstance(model, FullyShardedDataParallel)
+    synchronised = sharded or any("SyncBatchNorm" in type(part).__name__ for part in model.modules())
     batches = MicroBatches(
         splitter,
         loss_weight,
@@ -91,7 +94,9 @@ class Part:
     def optim_context(self, model: Any) -> Iterator[None]:
         """The wrapper's own, and no averaging over processes before the last micro-batch."""
         with contextlib.ExitStack() as stack:
-            if not vars(self)["_share"].last and hasattr(model, "no_sync"):
+            # FSDP's no_sync would keep whole gradients: it reduces those of every micro-batch into its shards.
+            sharded = isinstance(model, FullyShardedDataParallel)
+            if not vars(self)["_share"].last and hasattr(model, "no_sync") and not sharded:
                 stack.enter_context(model.no_sync())
             stack.enter_context(vars(self)["_wrapper"].optim_context(model))
             yield

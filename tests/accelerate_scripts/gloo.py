@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 def take_for_gpus() -> None:
-    """Where Accelerate was told to use FSDP2; a dry run has its own pretence."""
-    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+    """Where Accelerate was told to use FSDP2; a dry run is no rank, and has its own pretence."""
+    if os.environ.get("ACCELERATE_USE_FSDP") != "true" or "LOCAL_RANK" not in os.environ:
         return
     PartialState._prepare_backend = lambda *_args, **_kwargs: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))

@@ -116,6 +116,27 @@ def in_batches(options):
     train(options, Accelerator(gradient_accumulation_steps=options.gradient_accumulation_steps))
 
 
+def configured(options):
+    """The script itself asks for FSDP2."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=False,
+    )
+    clip = lambda accelerator, model, _: accelerator.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
+    train(options, Accelerator(fsdp_plugin=plugin), clip=clip)
+
+
+def first_version(options):
+    """FSDP as it was before."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    train(options, Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)))
+
+
 def listed_before(options):
     """Clips what it listed before ``prepare``, as many scripts do."""
     clip = lambda accelerator, _, listed: accelerator.clip_grad_norm_(listed, 0.1)  # noqa: E731

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import nn
+
+from vram_guard.language import _
+from vram_guard.patching import replaced
 
 
 def move_to_simulated_device(module: nn.Module) -> None:
@@ -13,6 +20,26 @@ def move_to_simulated_device(module: nn.Module) -> None:
             part.to("cuda")
         elif "_device" in vars(part):
             vars(part)["_device"] = torch.device("cuda", 0)
+
+
+@contextlib.contextmanager
+def fully_sharded_by_number() -> Iterator[None]:
+    """FullyShardedDataParallel takes its GPU by number, as frameworks give it; torch would look for that GPU."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    as_written: Any = FullyShardedDataParallel.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs["device_id"] = torch.device("cuda", 0)
+        as_written(self, *args, **kwargs)
+
+    with replaced(FullyShardedDataParallel, {"__init__": made}):
+        yield
+
+
+def offloaded() -> str:
+    """The reason why FullyShardedDataParallel is not followed where it keeps parameters on the host."""
+    return _("FullyShardedDataParallel with cpu_offload cannot be predicted; FSDP2 (fully_shard) with CPU offload can")
 
 
 def _is_metric(part: nn.Module) -> bool:

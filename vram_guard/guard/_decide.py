@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.microbatch import probe_layout, splitter_of
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
-from vram_guard.guard.collectives import collectives_of, repeated_in_parts
+from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
@@ -163,7 +164,10 @@ def _proven_plan(
         progress(_("running one step on a few samples, as written and as planned"))
         proof = prove(captured, plan, graph, settings.said_loss_weight, settings.proof_seconds)
         if isinstance(proof, Proof):
-            return plan, proof
+            if captured.step.parallel is None or not isinstance(proof.loss_weight, Normaliser) or plan.splits == 1:
+                return plan, proof
+            refused["accumulate"] = left_out()
+            continue
         refused[proof.technique] = proof.reason
     raise UnsupportedStepError(_("no technique is left: {reasons}", reasons="; ".join(refused.values())))
 

@@ -19,13 +19,24 @@ def collectives_of(timeline: Timeline | None) -> tuple[Collective, ...]:
     return tuple({(one.name, one.source, one.phase): one for one in found}.values())
 
 
+#: Calls by which a layout gathers weights and reduces gradients; among all ranks, others are the step's own.
+_OF_LAYOUTS = ("all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+def of_layout(one: Collective) -> bool:
+    """True for calls of FSDP and of tensor parallelism themselves, which belong to every forward and backward."""
+    return bool(one.dimension) and (one.name in _OF_LAYOUTS or one.dimension not in ("shard", "data"))
+
+
 def repeated_in_parts(collectives: Sequence[Collective]) -> Refusal | None:
     """Refuse micro-batches where each of them would call what a whole batch calls once.
 
-    Synchronised batch normalisation is not among these: it takes part in every forward as written, and the ranks
-    agree on the number of micro-batches.
+    Synchronised batch normalisation is not among these, and neither are a layout's own: they take part in every
+    forward as written, and the ranks agree on the number of micro-batches.
     """
-    own = [one for one in collectives if one.phase != "optimizer" and one.name != SYNCHRONISED_NORM]
+    own = [
+        one for one in collectives if one.phase != "optimizer" and one.name != SYNCHRONISED_NORM and not of_layout(one)
+    ]
     if not own:
         return None
     return Refusal(
@@ -39,12 +50,21 @@ def repeated_in_parts(collectives: Sequence[Collective]) -> Refusal | None:
 
 
 def why_not_recovered(collectives: Sequence[Collective]) -> str:
-    """The reason why a step may not be broken off on one rank ("" where it may)."""
-    if not collectives:
+    """The reason why a step may not be broken off on one rank ("" where it may); what its layout calls is not asked."""
+    own = [one for one in collectives if not of_layout(one)]
+    if not own:
         return ""
     return _(
         "the step itself calls {names}, where the other ranks would wait for one that ran out of memory",
-        names=_in_words(collectives),
+        names=_in_words(own),
+    )
+
+
+def left_out() -> str:
+    """The reason why a divided model's losses may not be weighed by what is counted in each micro-batch."""
+    return _(
+        "a micro-batch in which nothing counts towards the loss is left out, and the other ranks would wait for this "
+        "one's part of the weights"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from vram_guard.apply.loss_weight import IGNORED, LossWeight
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, marked
+from vram_guard.plan.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +40,21 @@ class Refusal(NamedTuple):
         if self.technique in _WHY:
             return _(_WHY[self.technique], why=self.reason)
         return _("{technique} is not possible here: {why}", technique=self.technique, why=self.reason)
+
+
+#: Techniques that leave a model divided over its processes as a framework has divided it.
+BESIDE_LAYOUTS = ("accumulate", "foreach", "fused")
+
+
+def beside_layout(strategy: str, *possible: str) -> Iterator[Refusal]:
+    """Refuse techniques that would change how a model is divided over its processes.
+
+    Args:
+        strategy: what divides it, for people.
+        possible: techniques that can be put on the model before it is divided.
+    """
+    why = _("{strategy} divides the model over the processes, and stays as it is written", strategy=strategy)
+    return (Refusal(name, why) for name in TECHNIQUES if name not in (*BESIDE_LAYOUTS, *possible))
 
 
 def check_pins(pins: Pins, refused: Mapping[str, str], *, precision: str, batch_size: int) -> None:

@@ -213,7 +213,7 @@ class _Walk:
                 self._visit(name, value, 0)
 
     def _visit(self, name: str, value: Any, depth: int) -> None:
-        if isinstance(value, self._closed):
+        if isinstance(value, self._closed) or _is_of_a_layout(value):
             return
         if depth > DEEPEST or len(self.found) >= MOST_VALUES:
             self.unseen.append(name)
@@ -250,6 +250,11 @@ class _Walk:
         for position, (key, child) in enumerate(parts[:MOST_ITEMS]):
             shown = repr(key) if isinstance(key, (str, int)) else f"#{position}"
             yield f"{name}[{shown}]", child
+
+
+def _is_of_a_layout(value: Any) -> bool:
+    """True for what FSDP and device meshes keep: memory that they have freed looks like a tensor."""
+    return type(value).__module__.startswith("torch.distributed.") and not isinstance(value, torch.Tensor)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
@@ -301,7 +306,7 @@ def _plain(value: Any) -> Value:
         RuntimeError, TypeError, ValueError, NotImplementedError: there is no such value.
     """
     if isinstance(value, torch.Tensor):
-        return _copied(value) if value.numel() <= MOST_ELEMENTS else _summed_up(value.detach())
+        return _copied(value) if value.numel() <= MOST_ELEMENTS else _summed_up(_own_part(value.detach()))
     if _is_numpy(value):
         if value.size > MOST_ELEMENTS:  # perhaps a file that is as large as a data set
             raise TypeError
@@ -322,9 +327,15 @@ def _plain(value: Any) -> Value:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    held = tensor.detach()
+    held = _own_part(tensor.detach())
     dense = held if held.layout == torch.strided else held.to_dense()
     return dense.to("cpu").clone(memory_format=torch.contiguous_format)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor what this process has of it: in a rehearsal, which has one process, all."""
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
 
 
 def _summed_up(tensor: torch.Tensor) -> torch.Tensor:

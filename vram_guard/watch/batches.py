@@ -87,7 +87,8 @@ class MicroBatches:
         schedule: the sizes of micro-batches to take; None: the splitter's.
         why_whole: asked before a batch is cut: the reason for which it must not be, "" for none.
         ranks: the processes that train on batches of their own at the same time; None: recovery's, or this one alone.
-        in_step: every forward waits for the other ranks (synchronised batch normalisation): all must run as many.
+        in_step: every forward waits for the other ranks (synchronised batch normalisation, weights in shards): all
+            must run as many.
     """
 
     def __init__(

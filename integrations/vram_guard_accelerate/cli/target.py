@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
 #: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {
     "use_deepspeed": marked("DeepSpeed builds an engine of its own around the model"),
-    "use_fsdp": marked("FSDP shards the model over the processes"),
     "use_megatron_lm": marked("Megatron-LM builds the model itself"),
     "tpu": marked("TPU memory is not modelled"),
     "use_parallelism_config": marked("parallel dimensions beyond data parallelism shard the model"),
@@ -61,14 +61,43 @@ def target_of(launch: LaunchArguments) -> Target:
             )
     if str(arguments.mixed_precision).lower() == "fp8":
         raise UnsupportedStepError(_("--mixed_precision fp8 cannot be predicted; start it with accelerate launch"))
-    distributed = (arguments.multi_gpu and not arguments.cpu) or arguments.mpirun_hostfile is not None
+    sharded = arguments.use_fsdp and not arguments.cpu
+    if sharded:
+        environment |= _fsdp_variables(arguments)
+    several = (arguments.multi_gpu and not arguments.cpu) or sharded
+    distributed = several or arguments.mpirun_hostfile is not None
     return Target(
         ranks=max(1, arguments.num_processes or 1) if distributed else 1,
         machines=max(1, arguments.num_machines or 1) if distributed else 1,
         environment={name: value for name, value in environment.items() if os.environ.get(name) != value},
         gpu_ids=str(arguments.gpu_ids or "all"),
-        simple=not (arguments.multi_gpu and not arguments.cpu),
+        simple=not several,
     )
+
+
+def _fsdp_variables(arguments: argparse.Namespace) -> dict[str, str]:
+    """The settings of FSDP as accelerate hands them to a script.
+
+    Raises:
+        InvalidInputError: accelerate refuses them.
+        UnsupportedStepError: FSDP's first version.
+    """
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    if str(getattr(arguments, "fsdp_version", 1)) != "2":
+        raise UnsupportedStepError(
+            _(
+                "--use_fsdp: FSDP's first version (FullyShardedDataParallel) is not followed; set fsdp_version: 2 in "
+                "accelerate's config file, or --fsdp_version 2, or start it with accelerate launch"
+            )
+        )
+    named = copy.copy(arguments)  # it writes ports and addresses into them
+    named.main_process_port = 0
+    try:
+        environment = prepare_multi_gpu_env(named)
+    except Exception as error:  # as above
+        raise InvalidInputError(_("accelerate refuses its options: {error}", error=error)) from error
+    return {name: value for name, value in environment.items() if "FSDP" in name}
 
 
 def simple_launch(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], dict[str, str]]:

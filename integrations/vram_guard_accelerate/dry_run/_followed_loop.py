@@ -13,9 +13,8 @@ from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate._launch_plan import ON_CPU
-from vram_guard_accelerate.apply import fsdp
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
-from vram_guard_accelerate.dry_run._sharded_copy import ShardedCopy
+from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
 from vram_guard_accelerate.dry_run.results import stopped
@@ -68,7 +67,7 @@ class FollowedLoop:
         return original(self.accelerator, *args, **kwargs)
 
     def prepare_sharded(
-        self, copy: ShardedCopy, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
+        self, process: ShardedProcess, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
     ) -> Any:
         """The same under FSDP2."""
         for model in models:
@@ -76,11 +75,11 @@ class FollowedLoop:
                 stopped(_("Accelerate's FSDP2 takes one model, and the script prepares another one"))
             self.models.append(model)
             self.tracer.shard(model, self._run.shape.ranks)
-            copy.wrap_blocks(model)
-        with fsdp.sharding(self.accelerator, models):
+            process.wrap_blocks(model)
+        with process.around(self.accelerator, models):
             prepared = original(self.accelerator, *args, **kwargs)
         for model in models:
-            self.tracer.recorder.classify(model.buffers(), "buffers")
+            self.tracer.sharded(model)
             self._watch(model)
         return prepared
 
@@ -136,10 +135,10 @@ class LoopPhase(Phase):
         models = [thing for thing in args if isinstance(thing, nn.Module)]
         if models:
             self.run.sharding.start_server(accelerator)
-        copy = self.run.sharding.copy
-        if copy is None:
+        process = self.run.sharding.process
+        if process is None:
             return self.loop.prepare(original, models, args, kwargs)
-        return self.loop.prepare_sharded(copy, original, models, args, kwargs)
+        return self.loop.prepare_sharded(process, original, models, args, kwargs)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step."""

@@ -51,7 +51,7 @@ class FollowingPhase(LoopPhase):
         with random_state_kept():
             sample = read_loader(loader)
         loop.tracer.train(loop.root)
-        if copy is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
+        if self.run.sharding.process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
             handler = getattr(loop.accelerator, "ddp_handler", None)
             loop.tracer.reduce(loop.models, self.run.shape.ranks, {} if handler is None else handler.to_kwargs())
         if copy is not None:
@@ -65,6 +65,7 @@ class FollowingPhase(LoopPhase):
             self.run.sharding.server,
             self.run.proof_server,
             self._probe.requests,
+            sharded=self.run.sharding.configured is not None,
         )
         try:
             with loop.tracer.paused():

@@ -1,34 +1,49 @@
-"""The dry run under FSDP2: copies of the script that go on from where its model is prepared, sharded by Accelerate.
+"""The dry run under FSDP2, which Accelerate puts on the symbolic model where the script prepares it.
 
-Other techniques are put on what ``prepare`` returned, at the first training batch. FSDP2 cannot be: it replaces the
-parameters, and what a script makes of them afterwards (a list for clipping, an average of weights) is made of the new
-ones. So a copy of the process waits at ``prepare`` (:mod:`.fork_server`), or where Transformers' ``Trainer`` makes its
-Accelerator, which it asks about FSDP early. Its copies run Accelerate's own functions on the symbolic model, among as
-many pretended processes as the launch will have.
+Either the launch is configured so: then all of the dry run is sharded as its plugin says. Or the plan asks for
+parameters on the host: other techniques are put on what ``prepare`` returned, at the first training batch. FSDP2 cannot
+be: it replaces the parameters, and what a script makes of them afterwards (a list for clipping, an average of weights)
+is made of the new ones. So a copy of the process waits at ``prepare`` (:mod:`.fork_server`), or where Transformers'
+``Trainer`` makes its Accelerator, which it asks about FSDP early. Its copies run Accelerate's own functions on the
+symbolic model, among as many pretended processes as the launch will have.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.language import _
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate.apply import fsdp
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class Sharding:
-    """The server from which sharded copies begin; in such a copy, what is different there."""
+    """The server from which sharded copies begin; in a process that is sharded, what is different there."""
 
     def __init__(self, *, may_shard: bool) -> None:
         self.may_shard = may_shard
         self.server: ForkServer | None = None
         self.copy: ShardedCopy | None = None
+        self.configured: ShardedProcess | None = None
+
+    @property
+    def process(self) -> ShardedProcess | None:
+        """What is different in this process; None where its models stay whole."""
+        return self.copy or self.configured
+
+    def configure(self, accelerator: Any, plugin: Any) -> None:
+        """The launch, or the script, has chosen FSDP2 itself."""
+        self.may_shard = False
+        self.configured = ShardedProcess(accelerator, plugin)
 
     def start_server(self, accelerator: Any) -> None:
         """Leave a copy of the process here, for steps whose parameters are kept on the host; at the first place only.
@@ -43,8 +58,36 @@ class Sharding:
             self.copy = ShardedCopy(entered.task, entered.parent, accelerator)
 
 
-class ShardedCopy:
-    """A copy whose Accelerator takes itself for one that was launched with FSDP2.
+class ShardedProcess:
+    """A process whose Accelerator takes itself for one of several that were launched with FSDP2.
+
+    Args:
+        accelerator: the script's.
+        plugin: Accelerate's settings of FSDP2.
+    """
+
+    def __init__(self, accelerator: Any, plugin: Any) -> None:
+        from accelerate import DistributedType
+
+        self.plugin = plugin
+        state = accelerator.state
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+        state.fsdp_plugin = plugin
+        # Of the state only: what Accelerate sends between processes stays as in every dry run, where there is one.
+        kind = property(lambda _state: DistributedType.FSDP, lambda _state, _other: None)
+        type(state).distributed_type = kind
+
+    def wrap_blocks(self, model: nn.Module) -> None:
+        """Say which blocks of this model are groups of their own, where the plugin does not."""
+
+    def around(self, _accelerator: Any, _models: list[nn.Module]) -> AbstractContextManager[None]:
+        """What is done around ``Accelerator.prepare`` in a real launch too."""
+        return nullcontext()
+
+
+class ShardedCopy(ShardedProcess):
+    """A copy that is sharded because its task says so.
 
     Args:
         task: what the copy is to do.
@@ -53,24 +96,43 @@ class ShardedCopy:
     """
 
     def __init__(self, task: ForkTask, parent: ParentPipe, accelerator: Any) -> None:
-        from accelerate import DistributedType, FullyShardedDataParallelPlugin
+        from accelerate import FullyShardedDataParallelPlugin
 
         self.task = task
         self.parent = parent
         os.environ.update(fsdp.VARIABLES)
-        state = accelerator.state
         precision = ACCELERATES[task.request.precision]
-        self._plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP")
         if precision != "no":
-            self._plugin.set_mixed_precision(precision)
-            state._mixed_precision = precision  # noqa: SLF001 - see private_api.py
+            accelerator.state._mixed_precision = precision  # noqa: SLF001 - see private_api.py
             accelerator.native_amp = True
-        state.fsdp_plugin = self._plugin
-        # Of the state only: what Accelerate sends between processes stays as in every dry run, where there is one.
-        kind = property(lambda _state: DistributedType.FSDP, lambda _state, _other: None)
-        type(state).distributed_type = kind
+        super().__init__(accelerator, FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
 
     def wrap_blocks(self, model: nn.Module) -> None:
         """The blocks of this model that the task names are groups of their own."""
         blocks = self.task.request.recipe.parameters_on_host
-        self._plugin.transformer_cls_names_to_wrap = list(fsdp.wrapped_classes(model, blocks))
+        self.plugin.transformer_cls_names_to_wrap = list(fsdp.wrapped_classes(model, blocks))
+
+    def around(self, accelerator: Any, models: list[nn.Module]) -> AbstractContextManager[None]:
+        """See :func:`.fsdp.sharding`."""
+        return fsdp.sharding(accelerator, models)
+
+
+def plugin_of(given: Any) -> Any:
+    """The settings of FSDP that an Accelerator will have: the script's, or those of ``accelerate launch``; or None.
+
+    Args:
+        given: that the script passes to the Accelerator, if it does.
+    """
+    if given is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin() if given is None else given
+    if getattr(plugin, "fsdp_version", 1) != 2:
+        stopped(
+            _(
+                "FSDP's first version (FullyShardedDataParallel) is not followed; set fsdp_version: 2 in Accelerate's "
+                "config, or --fsdp_version 2"
+            )
+        )
+    return plugin

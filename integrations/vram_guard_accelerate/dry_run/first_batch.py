@@ -64,6 +64,8 @@ class FirstBatch:
     """Makes copies that go on from ``prepare`` for real; None where nothing is proven by running."""
     request: int
     """The number of the batch that it asks for, among all since ``prepare``."""
+    sharded: bool = False
+    """The launch, or the script, shards the model by Accelerate's FSDP2."""
 
     @property
     def root(self) -> nn.Module:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.dry_run import side_effects
+from vram_guard_accelerate.dry_run._sharded_copy import plugin_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -54,10 +55,15 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
     made = given.pop("self")
     if given.get("mixed_precision") is not None:
         run.script.precision_given = str(given["mixed_precision"])
-    for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
+    for plugin in ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
         if given.get(plugin) is not None:
             stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin=plugin))
+    sharded = plugin_of(given.get("fsdp_plugin"))
+    if sharded is not None:
+        given["fsdp_plugin"] = sharded
     original(made, **{name: value for name, value in given.items() if name != "cpu"})
+    if sharded is not None:
+        run.sharding.configure(made, sharded)
     asker = sys._getframe(2).f_locals.get("self")
     if any(kind.__module__ == "transformers.trainer" for kind in type(asker).__mro__):
         run.script.by_trainer = True
@@ -71,7 +77,21 @@ def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kw
     asker = sys._getframe(2).f_locals.get("self")  # TrainingArguments asks, and looks again after
     if asker is not None and hasattr(asker, "use_cpu"):
         asker.use_cpu = False
+        _take_for_distributed(type(asker), run.shape.ranks)
     original(state, False, **kwargs)  # planned for the GPU, wherever it will run
+
+
+def _take_for_distributed(arguments: Any, ranks: int) -> None:
+    """Transformers' ``Trainer`` refuses ``--fsdp`` in a process that is alone, as that of a dry run is."""
+    original = getattr(arguments, "parallel_mode", None)
+    if ranks == 1 or not isinstance(original, property) or original.fget is None:
+        return
+    from transformers.training_args import ParallelMode
+
+    as_written: Callable[[Any], Any] = original.fget
+    arguments.parallel_mode = property(
+        lambda self: ParallelMode.DISTRIBUTED if getattr(self, "fsdp", None) else as_written(self)
+    )
 
 
 def _backward(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,8 @@ def why_not_sharded(first: FirstBatch) -> str:
     lacking = missing_in_words(FSDP2)
     if lacking:
         return _("FSDP2 needs Accelerate 1.6 or later; this one lacks {name}", name=lacking[0])
+    if first.sharded:
+        return _("the launch shards the model already; --fsdp_offload_params true keeps it on the host")
     if first.fork_server is None:
         return _("it has to be known before the Accelerator is made: name it in --allow of vram-guard launch")
     if len(first.models) != 1:

@@ -10,7 +10,7 @@ from typing import Literal
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
-from vram_guard.guard.refusals import Refusal, splitting_notes
+from vram_guard.guard.refusals import Refusal, beside_layout, splitting_notes
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source
@@ -230,6 +230,9 @@ def _refused(
         "fused": clips if facts.clips_gradients else "",
         "accumulate": _why_not_sliced(first, traces, facts) if settings.asks("accumulate") else "",
     }
+    if first.sharded:
+        reasons |= {**dict(beside_layout("FSDP2")), "offload_parameters": why_not_sharded(first)}
+        reasons["accumulate"] = _("the model is divided over the processes, and gathered again for every slice")
     return ((name, reason) for name, reason in reasons.items() if reason)
 
 

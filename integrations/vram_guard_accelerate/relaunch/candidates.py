@@ -53,7 +53,7 @@ class RelaunchCandidates:
         """The mixed precision that may replace the script's own, in Accelerate's words; "" where none may."""
         script = self._first.script
         fixed = script.precision_given and not script.precision_option and not script.by_trainer
-        if fixed or "precision" not in self._settings.techniques:
+        if fixed or self._first.sharded or "precision" not in self._settings.techniques:
             return ""
         name, _why = mixed_precision(self._first.precision, self._first.shape.capability)
         return ACCELERATES[name] if name is not None else ""

@@ -45,6 +45,17 @@ def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
         yield make_mesh(parallel)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside the block this process is the only rank of a real process group, whatever group it was in before."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    with _own_world():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        yield
+
+
 #: Groups of a mesh are described as this and the dimension's name (``DeviceMesh._init_process_groups``).
 _MESH = "mesh_"
 

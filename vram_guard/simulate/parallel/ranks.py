@@ -13,8 +13,9 @@ import torch
 from vram_guard.parallel.deepspeed import STAGES
 from vram_guard.parallel.install import install
 from vram_guard.patching import replaced
+from vram_guard.simulate.device.constants import known
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
-from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.device.symbolic import is_symbolic, symbolic_like
 from vram_guard.simulate.parallel.engines import engines_followed
 from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.groups import pretended_ranks
@@ -96,6 +97,34 @@ def put(tensors: Iterable[torch.Tensor], place: Place, recorder: Recorder) -> No
     recorder.users_own_meta = False  # FSDP makes tensors that no operator has made
     for tensor in tensors:
         recorder.put(tensor, place)
+
+
+@contextlib.contextmanager
+def made_on_host(recorder: Recorder, state: FakeCudaState) -> Iterator[None]:
+    """Weights that ``apply`` itself makes, where it names no device, lie in host memory."""
+
+    def stand_in(_module: nn.Module, _name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or is_symbolic(tensor) or hasattr(tensor, "__tensor_flatten__"):
+            return None
+        state.shapes_only += 1
+        made: torch.Tensor = symbolic_like(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        state.shapes_only -= 1
+        recorder.put(made, "cpu")
+        known(made, tensor.detach())
+        return made
+
+    modules: Any = torch.nn.modules.module
+    registered = (
+        modules.register_module_parameter_registration_hook(stand_in),
+        modules.register_module_buffer_registration_hook(stand_in),
+    )
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
 
 
 def divided(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
 from vram_guard.simulate.parallel.replicas import reduction_of
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
-from vram_guard.simulate.tracing.loop import classify_states
+from vram_guard.simulate.tracing.loop import classify_states, inner_tensors
 from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda, prepare_torch
 from vram_guard.timeline import Timeline
 
@@ -121,6 +122,14 @@ class ExternalLoopTracer:
         self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
         model.register_forward_pre_hook(self._before_forward)
 
+    def sharded(self, model: nn.Module) -> None:
+        """The model has been sharded: this rank's parts are its parameters, buffers and gradients."""
+        self.recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
+        self.recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+
     def reduce(self, models: Iterable[nn.Module], ranks: int, given: Mapping[str, Any]) -> None:
         """DistributedDataParallel will wrap each of these models that is trained.
 
@@ -197,7 +206,7 @@ class ExternalLoopTracer:
         self._on_step(optimizer)
 
     def _new_gradient(self, parameter: torch.Tensor) -> None:
-        self.recorder.classify([parameter.grad], "gradients")
+        self.recorder.classify(inner_tensors(parameter.grad), "gradients")
 
     # --- the answer -------------------------------------------------------------------------------------------
 

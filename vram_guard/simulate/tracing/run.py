@@ -34,7 +34,7 @@ from vram_guard.simulate.parallel.engines import (
     engine_optimizer,
     half_precision,
 )
-from vram_guard.simulate.parallel.ranks import divided, first_place, one_rank, put
+from vram_guard.simulate.parallel.ranks import divided, first_place, made_on_host, one_rank, put
 from vram_guard.simulate.parallel.sharding import fsdp_traced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
@@ -320,7 +320,8 @@ class _Run:
         self.take_off = install(model, self.step.recipe)
         self.mode.purity.install(model, self.watched)
         if parallel is not None:
-            model = divided(model, parallel, mesh, recorder, self.step.ddp_options)
+            with made_on_host(recorder, self.device):
+                model = divided(model, parallel, mesh, recorder, self.step.ddp_options)
             recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
             recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         for parameter in model.parameters():

@@ -1,0 +1,188 @@
+"""How a Trainer's strategy spreads a model over its processes, in a form that a trace runs on a pretended rank.
+
+What is put on the model is Lightning's own code: the strategy's, and the user's ``configure_model``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.parallel.spec import Parallel
+from vram_guard.patching import replaced
+from vram_guard.simulate.parallel.groups import alone
+from vram_guard_lightning import _namespaces
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch import nn
+
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
+
+#: Strategies under which each process holds the whole model and nothing is moved behind the scenes.
+WHOLE = ("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
+#: FullyShardedDataParallel, and FSDP2 with tensor parallelism as the user's ``configure_model`` has it.
+FSDP, MODEL_PARALLEL = "strategies.FSDPStrategy", "strategies.ModelParallelStrategy"
+
+#: Of ModelParallelStrategy's mesh.
+DIMENSIONS = ("data_parallel", "tensor_parallel")
+
+#: Arguments of FullyShardedDataParallel that hold tensors or processes of the real training.
+_REAL = ("process_group", "ignored_parameters", "ignored_states")
+
+
+def layout_of(trainer: Trainer) -> Parallel | None:
+    """The layout that a strategy puts on its model; None where every process holds the whole of it.
+
+    Raises:
+        UnsupportedStepError: it cannot be followed.
+    """
+    strategy: Any = trainer.strategy
+    if whole(trainer):
+        return None
+    sharded, parallel = (_namespaces.is_a(strategy, path) for path in (FSDP, MODEL_PARALLEL))
+    if not (sharded or parallel):
+        raise UnsupportedStepError(
+            _(
+                "the strategy {kind} shards or moves the model; the guard supports one device, DDP, FSDPStrategy and "
+                "ModelParallelStrategy (strategy='auto', 'ddp', 'fsdp')",
+                kind=type(strategy).__name__,
+            )
+        )
+    given = [name for name in _REAL if strategy.kwargs.get(name) is not None] if sharded else []
+    if given:
+        raise UnsupportedStepError(
+            _("FSDPStrategy({setting}=...) belongs to the real processes, and cannot be predicted", setting=given[0])
+        )
+    if sharded and strategy.cpu_offload.offload_params:
+        raise UnsupportedStepError(offloaded())
+    tensor = strategy.device_mesh["tensor_parallel"].size() if parallel else 1
+    return Parallel(
+        gpus=trainer.world_size,
+        # Where layers are divided over more than a node has, nodes are no bounds of anything that is predicted here.
+        node=trainer.world_size if strategy.num_processes % tensor else strategy.num_processes,
+        tensor=tensor,
+        apply=StrategyLayout(trainer, _fully_sharded if sharded else _model_parallel),
+    )
+
+
+def whole(trainer: Trainer) -> bool:
+    """True if every process holds the whole model."""
+    return any(_namespaces.is_a(trainer.strategy, path) for path in WHOLE)
+
+
+def shards_in_configure_model(trainer: Trainer) -> bool:
+    """True if the strategy lets ``configure_model`` divide the model, which has to be captured before that."""
+    divides = any(_namespaces.is_a(trainer.strategy, path) for path in (FSDP, MODEL_PARALLEL))
+    module: Any = trainer.lightning_module
+    return divides and not all(
+        _namespaces.is_lightnings(module, hook) for hook in ("configure_model", "configure_sharded_model")
+    )
+
+
+def installable(trainer: Trainer) -> tuple[str, ...]:
+    """Techniques that can be put on the model's blocks before the strategy divides it."""
+    strategy: Any = trainer.strategy
+    own = not _namespaces.is_a(strategy, FSDP) or strategy._activation_checkpointing_kwargs
+    return () if own or shards_in_configure_model(trainer) else ("checkpoint",)
+
+
+def data_ranks(trainer: Trainer) -> int:
+    """Processes that see different data: ranks of tensor parallelism share theirs."""
+    return int(getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1))
+
+
+class StrategyLayout:
+    """``Parallel.apply``: what Lightning does to a model before it makes the optimizer.
+
+    It travels between processes without its Trainer: what has been traced is not traced there again.
+    """
+
+    def __init__(self, trainer: Trainer, put: Callable[[Any, nn.Module], nn.Module]) -> None:
+        self._trainer = trainer
+        self._put = put
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, model: nn.Module, _mesh: Any) -> nn.Module:
+        """The module that training_step is called through."""
+        trainer: Any = self._trainer
+        with _on_simulated_gpu(trainer.strategy):
+            made = self._put(trainer, model)
+            move_to_simulated_device(made)
+        trainer.strategy.model = made  # for self.trainer.model in configure_optimizers
+        return made
+
+
+@contextlib.contextmanager
+def _on_simulated_gpu(strategy: Any) -> Iterator[None]:
+    """The strategy's own device is the simulated one, whatever this machine has."""
+    devices = [torch.device("cuda", 0)] * len(strategy.parallel_devices)
+    with replaced(strategy, {"parallel_devices": devices}):
+        yield
+
+
+def _fully_sharded(trainer: Any, model: nn.Module) -> nn.Module:
+    """``FSDPStrategy``: configure_model, which may have wrapped parts, and then the strategy's own policy."""
+    strategy = trainer.strategy
+    settings = dict(strategy.kwargs)  # the strategy deletes from them
+    if "HYBRID" in strategy.sharding_strategy.name:
+        settings["device_mesh"] = _hybrid_mesh(strategy)
+    with replaced(strategy, {"kwargs": settings}), fully_sharded_by_number():
+        _configured(trainer)
+        if not _namespaces.is_lightnings(trainer.lightning_module, "configure_sharded_model"):
+            return model
+        made: nn.Module = strategy._setup_model(model)
+    return made
+
+
+def _hybrid_mesh(strategy: Any) -> Any:
+    """Replicas and shards of HYBRID_SHARD among the pretended ranks; without a mesh of the user's: shards in a node."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    given = strategy.kwargs.get("device_mesh")
+    shape = (strategy.num_nodes, strategy.num_processes)
+    if given is not None:
+        shape = tuple(given if isinstance(given, tuple) else given.mesh.shape)
+    return init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _model_parallel(trainer: Any, model: nn.Module) -> nn.Module:
+    """``ModelParallelStrategy``: configure_model with a mesh of pretended ranks; the trace moves what it left."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    strategy = trainer.strategy
+    mesh = init_device_mesh("cuda", tuple(strategy.device_mesh.mesh.shape), mesh_dim_names=DIMENSIONS)
+    with replaced(strategy, {"_device_mesh": mesh}):
+        vars(model)["_device_mesh"] = mesh
+        _configured(trainer)
+    return model
+
+
+@contextlib.contextmanager
+def configured_alone(trainer: Any, module: LightningModule) -> Iterator[None]:
+    """In a rehearsal: configure_model for the only process of a group, on the CPU, in the rehearsal's precision."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    exact: Any = MixedPrecisionPolicy.__init__
+    with alone(), replaced(MixedPrecisionPolicy, {"__init__": lambda policy, *_args, **_kwargs: exact(policy)}):
+        vars(module)["_device_mesh"] = init_device_mesh("cpu", (1, 1), mesh_dim_names=DIMENSIONS)
+        _configured(trainer)
+        strategies: Any = import_module(f"{_namespaces.of(trainer).__name__}.strategies.model_parallel")
+        strategies._materialize_distributed_module(module, torch.device("cpu"))
+        yield
+
+
+def _configured(trainer: Any) -> None:
+    """Lightning's call of configure_model, in its contexts."""
+    call: Any = import_module(f"{_namespaces.of(trainer).__name__}.trainer.call")
+    call._call_configure_model(trainer)

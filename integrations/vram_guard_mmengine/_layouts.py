@@ -1,0 +1,70 @@
+"""How FlexibleRunner's FSDPStrategy divides a model over its processes, in a form that a trace runs on one of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.parallel.spec import Parallel
+from vram_guard.patching import replaced
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# ruff: noqa: SLF001 - what the strategy does to a model is its method `_wrap_model`, which subclasses replace
+
+#: FlexibleRunner's strategies under which each process holds the whole model and nothing is moved behind the scenes.
+WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
+SHARDED = "FSDPStrategy"
+
+
+def layout_of(runner: Any) -> Parallel | None:
+    """The layout that a runner's strategy puts on its model; None where every process holds the whole of it.
+
+    Raises:
+        UnsupportedStepError: it cannot be followed.
+    """
+    strategy = getattr(runner, "strategy", None)
+    if strategy is None or type(strategy).__name__ != SHARDED:
+        return None
+    if (strategy.model_wrapper or {}).get("cpu_offload"):
+        raise UnsupportedStepError(offloaded())
+    ranks = int(runner.world_size)
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says it
+    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy))
+
+
+class StrategyLayout:
+    """``Parallel.apply``: what MMEngine does to a model before it builds the optimizer.
+
+    It travels between processes without its strategy: what has been traced is not traced there again.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.made: nn.Module | None = None
+        """The wrapper of the latest trace, over whose parameters the optimizer is built."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, model: nn.Module, _mesh: Any) -> nn.Module:
+        """The wrapper that ``train_step`` is called on."""
+        from mmengine._strategy import fsdp
+
+        # The wrapper's policy is taken apart where it is built.
+        settings = {
+            name: copy.deepcopy(getattr(self._strategy, name)) for name in ("model_wrapper", "activation_checkpointing")
+        }
+        with (
+            replaced(self._strategy, settings),
+            replaced(fsdp, {"get_device": lambda: "cuda"}),
+            fully_sharded_by_number(),
+        ):
+            made: nn.Module = self._strategy._wrap_model(model)
+        self.made = made
+        move_to_simulated_device(made)
+        return made

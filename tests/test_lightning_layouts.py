@@ -1,0 +1,259 @@
+"""FSDPStrategy and ModelParallelStrategy: one rank predicted, and plans applied in two real processes (gloo, CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+torch = pytest.importorskip("torch")
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+    pytest.skip("fully_shard is public since torch 2.6", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("lightning_sharded_script.py")
+
+#: Guarded trainings in micro-batches, and those without the guard that they must be equal to.
+EQUAL = {
+    "fsdp+split": "fsdp+plain",
+    "sharded+split": "sharded+plain",
+    "tensor+split": "tensor+plain",
+}
+#: Its blocks checkpointed, inside FSDP's modules.
+CHECKPOINTED = "fsdp+checkpoint"
+UNEVEN = ("fsdp+uneven+split", "fsdp+uneven+plain")
+OTHERS = (CHECKPOINTED, *UNEVEN, "meta", "wrapped", "fsdp+poor", "sharded+dies")
+
+#: Of the module that is trained, and what AdamW keeps of each.
+WEIGHTS = 4 * (6 * 64 + 64 + 3 * (2 * 64 * 256 + 256 + 64) + 64 * 2 + 2)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
+    out = tmp_path_factory.mktemp("ranks")
+    cases = [*EQUAL, *EQUAL.values(), *OTHERS]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(out), *cases],
+            env={**os.environ, **address, "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        errors = [rank.communicate(timeout=280)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        paths = [out / f"{case}-{rank}.json" for rank in (0, 1)]
+        assert all(path.exists() for path in paths), errors[0][-2000:] + errors[1][-2000:]
+        found[case] = [
+            {**json.loads(path.read_text()), "weights": torch.load(path.with_suffix(".pt"), weights_only=True)}
+            for path in paths
+        ]
+    return found
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_a_plan_in_two_processes_trains_what_the_training_as_written_does(results: Any, case: str) -> None:
+    for mine, plain in zip(results[case], results[EQUAL[case]], strict=True):
+        assert "error" not in mine, mine["error"]
+        assert mine["splits"] == 4, mine["said"]
+        assert mine["steps"] == plain["steps"]
+        assert plain["seen"] == [32] * plain["steps"]
+        assert mine["seen"] == [8] * 4 * plain["steps"]
+        assert mine["logged"] == pytest.approx(plain["logged"], rel=1e-5)
+        assert list(mine["weights"]) == list(plain["weights"])
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+def test_ranks_with_batches_of_other_sizes_run_as_many_forwards(results: Any) -> None:
+    """Each of which gathers the weights of all: a rank that ran one more would wait for ever."""
+    split, plain = (results[case] for case in UNEVEN)
+    assert [rank["seen"] for rank in plain] == [[8, 8, 8, 8], [3, 4, 8, 1]]
+    assert split[0]["seen"] == [4, 4, 4, 4, 4, 4, 8]
+    assert split[1]["seen"] == [2, 1, 2, 2, 4, 4, 1]
+    for mine, as_written in zip(split, plain, strict=True):
+        for name, value in as_written["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_are_checkpointed_before_the_strategy_divides_them(results: Any) -> None:
+    for mine, plain in zip(results[CHECKPOINTED], results["fsdp+plain"], strict=True):
+        assert "error" not in mine, mine["error"]
+        assert len(mine["checkpointed"]) == 2, mine["said"]
+        assert mine["forwards"] == [4, 4, 2]  # of two steps; those of checkpointed blocks run twice
+        assert plain["forwards"] == [2, 2, 2]
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", ["fsdp+split", "wrapped", "sharded+split", "meta"])
+def test_states_of_one_rank_are_half_of_the_models(results: Any, case: str) -> None:
+    first, second = results[case]
+    assert "error" not in first, first["error"]
+    assert first["layout"] == {"gpus": 2, "tensor": 1}
+    assert first["reserved"] == second["reserved"]
+    # Two moments of each weight; blocks of 512 bytes, flat parameters padded to the number of ranks.
+    assert first["breakdown"]["optimizer_states"] == pytest.approx(WEIGHTS, rel=0.03)
+
+
+def test_ranks_of_tensor_parallelism_share_the_data_and_the_cut_layers(results: Any) -> None:
+    first, _second = results["tensor+split"]
+    assert first["layout"] == {"gpus": 2, "tensor": 2}
+    whole = 4 * (6 * 64 + 64 + 64 * 2 + 2 + 3 * 64)
+    cut = 3 * 4 * (2 * 64 * 256 + 256) // 2
+    assert first["breakdown"]["optimizer_states"] == pytest.approx(2 * (whole + cut), rel=0.05)
+    assert "tensor" in first["dimensions"]
+    assert first["steps"] == 2 * results["sharded+split"][0]["steps"]
+
+
+def test_weights_made_on_the_meta_device_are_predicted_alike(results: Any) -> None:
+    meta, real = results["meta"][0], results["sharded+split"][0]
+    assert meta["breakdown"] == real["breakdown"]
+
+
+def test_ranks_plan_for_the_least_memory(results: Any) -> None:
+    first, second = results["fsdp+poor"]
+    assert first["usable"] == second["usable"] < 2**20
+    assert first["seen"] == [32, 32]
+
+
+def test_a_rank_that_fails_while_planning_ends_all_with_one_message(results: Any) -> None:
+    first, second = results["sharded+dies"]
+    assert first["error"] == "VramGuardError: rank 1 could not plan: RuntimeError: no such file on this machine"
+    assert second["error"] == "RuntimeError: no such file on this machine"
+    assert first["steps"] == second["steps"] == 0
+
+
+# --- what is read of a strategy -----------------------------------------------------------------------------------
+
+
+def strategy(kind: str, **settings: Any) -> Any:
+    from lightning.pytorch import strategies
+
+    made = getattr(strategies, kind)(**settings)
+    made.parallel_devices = [torch.device("cuda", number) for number in range(4)]
+    return made
+
+
+def trainer(found: Any) -> Any:
+    return SimpleNamespace(strategy=found, world_size=8)
+
+
+def test_the_layout_has_the_strategys_ranks_and_travels_without_its_trainer() -> None:
+    from vram_guard_lightning import _layouts
+
+    found = _layouts.layout_of(trainer(strategy("FSDPStrategy")))
+    assert (found.gpus, found.node, found.tensor, found.dimensions) == (8, 4, 1, {"shard": 8})
+    assert vars(pickle.loads(pickle.dumps(found)).apply) == {}
+    whole = strategy("DDPStrategy")
+    assert _layouts.layout_of(trainer(whole)) is None
+
+
+def predicted(layout: Any = None, **settings: Any) -> Any:
+    """Of one of eight ranks, four on a node; under FSDPStrategy with these settings, or under a layout of our own."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from vram_guard import Parallel
+    from vram_guard.simulate import estimate
+    from vram_guard.step import TrainingStep
+    from vram_guard_lightning import _layouts
+
+    class OnCpu(FSDPStrategy):
+        """Lightning insists on GPUs for its own class, and on nothing for others."""
+
+    module = pl.LightningModule()
+    module.blocks = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(32, 2) for _ in range(3)))
+    module.head = torch.nn.Linear(32, 2)
+    module.forward = lambda x: module.head(module.blocks(x))
+    if layout is None:
+        own = OnCpu(auto_wrap_policy={torch.nn.TransformerEncoderLayer}, **settings)
+        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=own, logger=False, enable_checkpointing=False)
+        own.connect(module)
+        own.num_nodes, own.parallel_devices = 2, [torch.device("cpu")] * 4
+        layout = Parallel(8, node=4, apply=_layouts.StrategyLayout(trainer, _layouts._fully_sharded))
+    step = TrainingStep(
+        module,
+        lambda size: torch.zeros(size, 5, 32),
+        lambda model, batch: model(batch).sum(),
+        lambda _parameters: torch.optim.AdamW(module.parameters()),
+        parallel=layout,
+    )
+    return estimate(step, 4)
+
+
+def test_the_strategys_policy_over_eight_ranks_is_that_of_our_own_layout() -> None:
+    from vram_guard import Parallel
+
+    blocks = tuple(f"blocks.{number}" for number in range(3))
+    ours, hybrid = (predicted(Parallel(ranks, kind="fsdp1", blocks=blocks)) for ranks in (8, 4))
+    assert predicted().breakdown == ours.breakdown
+    # Shards within a node of four, as four ranks would have them.
+    for settings in ({}, {"device_mesh": (2, 4)}):
+        found = predicted(sharding_strategy="HYBRID_SHARD", **settings)
+        assert found.breakdown == hybrid.breakdown
+    assert ours.breakdown["optimizer_states"] < hybrid.breakdown["optimizer_states"]
+    kept = predicted(sharding_strategy="SHARD_GRAD_OP")
+    assert kept.breakdown["optimizer_states"] == ours.breakdown["optimizer_states"]
+    assert kept.peak_allocated > ours.peak_allocated
+
+
+def test_parameters_on_the_host_are_refused_by_name() -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_lightning import _layouts
+
+    with pytest.raises(UnsupportedStepError, match="cpu_offload"):
+        _layouts.layout_of(trainer(strategy("FSDPStrategy", cpu_offload=True)))
+
+
+def test_layers_may_be_divided_over_more_than_a_node(monkeypatch: Any) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from vram_guard_lightning import _layouts
+
+    mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 8)}
+    monkeypatch.setattr(ModelParallelStrategy, "device_mesh", mesh)
+    found = _layouts.layout_of(trainer(strategy("ModelParallelStrategy")))
+    assert (found.tensor, found.dimensions) == (8, {"shard": 1, "tensor": 8})
+
+
+@pytest.mark.parametrize("name", ["process_group", "ignored_parameters", "ignored_states"])
+def test_what_belongs_to_the_real_processes_is_refused(name: str) -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_lightning import _layouts
+
+    with pytest.raises(UnsupportedStepError, match=rf"FSDPStrategy\({name}="):
+        _layouts.layout_of(trainer(strategy("FSDPStrategy", **{name: [object()]})))
+
+
+def test_other_strategies_are_refused_by_name() -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_lightning import _layouts
+
+    class DeepSpeedStrategy:
+        pass
+
+    with pytest.raises(UnsupportedStepError, match="the strategy DeepSpeedStrategy shards or moves the model"):
+        _layouts.layout_of(trainer(DeepSpeedStrategy()))

@@ -1,0 +1,85 @@
+"""FlexibleRunner's FSDPStrategy: one rank predicted, and a plan applied in two real processes (gloo, CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mmengine")
+torch = pytest.importorskip("torch")
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of both ranks; the second one has less memory, which counts for both."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
+    script = Path(__file__).parent / "mmengine_sharded_script.py"
+    runs = []
+    for rank in range(2):
+        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}  # fmt: skip
+        runs.append(subprocess.Popen([sys.executable, str(script), str(folder)], env=env,
+                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
+    try:
+        outputs = [run.communicate(timeout=200)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_one_rank_is_predicted_as_the_strategy_divides_the_model(answers: Any) -> None:
+    first, second = (answer["plain"] for answer in answers)
+    assert first == second
+    assert first["gpus"] == 2
+    # This rank's parameters are half of the model's, and AdamW keeps two numbers of each.
+    assert first["breakdown"]["optimizer_states"] == pytest.approx(8 * answers[0]["weights"], rel=0.02)
+
+
+def test_the_plan_of_the_smaller_gpu_is_applied_and_trains_the_same(answers: Any) -> None:
+    for answer in answers:
+        assert answer["split"]["splits"] == 2
+        assert answer["split"]["usable"] == answer["plain"]["reserved"] - 1
+        assert answer["difference"] < 1e-5  # AdamW divides by roots of sums that round differently
+        plain, split = answer["losses"]
+        assert split == pytest.approx(plain, abs=1e-6)
+
+
+def test_accumulated_batches_keep_whole_gradients(answers: Any) -> None:
+    """``OptimWrapper`` runs all but the last under FSDP's ``no_sync``, which reduces nothing."""
+    plain, twice = (sum(answers[0][name]["breakdown"].values()) for name in ("plain", "twice"))
+    assert twice - plain > answers[0]["weights"] * 4
+
+
+def test_the_layout_travels_without_its_strategy() -> None:
+    from vram_guard.errors import UnsupportedStepError
+    from vram_guard_mmengine import _layouts
+
+    class FSDPStrategy:
+        model_wrapper = None
+
+    found = _layouts.layout_of(SimpleNamespace(strategy=FSDPStrategy(), world_size=4))
+    assert found is not None
+    assert (found.gpus, found.dimensions) == (4, {"shard": 4})
+    assert vars(pickle.loads(pickle.dumps(found)).apply) == {}
+    assert _layouts.layout_of(SimpleNamespace(world_size=4)) is None
+    FSDPStrategy.model_wrapper = {"cpu_offload": True}  # type: ignore[assignment]
+    with pytest.raises(UnsupportedStepError, match="cpu_offload"):
+        _layouts.layout_of(SimpleNamespace(strategy=FSDPStrategy(), world_size=4))
