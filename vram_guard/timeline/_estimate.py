@@ -1,0 +1,94 @@
+"""Estimate: the memory that one training step takes at one batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vram_guard.budget.margins import Network
+from vram_guard.releases.installed import Releases
+from vram_guard.timeline._values import Category, CudnnAnswers, Note, Phase, Tier, UpperReason
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+
+
+@dataclass(frozen=True)
+class OutOfMemoryPoint:
+    """The point at which a replay under a capacity limit fails, as ``torch.OutOfMemoryError`` would."""
+
+    batch_size: int
+    requested: int
+    """Bytes of the request that failed."""
+    allocated: int
+    reserved: int
+    fragmented: int
+    """Reserved but free bytes that could not serve the request."""
+    phase: Phase
+    module: str
+    source: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory that one training step takes at one batch size.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> taken = trace(step).at(1000)
+        >>> taken.peak_reserved >= taken.peak_allocated == sum(taken.breakdown.values())
+        True
+        >>> taken.peak_phase.name
+        'forward'
+    """
+
+    batch_size: int
+    peak_allocated: int
+    """Bytes in live blocks at their maximum (``torch.cuda.max_memory_allocated``)."""
+    peak_reserved: int
+    """Bytes of segments at their maximum (``torch.cuda.max_memory_reserved``)."""
+    breakdown: Mapping[Category, int]
+    """Category -> bytes alive at the allocated peak; sums to ``peak_allocated``."""
+    by_module: Mapping[str, int]
+    """Module path -> bytes alive at the allocated peak; sums to ``peak_allocated``."""
+    peak_phase: Phase
+    peak_module: str
+    peak_source: str
+    peak_operator: str
+    tier: Tier
+    notes: tuple[Note, ...] = ()
+    out_of_memory: OutOfMemoryPoint | None = None
+    """Set when a capacity was given and the step does not fit it; the peaks are then those reached until there."""
+    host_peak: int = 0
+    """Bytes of host memory in what the step moves there (offload) at their maximum; pinned memory as it is rounded."""
+    releases: Releases | None = field(default=None, compare=False)
+    """The releases that this holds for; None where that is not known."""
+    peak_upper: int = 0
+    """The upper end of the reserved peak: with the most that usual kernels take as unknown workspaces, and with frees
+    that wait for other streams as late as they may be; 0 where there is neither."""
+    upper_reasons: tuple[UpperReason, ...] = ()
+    """What ``peak_upper`` allows for."""
+    by_stream: tuple[int, ...] = ()
+    """Bytes alive at the allocated peak on each CUDA stream, the default one first; empty where there is no other."""
+    network: Network | None = None
+    """The kind of network, by the operators of the step; None: not known."""
+    cudnn: CudnnAnswers | None = None
+    """The cuDNN that was asked for workspaces; None: none was."""
+    cudnn_bytes: int = 0
+    """Bytes that its answers add to the reserved peak."""
+
+    def fits(self, budget: Budget, correction: float = 1.0) -> bool:
+        """True if the step is known to stay within the budget.
+
+        Args:
+            budget: what the allocator may reserve.
+            correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
+        """
+        return budget.holds(self.corrected(correction), self.tier, self.network)
+
+    def corrected(self, correction: float) -> int:
+        """The reserved peak as it is compared with a budget, in bytes."""
+        return int(self.peak_reserved * correction)

@@ -1,0 +1,351 @@
+"""Timeline: every allocation and free of a training step, for every batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
+from vram_guard.budget.margins import Network
+from vram_guard.checks import checked_count
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.releases.installed import Releases
+from vram_guard.scratch import Card
+from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
+from vram_guard.timeline._values import (
+    CATEGORIES,
+    Block,
+    Category,
+    Change,
+    Collective,
+    CudnnAnswers,
+    Deferred,
+    Frees,
+    HostBlock,
+    Note,
+    Phase,
+    Tier,
+    UpperReason,
+    Work,
+    Workspaces,
+)
+
+if TYPE_CHECKING:
+    from vram_guard.budget import GPU, Budget
+    from vram_guard.parallel.spec import Parallel
+
+
+def _untraceable(batch_size: int) -> NoReturn:
+    raise UnsupportedStepError(
+        _("batches of {size} samples can be traced only in the process that has the model", size=batch_size)
+    )
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Two consecutive training steps as a sequence of allocations and frees, affine in the batch size.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 256)
+        >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> timeline = trace(step)
+        >>> timeline.at(1000).peak_allocated < timeline.at(2000).peak_allocated
+        True
+    """
+
+    blocks: tuple[Block, ...]
+    events: tuple[int, ...]
+    """``i >= 0``: block ``i`` is allocated; ``~i`` (negative): block ``i`` is freed. In CUDA's order."""
+    phases: tuple[Phase, ...]
+    traced: tuple[int, ...]
+    """The batch sizes that were really traced."""
+    tier: Tier = "symbolic"
+    notes: tuple[Note, ...] = ()
+    compute_capability: tuple[int, int] = (8, 0)
+    multiprocessors: int | None = None
+    """Of the card that is meant; None: the most that a card of this compute capability has."""
+    precision: str = "32-true"
+    work: tuple[Work, ...] = field(default=(), repr=False)
+    """Computation and traffic of the operators of the second step, in order; empty where that is not known."""
+    host_blocks: tuple[HostBlock, ...] = ()
+    """Blocks that the step puts into host memory."""
+    host_events: tuple[int, ...] = ()
+    """As ``events``, for ``host_blocks``."""
+    changes: tuple[Change, ...] = ()
+    """What the forwards of watched modules change; empty where none were watched."""
+    collectives: tuple[Collective, ...] = ()
+    """The calls of both steps for which several processes wait for each other, in order."""
+    deferred: tuple[Deferred, ...] = ()
+    """The frees that may happen later than where they stand among ``events``, in order."""
+    releases: Releases = field(default_factory=Releases.here, repr=False, compare=False)
+    """The releases that it was traced with."""
+    network: Network | None = None
+    """The kind of network, by the operators of the step; None: not known."""
+    cudnn: CudnnAnswers | None = None
+    """The cuDNN that was asked for workspaces; None: none was."""
+    parallel: Parallel | None = None
+    """The layout over several GPUs, one rank of which this is; None: one GPU."""
+    retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
+    """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process, where the step cannot be traced."""
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**state, "retrace": None if self.retrace is None else _untraceable}
+
+    @property
+    def card(self) -> Card:
+        """What kernels ask the device for."""
+        from vram_guard.budget.catalogue import most_multiprocessors
+
+        count = self.multiprocessors or most_multiprocessors(self.compute_capability)
+        return Card(self.compute_capability, count)
+
+    def on(self, multiprocessors: int | None) -> Timeline:
+        """The same step on a card of the same compute capability with so many multiprocessors; None: unknown."""
+        return self if multiprocessors == self.multiprocessors else replace(self, multiprocessors=multiprocessors)
+
+    def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
+        """Requested bytes of every block at this batch size, in block order."""
+        card = self.card
+        sizes = [block.bytes_at(batch_size, card) for block in self.blocks]
+        for index, block in enumerate(self.blocks if workspaces != "known" else ()):
+            if block.unknown and workspaces == "most":
+                sizes[index] = block.size.at(batch_size)
+            elif block.optional and workspaces == "none":
+                sizes[index] = 0
+        return sizes
+
+    @cached_property
+    def streams(self) -> tuple[int, ...] | None:
+        """The stream of every block; None where all are on the default stream."""
+        streams = tuple(block.stream for block in self.blocks)
+        return streams if any(streams) else None
+
+    @cached_property
+    def upper_reasons(self) -> tuple[UpperReason, ...]:
+        """Why the reserved peak has a range."""
+        workspaces = any(block.unknown for block in self.blocks)
+        return (*(("workspaces",) if workspaces else ()), *(("streams",) if self.deferred else ()))
+
+    @property
+    def late_events(self) -> tuple[int, ...]:
+        """The events with the frees that wait for other streams as late as they may be."""
+        if not self.deferred:
+            return self.events
+        moved: dict[int, list[int]] = {}
+        for free, until in self.deferred:
+            moved.setdefault(until, []).append(self.events[free])
+        left_out = {one.free for one in self.deferred}
+        late: list[int] = []
+        for index, event in enumerate((*self.events, None)):
+            late += moved.get(index, ())
+            if event is not None and index not in left_out:
+                late.append(event)
+        return tuple(late)
+
+    def host_sizes(self, batch_size: int) -> list[int]:
+        """Requested bytes of every host block at this batch size, in block order."""
+        return [block.size.at(batch_size) for block in self.host_blocks]
+
+    def host_peak(self, batch_size: int) -> int:
+        """Bytes of host memory in what the step moves there at their maximum; pinned memory as it is rounded."""
+        timeline = self.exact(batch_size)
+        pinned = [block.pinned for block in timeline.host_blocks]
+        return host_peak(timeline.host_events, timeline.host_sizes(batch_size), pinned)
+
+    def exact(self, batch_size: int) -> Timeline:
+        """The timeline that holds at this batch size: itself, or a fresh trace where the law breaks."""
+        checked_count("batch_size", batch_size)
+        if self.retrace is None or batch_size in self.traced:
+            return self
+        return self.retrace(batch_size).on(self.multiprocessors)
+
+    def replay(
+        self,
+        batch_size: int,
+        *,
+        capacity: int | None = None,
+        settings: AllocatorSettings | None = None,
+        curve: bool = False,
+        workspaces: Workspaces = "known",
+        frees: Frees = "at once",
+    ) -> Replay:
+        """Run the events at one batch size through the caching allocator.
+
+        Args:
+            batch_size: samples per micro-batch.
+            capacity: bytes the allocator may reserve; None: no limit.
+            settings: the allocator's settings; None: PyTorch's defaults.
+            curve: also record allocated and reserved bytes after every event.
+            workspaces: those of convolutions that count.
+            frees: when memory that other streams use is free again. "late" moves events: indices of the result are
+                not those of ``events``.
+        """
+        timeline = self.exact(batch_size)
+        # Without a limit everything fits, and nothing has to be done without.
+        optional = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
+        return replay(
+            timeline.late_events if frees == "late" else timeline.events,
+            timeline.sizes(batch_size, workspaces=workspaces),
+            settings=settings or AllocatorSettings(),
+            capacity=capacity,
+            curve=curve,
+            streams=timeline.streams,
+            optional=optional,
+        )
+
+    def at(
+        self,
+        batch_size: int,
+        *,
+        capacity: int | None = None,
+        settings: AllocatorSettings | None = None,
+    ) -> Estimate:
+        """The memory that the step takes at this batch size. Milliseconds, unless the step has to be traced anew."""
+        timeline = self.exact(checked_count("batch_size", batch_size))
+        result = timeline.replay(batch_size, capacity=capacity, settings=settings)
+        return replace(
+            _estimate(timeline, batch_size, result),
+            peak_upper=_upper(timeline, batch_size, settings),
+            upper_reasons=timeline.upper_reasons,
+            cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
+        )
+
+    def phase_of(self, event: int) -> Phase:
+        """The phase that the event with this index belongs to."""
+        current = self.phases[0]
+        for phase in self.phases:
+            if phase.start > event:
+                break
+            current = phase
+        return current
+
+    def alive_at(self, end: int) -> list[Block]:
+        """The blocks that are allocated and not freed by ``events[:end]``, in the order of their allocation."""
+        alive: dict[int, None] = {}
+        for event in self.events[:end]:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        return [self.blocks[index] for index in alive]
+
+    def max_batch_size(
+        self,
+        budget: Budget | GPU | str | int,
+        *,
+        settings: AllocatorSettings | None = None,
+        limit: int = 2**20,
+    ) -> int:
+        """The largest batch size whose reserved peak stays within the budget; 0 if not even 1 does.
+
+        Args:
+            budget: a :class:`vram_guard.Budget`, an amount ("24GiB"), bytes, or a GPU's name.
+            settings: the allocator's settings.
+            limit: the largest batch size that is considered.
+
+        Example:
+            >>> net = torch.nn.Linear(256, 256)
+            >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
+            >>> timeline = trace(step)
+            >>> largest = timeline.max_batch_size("64MiB")
+            >>> timeline.at(largest).fits(Budget.of("64MiB"))
+            True
+        """
+        from vram_guard.budget import Budget
+
+        held_against = Budget.of(budget)
+
+        def fits(batch_size: int) -> bool:
+            peak = self.replay(batch_size, settings=settings).peak_reserved
+            return held_against.holds(peak, self.tier, self.network)
+
+        return largest_that_fits(fits, checked_count("limit", limit))
+
+
+def _upper(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None) -> int:
+    """The upper end of the reserved peak; 0 where it has no range."""
+    if not timeline.upper_reasons:
+        return 0
+    return timeline.replay(batch_size, settings=settings, workspaces="most", frees="late").peak_reserved
+
+
+def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
+    """Bytes that an asked cuDNN's answers add to the reserved peak."""
+    if timeline.cudnn is None or timeline.cudnn.refused:
+        return 0
+    return max(0, reserved - timeline.replay(batch_size, settings=settings, workspaces="none").peak_reserved)
+
+
+def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest count in ``1..limit`` below which nothing was seen to fail; 0 if 1 does not fit.
+
+    Doubles until it fails, then bisects: about ``2 log2(answer)`` calls.
+    """
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
+    """The holders of the bytes at the allocated peak of a replay."""
+    breakdown: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+    by_module: dict[str, int] = {}
+    by_stream = [0] * (max(timeline.streams or (0,)) + 1)
+    for index, granted in result.peak_live.items():
+        block = timeline.blocks[index]
+        breakdown[block.category] += granted
+        by_module[block.module] = by_module.get(block.module, 0) + granted
+        by_stream[block.stream] += granted
+    asked = timeline.blocks[timeline.events[result.peak_event]] if timeline.events else None
+    return Estimate(
+        batch_size=batch_size,
+        peak_allocated=result.peak_allocated,
+        peak_reserved=result.peak_reserved,
+        breakdown=breakdown,
+        by_module=dict(sorted(by_module.items(), key=lambda item: -item[1])),
+        peak_phase=timeline.phase_of(result.peak_event),
+        peak_module=asked.module if asked else "",
+        peak_source=asked.source if asked else "",
+        peak_operator=asked.operator if asked else "",
+        tier=timeline.tier,
+        notes=timeline.notes,
+        out_of_memory=_out_of_memory_point(timeline, batch_size, result),
+        host_peak=timeline.host_peak(batch_size),
+        releases=timeline.releases,
+        network=timeline.network,
+        cudnn=timeline.cudnn,
+        by_stream=tuple(by_stream) if timeline.streams else (),
+    )
+
+
+def _out_of_memory_point(timeline: Timeline, batch_size: int, result: Replay) -> OutOfMemoryPoint | None:
+    failure = result.failure
+    if failure is None:
+        return None
+    block = timeline.blocks[timeline.events[failure.event]]
+    return OutOfMemoryPoint(
+        batch_size=batch_size,
+        requested=failure.requested,
+        allocated=failure.allocated,
+        reserved=failure.reserved,
+        fragmented=failure.reserved - failure.allocated,
+        phase=timeline.phase_of(failure.event),
+        module=block.module,
+        source=block.source,
+        operator=block.operator,
+    )
