@@ -62,6 +62,7 @@ ROOMS = {
         "test_lightning_guard*",
     ],
     "vram_guard/optimize": ["test_optimize*"],
+    "vram_guard/parallel": ["test_parallel*", "test_plan_communication", "test_plan_gpus*"],
     "vram_guard/plan": ["test_codec*", "test_plan_*", "test_variants*", "test_cost*", "test_plan"],
     "vram_guard/releases": ["test_releases*"],
     "vram_guard/report": ["test_report*", "test_compare*"],
@@ -86,7 +87,7 @@ ROOMS = {
     "vram_guard/config_file.py": ["test_config_file*"],
     "vram_guard/patching.py": ["test_patching*"],
     "vram_guard/step.py": ["test_plan", "test_simulate*"],
-    "vram_guard/timeline.py": ["test_timeline*", "test_simulate*", "test_plan"],
+    "vram_guard/timeline": ["test_timeline*", "test_simulate*", "test_streams*", "test_plan"],
     "vram_guard/units.py": ["test_units*"],
     "vram_guard/settings.py": ["test_settings*"],
     # Without the tests that launch several processes.
