@@ -108,7 +108,7 @@ class Spread:
             rows.append((_("links"), links))
         rows.append((_("samples per optimizer step"), _("{count} over all GPUs, as written", count=self.samples)))
         if self.seconds is not None:
-            rows.append((_("time per step, modelled"), self._time()))
+            rows.append((_("time per step, modelled"), self._time(self.seconds)))
         if self.outside is not None and self.outside.communicators:
             rows.append((_("beside PyTorch"), self._outside(self.outside)))
         if self.topology.assumptions and self.gpus > 1:
@@ -117,17 +117,15 @@ class Spread:
             rows.append((_("host memory"), _("{amount} on each node", amount=format_bytes(self.host_per_node))))
         return rows
 
-    def _time(self) -> str:
-        assert self.seconds is not None
-        said = _("{seconds}", seconds=format_seconds(self.seconds))
-        if self.communication.calls:
-            said = _(
-                "{seconds}; of {busy} of data exchange between GPUs, {waiting} are not hidden behind computing",
-                seconds=format_seconds(self.seconds),
-                busy=format_seconds(self.communication.seconds),
-                waiting=format_seconds(self.communication.exposed),
-            )
-        return said
+    def _time(self, seconds: float) -> str:
+        if not self.communication.calls:
+            return format_seconds(seconds)
+        return _(
+            "{seconds}; of {busy} of data exchange between GPUs, {waiting} are not hidden behind computing",
+            seconds=format_seconds(seconds),
+            busy=format_seconds(self.communication.seconds),
+            waiting=format_seconds(self.communication.exposed),
+        )
 
     def _outside(self, taken: OutsideAllocator) -> str:
         return _(
