@@ -91,6 +91,15 @@ def test_weights_travel_in_the_precision_of_the_step() -> None:
     assert dtypes("32-true") == {(None, None)}
 
 
+def test_what_half_precision_weights_change_is_said() -> None:
+    def said(precision: str, layout: str) -> str:
+        made = plan(a_step(precision=precision), 4, "1GiB", gpus=8, link=LINK, layouts=[layout])
+        return dict(spread(made).facts()).get("precision", "")
+
+    assert "not equal" in said("bf16-mixed", "fsdp2")
+    assert said("bf16-mixed", "ddp") == said("32-true", "fsdp2") == ""
+
+
 def test_layouts_have_names() -> None:
     names = [layout_name(layout) for layout in layouts_of(8, 8, LAYOUTS, "32-true")]
 

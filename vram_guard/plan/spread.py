@@ -109,6 +109,8 @@ class Spread:
         rows.append((_("samples per optimizer step"), _("{count} over all GPUs, as written", count=self.samples)))
         if self.seconds is not None:
             rows.append((_("time per step, modelled"), self._time(self.seconds)))
+        if self.layout is not None and self.layout.param_dtype is not None:
+            rows.append((_("precision"), _precision(self.layout.param_dtype)))
         if self.outside is not None and self.outside.communicators:
             rows.append((_("beside PyTorch"), self._outside(self.outside)))
         if self.topology.assumptions and self.gpus > 1:
@@ -140,3 +142,12 @@ class Spread:
 def format_seconds(seconds: float) -> str:
     """Seconds with three digits: "12.3 s", "840 ms"."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _precision(dtype: str) -> str:
+    """The difference between autocast alone and weights that are gathered in half precision."""
+    return _(
+        "weights are gathered in {dtype}: embeddings and normalisations, which autocast leaves in float32, compute in "
+        "{dtype} too, so results are close to those of the step as written, not equal",
+        dtype=dtype,
+    )
