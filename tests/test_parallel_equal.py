@@ -35,7 +35,7 @@ FAR = 1e-3
 #: Batches that one of two ranks loads, and plans under budgets that they exceed: (layouts, budget, what may change).
 LOADED = 512
 PLANS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
-    "all blocks, micro-batches": (("ddp", "zero1"), "24MiB", ("accumulate", "checkpoint")),
+    "all blocks, micro-batches": (("ddp",), "24MiB", ("accumulate", "checkpoint")),
     "some blocks": (("zero1",), "30MiB", ("checkpoint",)),
     "some blocks, micro-batches": (("fsdp2",), "30MiB", ("accumulate", "checkpoint")),
 }
