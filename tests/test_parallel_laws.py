@@ -87,3 +87,13 @@ def test_a_step_without_such_a_law_is_seen_in_every_kind(kind: Any, settings: di
     timeline = trace(step(Parallel(2, kind=kind), **settings), check_at=7)
     assert timeline.traced != (2, 3, 7)
     assert timeline.notes
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_a_norm_over_divided_gradients_is_added_up_over_the_ranks(kind: Any) -> None:
+    def asked(**settings: Any) -> list[str]:
+        timeline = run_step(step(Parallel(4, kind=kind), **settings), 2, (9, 0))
+        return [one.name for one in timeline.collectives if one.phase == "optimizer"]
+
+    assert asked(clip_grad_norm=1.0) == ["all_reduce"] * 2  # two optimizer steps
+    assert asked(clip_grad_norm=None) == []

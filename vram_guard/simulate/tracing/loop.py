@@ -206,7 +206,12 @@ class Loop:
             self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.step.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
+            # FullyShardedDataParallel's own adds up the norms of all ranks; torch's would take one rank's for all.
+            own = getattr(self.model, "clip_grad_norm_", None)
+            if callable(own) and self.step.parallel is not None:
+                own(self.step.clip_grad_norm)
+            else:
+                nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
         if self.step.clip_grad_value is not None:
             nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
 
