@@ -185,7 +185,18 @@ class SpreadSearch:
     def on(self, gpus: int, total: int) -> Plan:
         """The cheapest layout that fits on so many GPUs, for ``total`` samples loaded at once over all of them."""
         wires = self._topology(gpus)
-        layouts = [layout for layout in self._layouts(gpus) if shares(gpus, layout, total)]
+        known = self._layouts(gpus)
+        if not known:
+            raise InvalidInputError(
+                _(
+                    "no layout of {layouts} can be put on {gpus} GPUs in nodes of {node}: hsdp needs several nodes, "
+                    "and tensor nodes with an even number of GPUs; allow other layouts",
+                    layouts=", ".join(self.request.layouts),
+                    gpus=gpus,
+                    node=min(gpus, self.request.node),
+                )
+            )
+        layouts = [layout for layout in known if shares(gpus, layout, total)]
         if not layouts:
             raise InvalidInputError(
                 _(
