@@ -204,6 +204,8 @@ def untouched() -> nn.Module:
         ({"node": 8}, "give gpus as well"),
         ({"layouts": ["ddp"]}, "give gpus as well"),
         ({"link": "nvlink"}, "give gpus as well"),
+        ({"gpus": 8, "compare_gpus": 4}, "compare_gpus must be a list"),
+        ({"gpus": 8, "layouts": 3}, "layouts must be names"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wishes: dict[str, Any], said: str) -> None:

@@ -76,6 +76,10 @@ class GpusRequest:
         Raises:
             InvalidInputError: a number makes no sense or does not divide, or a link or layout is not known.
         """
+        if not isinstance(compare, Iterable):
+            raise InvalidInputError(
+                _("compare_gpus must be a list of numbers of GPUs, not {value}", value=repr(compare)[:60])
+            )
         counts = tuple(_checked_gpus("compare_gpus", one) for one in compare)
         number = gpus if gpus == "auto" else _checked_gpus("gpus", gpus)
         per_node = GPUS_OF_A_NODE if node is None else checked_count("node", node)
