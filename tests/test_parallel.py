@@ -118,3 +118,9 @@ def test_a_step_takes_a_parallel_and_nothing_else() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_stands_for_any_number_of_gpus(kind: Any) -> None:
     assert [Parallel(gpus, kind=kind).gpus for gpus in (1, 2, 8, 512)] == [1, 2, 8, 512]
+
+
+@pytest.mark.parametrize("kind", [["ddp"], {"ddp": 1}])
+def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
+    with pytest.raises(InvalidInputError, match="kind must be one of"):
+        Parallel(gpus=8, kind=kind)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from parallel_cases import Net, step
 
-from vram_guard import Parallel, Timeline, trace
+from vram_guard import Parallel, Timeline, TrainingStep, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.parallel.data_parallel import chosen_options, fullest_rank, options_of
 from vram_guard.private_names import PrivateName
@@ -331,3 +331,15 @@ def test_fsdp1_keeps_weights_between_forward_and_backward_where_it_is_asked_to()
 def test_fsdp1_with_offload_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedTechniqueError, match="fsdp2 with offload"):
         traced(parallel=Parallel(2, kind="fsdp1", offload=True))
+
+
+def test_fsdp1_in_one_precision_leaves_batch_norms_in_their_block(recwarn: pytest.WarningsRecorder) -> None:
+    step = TrainingStep(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)),
+        batch=lambda size: torch.zeros(size, 64),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        parallel=Parallel(gpus=8, kind="fsdp1"),
+    )
+    assert trace(step).at(4).peak_reserved > 0
+    assert not [str(one.message) for one in recwarn if "mixed precision" in str(one.message)]

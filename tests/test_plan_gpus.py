@@ -204,6 +204,8 @@ def untouched() -> nn.Module:
         ({"node": 8}, "give gpus as well"),
         ({"layouts": ["ddp"]}, "give gpus as well"),
         ({"link": "nvlink"}, "give gpus as well"),
+        ({"gpus": 8, "compare_gpus": 4}, "compare_gpus must be a list"),
+        ({"gpus": 8, "layouts": 3}, "layouts must be names"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wishes: dict[str, Any], said: str) -> None:
@@ -222,3 +224,10 @@ def test_what_makes_no_sense_is_refused(wishes: dict[str, Any], said: str) -> No
 def test_a_step_that_cannot_be_spread_is_refused(change: Callable[[TrainingStep], TrainingStep], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         plan(change(a_step(model=untouched)), 4, "1GiB", gpus=16)
+
+
+def test_a_layout_that_the_machine_cannot_have_is_not_blamed_on_the_batch() -> None:
+    with pytest.raises(InvalidInputError, match="hsdp needs several nodes"):
+        planned(gpus=8, layouts=("hsdp",))
+    with pytest.raises(InvalidInputError, match="even number of GPUs"):
+        planned(gpus=3, layouts=("tensor",))

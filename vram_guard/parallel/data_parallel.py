@@ -117,7 +117,10 @@ def flattened(model: nn.Module, parallel: Parallel, mesh: Any, blocks: Sequence[
         process_group=mesh_of(mesh, "shard").get_group(),
         sharding_strategy=ShardingStrategy.FULL_SHARD if parallel.reshard else ShardingStrategy.SHARD_GRAD_OP,
         auto_wrap_policy=CustomPolicy(inside),
-        mixed_precision=MixedPrecision(dtype(parallel.param_dtype), dtype(parallel.reduce_dtype)),
+        # With any of it, even an empty one, FSDP wraps batch norms by themselves.
+        mixed_precision=MixedPrecision(dtype(parallel.param_dtype), dtype(parallel.reduce_dtype))
+        if parallel.param_dtype or parallel.reduce_dtype
+        else None,
         cpu_offload=CPUOffload(offload_params=parallel.offload),
         # A number alone would make FSDP ask for the current accelerator.
         device_id=torch.device("cuda", _current_device()) if mesh.device_type == "cuda" else torch.device("cpu"),

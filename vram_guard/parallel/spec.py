@@ -125,7 +125,7 @@ class Parallel:
             if not callable(self.apply):
                 raise InvalidInputError(_("apply must be a callable (model, mesh) -> module"))
             return
-        if self.kind in NOT_FOLLOWED:
+        if str(self.kind) in NOT_FOLLOWED:  # as text: it may be something that cannot be hashed
             raise InvalidInputError(
                 _(
                     "{kind} cannot be predicted yet: its ranks do different work, and one of them does not stand for "

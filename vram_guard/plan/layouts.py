@@ -91,6 +91,10 @@ def checked_layouts(names: Iterable[str] | None) -> tuple[str, ...]:
     """
     if names is None:
         return tuple(LAYOUTS)
+    if not isinstance(names, Iterable):
+        raise InvalidInputError(
+            _("layouts must be names such as {known}, not {value}", known=", ".join(LAYOUTS), value=repr(names)[:60])
+        )
     given = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     given = [name for name in given if name]
     known_names("layouts", given, LAYOUTS)

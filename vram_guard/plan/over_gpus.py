@@ -76,6 +76,10 @@ class GpusRequest:
         Raises:
             InvalidInputError: a number makes no sense or does not divide, or a link or layout is not known.
         """
+        if not isinstance(compare, Iterable):
+            raise InvalidInputError(
+                _("compare_gpus must be a list of numbers of GPUs, not {value}", value=repr(compare)[:60])
+            )
         counts = tuple(_checked_gpus("compare_gpus", one) for one in compare)
         number = gpus if gpus == "auto" else _checked_gpus("gpus", gpus)
         per_node = GPUS_OF_A_NODE if node is None else checked_count("node", node)
@@ -185,7 +189,18 @@ class SpreadSearch:
     def on(self, gpus: int, total: int) -> Plan:
         """The cheapest layout that fits on so many GPUs, for ``total`` samples loaded at once over all of them."""
         wires = self._topology(gpus)
-        layouts = [layout for layout in self._layouts(gpus) if shares(gpus, layout, total)]
+        known = self._layouts(gpus)
+        if not known:
+            raise InvalidInputError(
+                _(
+                    "no layout of {layouts} can be put on {gpus} GPUs in nodes of {node}: hsdp needs several nodes, "
+                    "and tensor nodes with an even number of GPUs; allow other layouts",
+                    layouts=", ".join(self.request.layouts),
+                    gpus=gpus,
+                    node=min(gpus, self.request.node),
+                )
+            )
+        layouts = [layout for layout in known if shares(gpus, layout, total)]
         if not layouts:
             raise InvalidInputError(
                 _(
