@@ -53,6 +53,15 @@ def shard(parameter, ranks, rank=0):
     return max(0, min(most, rows - rank * most)) * (parameter[0].numel()) * 4
 
 
+def test_more_ranks_than_rows_are_traced_as_quickly():
+    """torch's own list of parts has one for every rank and parameter; a trace makes those that are asked for."""
+    few, many = traced(Parallel(64, kind="fsdp2")), traced(Parallel(2**17, kind="fsdp2"))
+    assert many.events == few.events
+    rows = {name: parameter.shape[0] for name, parameter in Net().named_parameters()}
+    assert sum(sizes(many, "parameters")) == sum(shard(p, 2**17) for p in Net().parameters())
+    assert max(rows.values()) < 2**17
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_batches_of_two_and_three_say_what_seven_takes_event_by_event(layout):
     timeline = trace(step(layout), check_at=7)

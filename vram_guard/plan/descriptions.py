@@ -104,6 +104,7 @@ class Why(Enum):
     FAILS = marked("the step fails there: {error}")
     COSTS = marked("costs {factor} times the step time")
     COSTS_MORE_THAN = marked("takes {factor} times as long")
+    NO_FIT_AND_SLOWER = marked("does not fit as it is, and takes {factor} times as long")
     NOT_FASTER = marked("does not fit as it is; with what might make it fit, it takes longer")
     NOTHING_FITS = marked("nothing that is allowed makes it fit: {missing} over budget")
     COSTS_WITH_EVERY_BLOCK = marked("costs {factor} times the step time, and more with every block")

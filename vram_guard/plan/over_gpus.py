@@ -255,9 +255,10 @@ class SpreadSearch:
             # Only another precision than float32 can be faster than the step as it is written.
             least_time = source.precision != "32-true" or written.at(batch).fits(self._budget(layout, wires))
             if least_time and best is not None and seconds is not None and seconds > best * (1 + TIME_STEP):
-                slower = Reason(Why.COSTS_MORE_THAN, factor=f"{seconds / best:.2f}")
                 taken = written.at(batch)
                 fits = taken.fits(self._budget(layout, wires))
+                kind = Why.COSTS_MORE_THAN if fits else Why.NO_FIT_AND_SLOWER
+                slower = Reason(kind, factor=f"{seconds / best:.2f}")
                 return None, Way(gpus, layout, fits, peak=taken.peak_reserved, seconds=seconds, why=slower)
             return self._planned(gpus, layout, total, wires, best)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything

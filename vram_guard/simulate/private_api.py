@@ -96,6 +96,11 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
         "test_a_trace_leaves_the_model_and_torch_as_they_were",
     ),
     PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty",
+        "parts of a parameter for many ranks",
+        "test_more_ranks_than_rows_are_traced_as_quickly",
+    ),
+    PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_unsharded_param",
         "which memory is a parameter's or a gradient's",
         "test_the_trace_carries_one_block_at_a_time_and_the_root_with_it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +63,7 @@ def fsdp_followed(model: nn.Module, recorder: Recorder, state: FakeCudaState) ->
         stack.enter_context(
             replaced(_fsdp_param.FSDPParam, {"init_unsharded_param": _named(recorder, _fsdp_param.FSDPParam)})
         )
+        stack.enter_context(replaced(_fsdp_param, {"_chunk_with_empty": _Parts}))
         for module in model.modules():
             stack.callback(_composable_state._module_state_mapping.pop, module, None)
         yield
@@ -83,6 +84,27 @@ def check_names(names: Iterable[PrivateName]) -> None:
                 names=", ".join(name.dotted for name in missing),
             )
         )
+
+
+class _Parts(Sequence[torch.Tensor]):
+    """The parts of a parameter, each cut when it is asked for: torch's own list has one for every rank.
+
+    As ``_chunk_with_empty`` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py cuts them.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.count, self.dim = tensor, num_chunks, dim
+        self.rows = tensor.shape[dim]
+        self.each = -(-self.rows // num_chunks)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        start = index * self.each
+        if index and start >= self.rows:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(self.each, self.rows - start))
 
 
 def _accelerator_answers() -> dict[str, Any]:
