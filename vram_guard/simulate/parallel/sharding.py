@@ -93,12 +93,12 @@ class _Parts(Sequence[torch.Tensor]):
     """
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
-        self.tensor, self.count, self.dim = tensor, num_chunks, dim
+        self.tensor, self.ranks, self.dim = tensor, num_chunks, dim
         self.rows = tensor.shape[dim]
         self.each = -(-self.rows // num_chunks)
 
     def __len__(self) -> int:
-        return self.count
+        return self.ranks
 
     def __getitem__(self, index: Any) -> Any:
         start = index * self.each
