@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "hard_cases::test_compiled_models_are_counted_as_eager_and_said",
             "hard_cases::test_sharded_models_are_refused_with_advice",
-            "lightning_guard::test_a_sharding_strategy_is_refused_with_a_reason",
+            "lightning_layouts::test_other_strategies_are_refused_by_name",
             "accelerate_launch::test_sharded_launches_are_refused_by_name",
         ),
     ),
