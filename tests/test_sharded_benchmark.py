@@ -111,6 +111,23 @@ LAYERS = {"parameters": GIB, "gradients": GIB, "optimizer_states": 2 * GIB, "act
 FIGURES = {
     "layouts": [{"name": "DDP", **LAYERS, "others": 0, "reserved": 90 * GIB, "expandable": 80 * GIB, "seconds": 1.0}],
     "scales": [{"model": "8B", "gpus": 8, "layout": "FSDP2 8", "batch": 1, "error": "died"}],
+    "plans": [
+        {
+            "model": "8B",
+            "gpus": 8,
+            "layout": "FSDP2",
+            "fits": False,
+            "checkpointed": 5,
+            "micro_batches": 1,
+            "peak": 81 * GIB,
+            "step": 0.75,
+            "exposed": 0.02,
+            "wall": 24.0,
+            "processor": 23.0,
+            "host": GIB,
+        },
+        {"model": "405B", "gpus": 512, "error": "too long"},
+    ],
     "tools": [
         {
             "name": "no recomputation",
@@ -140,6 +157,8 @@ def test_the_page_shows_both_settings_and_marks_the_runs_own(language, tmp_path)
     assert "0.550%" in page
     assert "refused" in page
     assert "died" in page
+    assert f"| 8B | 8 | FSDP2 8 | 5 | 1 | 81.0 GiB ({words['does_not_fit']}) | 0.8 s (0.0 s) | 24 s (23 s) |" in page
+    assert "| 405B | 512 | too long |" in page
     written = pages.write_pages(RESULTS, FIGURES, tmp_path)
     assert [path.name for path in written] == ["sharded.md", "sharded.md", "layouts-en.svg", "layouts-zh_cn.svg"]
 

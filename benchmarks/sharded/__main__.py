@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(results, options.json)
     if not options.only:
         figures = {"layouts": picture.figures(), "scales": scales.every(), "tools": mem_tracker.both()}
+        figures["plans"] = scales.planned()
         if options.json:
             write_json(options.json.with_suffix(".figures.json"), figures)
         for path in write_pages(results, figures, options.out):

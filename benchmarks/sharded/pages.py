@@ -15,7 +15,7 @@ from benchmarks.sharded import picture
 TEXTS = pages.texts(Path(__file__).parent)
 
 Figures = Mapping[str, Sequence[Mapping[str, Any]]]
-"""What is no published row: "layouts", "scales" and "tools" -> rows."""
+"""What is no published row: "layouts", "scales", "plans" and "tools" -> rows."""
 
 
 def summary(rows: Sequence[Row]) -> tuple[int, float, float]:
@@ -53,6 +53,8 @@ def page(results: Results, figures: Figures, words: Texts) -> str:
         pages.table(words["tool_columns"], [line for row in figures["tools"] for line in _tools(row, words)]),
         words["scales"],
         pages.table(words["scale_columns"], [_scale(row, words) for row in figures["scales"]]),
+        words["plans"],
+        pages.table(words["plan_columns"], [_planned(row, words) for row in figures["plans"]]),
         words["not_followed"],
         "\n".join(f"- {_plain(name)}: {_reason(why, words)}" for name, why in results.not_reproduced.items()),
     ]
@@ -120,4 +122,19 @@ def _scale(row: Mapping[str, Any], words: Texts) -> tuple[str, ...]:
         f"{row['step']:.1f} s ({row['exposed']:.1f} s)" if known else "-",
         f"{row['traced']:.0f} s ({row['processor']:.0f} s)" if known else "-",
         f"{row['host'] / GIB:.2f} GiB" if known else "-",
+    )
+
+
+def _planned(row: Mapping[str, Any], words: Texts) -> tuple[str, ...]:
+    if "peak" not in row:
+        return row["model"], str(row["gpus"]), row["error"], "-", "-", "-", "-", "-"
+    return (
+        row["model"],
+        str(row["gpus"]),
+        f"{row['layout']} {row['gpus']}" if row["layout"] == "FSDP2" else row["layout"],
+        str(row["checkpointed"]),
+        str(row["micro_batches"]),
+        f"{row['peak'] / GIB:.1f} GiB" + ("" if row["fits"] else f" ({words['does_not_fit']})"),
+        f"{row['step']:.1f} s ({row['exposed']:.1f} s)",
+        f"{row['wall']:.0f} s ({row['processor']:.0f} s)",
     )

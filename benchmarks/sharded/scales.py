@@ -1,4 +1,4 @@
-"""Llama 3 of 8B, 70B and 405B on 8 to 512 GPUs: layout, peak, step time by the cost model, and what the answer took."""
+"""Llama 3 of 8B, 70B and 405B on 8 to 512 GPUs: layouts as given, and as planned; peak, step time by the cost model."""
 
 from __future__ import annotations
 
@@ -53,6 +53,43 @@ def every() -> list[dict[str, Any]]:
             {"model": scale.model, "gpus": scale.gpus, "layout": scale.layout, "batch": scale.batch, **figures}
         )
     return found
+
+
+#: (model, GPUs) that ``plan`` spreads, one sequence on each GPU.
+PLANNED = (("8B", 8), ("8B", 64), ("70B", 64), ("70B", 512), ("405B", 512))
+
+
+def planned() -> list[dict[str, Any]]:
+    """The plan for each of :data:`PLANNED`; an error in place of figures."""
+    found = []
+    for model, gpus in PLANNED:
+        answer = ask(plan_one, model, gpus, limit=LIMIT)
+        found.append({"model": model, "gpus": gpus, **(answer.result or {"error": answer.error.strip()[-200:]})})
+    return found
+
+
+def plan_one(model: str, gpus: int) -> dict[str, Any]:
+    """In a worker: what ``plan`` takes of all its layouts and techniques for the step in mixed precision."""
+    from vram_guard import plan
+    from vram_guard.plan.layouts import layout_name
+
+    step = Recipe(model, gpus, 1).step().with_(parallel=None, precision="bf16-mixed")
+    start, used = time.perf_counter(), time.process_time()
+    with flash_attention():
+        made = plan(step, 1, gpu=CARD, gpus=gpus, node=NODE, link=LINK)
+    assert made.spread is not None
+    return {
+        "layout": layout_name(made.spread.layout),
+        "fits": made.fits,
+        "checkpointed": len(made.recipe.checkpoint),
+        "micro_batches": made.splits,
+        "peak": made.estimate.peak_reserved,
+        "step": made.spread.seconds,
+        "exposed": made.spread.communication.exposed,
+        "wall": time.perf_counter() - start,
+        "processor": time.process_time() - used,
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
 def one(model: str, gpus: int, tensor: int, batch: int) -> dict[str, Any]:
