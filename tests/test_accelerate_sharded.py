@@ -73,27 +73,33 @@ def planned(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["plan"]["estimate"]
 
 
-def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> None:
-    """Accelerate's functions on the script's model, and ours on the same model, allocate the same."""
+def wide_step(**settings: Any) -> Any:
+    """The script's own training as a step, spread or kept on the host as the settings say."""
     from torch import nn
 
-    from vram_guard.simulate import estimate
     from vram_guard.step import TrainingStep
-    from vram_guard.techniques import Recipe
 
     sys.path.insert(0, str(SHARDED.parent))
     try:
         from sharded import Wide
     finally:
         sys.path.pop(0)
-    step = TrainingStep(
+    return TrainingStep(
         Wide(),
         lambda size: (torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)),
         lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         lambda parameters: torch.optim.AdamW(parameters),
         clip_grad_norm=0.1,
-        recipe=Recipe(parameters_on_host=BLOCKS),
+        **settings,
     )
+
+
+def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> None:
+    """Accelerate's functions on the script's model, and ours on the same model, allocate the same."""
+    from vram_guard.simulate import estimate
+    from vram_guard.techniques import Recipe
+
+    step = wide_step(recipe=Recipe(parameters_on_host=BLOCKS))
     ours, found = estimate(step, 4), planned(answers["clipping1"])
     # The loop loads a batch while the last one is still held.
     assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
@@ -202,25 +208,10 @@ def test_models_of_transformers_with_tied_embeddings_are_followed(answers: Any, 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_launch_with_fsdp2_is_predicted_as_it_is_configured(answers: Any, ranks: int) -> None:
     """Accelerate's functions over pretended processes, and ``fully_shard`` on the same blocks, allocate the same."""
-    from torch import nn
-
     from vram_guard import Parallel
     from vram_guard.simulate import estimate
-    from vram_guard.step import TrainingStep
 
-    sys.path.insert(0, str(SHARDED.parent))
-    try:
-        from sharded import Wide
-    finally:
-        sys.path.pop(0)
-    step = TrainingStep(
-        Wide(),
-        lambda size: (torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)),
-        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        lambda parameters: torch.optim.AdamW(parameters),
-        clip_grad_norm=0.1,
-        parallel=Parallel(gpus=ranks, kind="fsdp2", blocks=BLOCKS),
-    )
+    step = wide_step(parallel=Parallel(gpus=ranks, kind="fsdp2", blocks=BLOCKS))
     answer, ours = answers[f"configured{ranks}"], estimate(step, 4)
     assert "error" not in answer, answer
     assert not answer["changed"]

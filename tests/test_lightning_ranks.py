@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +12,8 @@ torch = pytest.importorskip("torch")
 
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
+
+from lightning_two_ranks import run  # noqa: E402 - torch has to be there
 
 SCRIPT = Path(__file__).with_name("lightning_ranks_script.py")
 
@@ -43,33 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
     out = tmp_path_factory.mktemp("ranks")
     cases = [*EQUAL, *dict.fromkeys(EQUAL.values()), *REFUSED, *NOT_ARMED, ARMED]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(out), *cases],
-            env={**os.environ, **address, "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        errors = [rank.communicate(timeout=280)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found: dict[str, list[dict[str, Any]]] = {}
-    for case in cases:
-        paths = [out / f"{case}-{rank}.json" for rank in (0, 1)]
-        assert all(path.exists() for path in paths), errors[0][-2000:] + errors[1][-2000:]
-        found[case] = [
-            {**json.loads(path.read_text()), "weights": torch.load(path.with_suffix(".pt"), weights_only=True)}
-            for path in paths
-        ]
-    return found
+    return run(SCRIPT, out, cases, limit=280)
 
 
 @pytest.mark.parametrize("case", EQUAL)

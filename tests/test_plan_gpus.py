@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from plan_gpus_cases import LINK, PLAIN, a_step, build, planned, spread  # noqa: E402
 
 from vram_guard import Parallel, Plan, TrainingStep, plan, trace  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
@@ -21,45 +21,6 @@ from vram_guard.plan.step_time import card_of, step_seconds  # noqa: E402
 from vram_guard.report.as_json import as_dict  # noqa: E402
 from vram_guard.report.html import html_report  # noqa: E402
 from vram_guard.report.text import render  # noqa: E402
-
-WIDTH = 256
-LINK = "nvlink4,ib400"
-#: Layouts that every model can be spread by.
-PLAIN = ("ddp", "zero1", "fsdp2", "hsdp", "offload")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def build() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(6)), nn.Linear(WIDTH, 8))
-
-
-def a_step(**changes: Any) -> TrainingStep:
-    return TrainingStep(
-        build,
-        lambda size: torch.ones(size, 64, WIDTH),
-        lambda model, batch: model(batch).float().sum(),
-        torch.optim.AdamW,
-        precision="bf16-mixed",
-    ).with_(**changes)
-
-
-def planned(batch_size: int = 4, budget: str = "1GiB", **wishes: Any) -> Plan:
-    return plan(a_step(), batch_size, budget, **{"gpus": 16, "link": LINK, "layouts": PLAIN, **wishes})
-
-
-def spread(made: Plan) -> Any:
-    assert made.spread is not None
-    return made.spread
-
 
 # --- what is taken --------------------------------------------------------------------------------------------------
 
@@ -181,7 +142,7 @@ def test_least_memory_is_a_lower_bound() -> None:
 # --- refused before any work ----------------------------------------------------------------------------------------
 
 
-def untouched() -> nn.Module:
+def untouched() -> torch.nn.Module:
     raise AssertionError("a model was built")
 
 

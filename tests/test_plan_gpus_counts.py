@@ -8,50 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from plan_gpus_cases import LINK, a_step, planned, spread  # noqa: E402
 
-from vram_guard import Parallel, Plan, TrainingStep, plan, trace  # noqa: E402
+from vram_guard import Parallel, plan, trace  # noqa: E402
 from vram_guard.plan.layouts import LAYOUTS, layout_name, layouts_of  # noqa: E402
 from vram_guard.plan.over_gpus import shares  # noqa: E402
-
-WIDTH = 256
-LINK = "nvlink4,ib400"
-#: Layouts that every model can be spread by.
-PLAIN = ("ddp", "zero1", "fsdp2", "hsdp", "offload")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def build() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(6)), nn.Linear(WIDTH, 8))
-
-
-def a_step(**changes: Any) -> TrainingStep:
-    return TrainingStep(
-        build,
-        lambda size: torch.ones(size, 64, WIDTH),
-        lambda model, batch: model(batch).float().sum(),
-        torch.optim.AdamW,
-        precision="bf16-mixed",
-    ).with_(**changes)
-
-
-def planned(batch_size: int = 4, budget: str = "1GiB", **wishes: Any) -> Plan:
-    return plan(a_step(), batch_size, budget, **{"gpus": 16, "link": LINK, "layouts": PLAIN, **wishes})
-
-
-def spread(made: Plan) -> Any:
-    assert made.spread is not None
-    return made.spread
-
 
 # --- the training stays ---------------------------------------------------------------------------------------------
 
