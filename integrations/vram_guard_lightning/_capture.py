@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
+    from vram_guard.techniques import Sharding
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
@@ -53,6 +54,10 @@ class Captured(CapturedTraining):
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_lightning._rehearsal`."""
         return _rehearsal.rehearse(self.trainer, self.model, self.sample.distinct, rehearsal)
+
+    def rehearses(self, sharding: Sharding) -> bool:
+        """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
+        return sharding.fsdp2 or not _namespaces.is_a(self.trainer.strategy, _layouts.FSDP)
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         """As training_step returns it, which gets the batch as Lightning would hand it over."""
@@ -101,6 +106,7 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         ddp_options=chosen_options(getattr(trainer.strategy, "_ddp_kwargs", {})),
         prepare=_preparation_of(trainer, module),
         parallel=layout,
+        shardings=None if layout is None else _layouts.shardings_of(trainer, layout),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))
