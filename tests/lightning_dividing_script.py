@@ -101,7 +101,7 @@ def trained(case: str, out: Path, settings: dict[str, Any], **more: Any) -> tupl
     else:
         strategy = DDPStrategy(**how)
     guard = VramGuard(remember=False, margin=0, **settings)
-    saves = ModelCheckpoint(out / case / str(settings["mode"]), save_last=True, every_n_train_steps=2)
+    saves = ModelCheckpoint(out / case / ("more" if more else str(settings["mode"])), save_last=True, every_n_train_steps=2)
     trainer = cases.make_trainer(
         "lightning.pytorch", out, [guard, *([saves] if kind == "ddp" else [])], devices=2, strategy=strategy,
         enable_checkpointing=kind == "ddp",
@@ -112,19 +112,24 @@ def trained(case: str, out: Path, settings: dict[str, Any], **more: Any) -> tupl
     return guard, trainer, module
 
 
+RESUMED = (("resumed-report", "fit"), ("resumed-fit", "report"))
+
+
 def main(case: str, out: Path) -> None:
-    _kind, allow, *_more = case.split("+")
+    kind, allow, *_more = case.split("+")
     result: dict[str, Any] = {"said": []}
     budget: Any = "8GiB"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for way in ("report", "fit"):
-            settings = {"mode": way, "budget": budget, "allow": allow.split(",")}
+        # Each way goes on from what the other one has saved.
+        for way, other in (("report", ""), ("fit", ""), *(RESUMED if kind == "ddp" else ())):
+            mode = way.removeprefix("resumed-")
+            settings = {"mode": mode, "budget": budget, "allow": allow.split(",")}
             if allow == "checkpoint":  # of this step the peak is elsewhere
                 settings |= {"budget": "8GiB", "pin": {"checkpoint": 2}} if way == "fit" else {}
-            guard, trainer, module = trained(case, out, settings)
+            guard, trainer, module = trained(case, out, settings, **({"max_epochs": 3} if other else {}))
             try:
-                trainer.fit(module)
+                trainer.fit(module, ckpt_path=out / case / other / "last.ckpt" if other else None)
             except Exception as error:  # noqa: BLE001 - whatever it was, the test wants to know
                 result["error"] = f"{type(error).__name__}: {error}"
                 raise
@@ -132,7 +137,7 @@ def main(case: str, out: Path) -> None:
                 result["said"] += [str(one.message) for one in said]
             plan = guard.plan
             assert plan is not None, result["said"]
-            budget = plan.before.peak_reserved - 1
+            budget = int(plan.before.peak_reserved) - 1
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()

@@ -42,13 +42,15 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     if trainer.precision == "32-true" and type(trainer.precision_plugin) is not plain:
         kind = type(trainer.precision_plugin).__name__
         yield Refusal("precision", _("the precision plugin {kind} was set by the user and stays", kind=kind))
-    yield Refusal(
-        "offload_parameters",
-        _(
-            "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard in "
-            "configure_model"
-        ),
-    )
+    divides = "shard" in settings.techniques and not _dividing.why_not(trainer, module)
+    if _layouts.whole(trainer) and not divides:
+        yield Refusal(
+            "offload_parameters",
+            _(
+                "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard "
+                "in configure_model"
+            ),
+        )
     if trainer.gradient_clip_val:
         yield Refusal(
             "offload_optimizer", _("gradients are clipped on the GPU after they have been copied to the host")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
     """Inside the block FSDP1 finds addresses where it looks whether parameters are views of its flat ones."""
+    from torch.distributed.fsdp import _init_utils
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     gather = FlatParamHandle._alloc_padded_unsharded_flat_param
@@ -34,6 +35,8 @@ def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
     with (
         replaced(torch.Tensor, {"data_ptr": address_of}),
         replaced(torch.UntypedStorage, {"data_ptr": storage_address}),
+        # torch would look for a GPU by its number.
+        replaced(_init_utils, {"_get_compute_device": lambda *_args: torch.device("cuda", 0)}),
         replaced(FlatParamHandle, {"_alloc_padded_unsharded_flat_param": gathered}),
     ):
         yield
