@@ -24,7 +24,21 @@ import torch  # noqa: E402
 RANK = int(os.environ["RANK"])
 
 
-def trained(root: Path, case: str, way: str, settings: dict[str, Any]) -> Any:
+class Looks(cases.Hook):
+    """What stands on the model while it trains."""
+
+    found: dict[str, Any]
+
+    def after_train_iter(self, runner: Any, *_args: Any, **_more: Any) -> None:
+        layers = [part for part in runner.model.modules() if isinstance(part, cases.Residual)]
+        self.found = {
+            "checkpointed": ["forward" in vars(layer) for layer in layers],
+            "kinds": sorted({type(one).__name__ for one in runner.optim_wrapper.optimizer.param_groups[0]["params"]}),
+            "model": type(runner.model).__name__,
+        }
+
+
+def trained(root: Path, case: str, way: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     kind = case.partition("+")[0]
     cfg = cases.load(root, "small.py", root.parent / f"{case}-{way}", vram_guard={"mode": way, **settings})
     cfg.merge_from_dict({
@@ -48,11 +62,10 @@ def trained(root: Path, case: str, way: str, settings: dict[str, Any]) -> Any:
     else:
         cfg.model_wrapper_cfg = {"type": "MMDistributedDataParallel", "device_ids": None, "broadcast_buffers": False}
     runner = cases.build(cfg)
-    seen: list[int] = []
-    for layer in [part for part in runner.model.modules() if type(part) is cases.Residual] if kind == "ddp" else ():
-        layer.norm.register_forward_hook(lambda *_: seen.append(1))
+    looks = Looks()
+    runner.register_hook(looks)
     runner.train()
-    return runner, len(seen)
+    return runner, looks.found
 
 
 def main() -> None:
@@ -77,7 +90,7 @@ def main() -> None:
             torch.save(weights, folder / f"{case}-{way}-{RANK}.pt")
             result[way] = {
                 "peak": plan.peak, "before": plan.before.peak_reserved, "fits": plan.fits,
-                "changes": [list(one) for one in plan.changes()], "why": list(plan.reasons), "forwards": seen,
+                "changes": [list(one) for one in plan.changes()], "why": list(plan.reasons), "training": seen,
                 "states": plan.estimate.breakdown.get("optimizer_states", 0), "losses": cases.diary(runner).losses,
                 "kinds": sorted({type(one).__name__ for one in model.parameters()}),
                 "checkpoint": next(map(str, sorted((root.parent / f"{case}-{way}").glob("*.pth"))), ""),

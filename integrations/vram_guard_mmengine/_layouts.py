@@ -6,6 +6,7 @@ import copy
 import os
 from typing import TYPE_CHECKING, Any
 
+from vram_guard import techniques
 from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.parallel.spec import Parallel
@@ -14,6 +15,9 @@ from vram_guard.techniques import Sharding
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vram_guard.guard.applied import Applied
+    from vram_guard.techniques import Recipe
 
 # ruff: noqa: SLF001 - what the strategy does to a model is its method `_wrap_model`, which subclasses replace
 
@@ -58,6 +62,20 @@ def changed_settings(strategy: Any, sharding: Sharding | None) -> dict[str, Any]
     name = (KEEPING if sharding.reshard else freeing)[_kept(strategy)]
     wrapper = {"type": "MMFullyShardedDataParallel", **(strategy.model_wrapper or {})}
     return {"model_wrapper": {**wrapper, "sharding_strategy": name}}
+
+
+def apply(strategy: Any, recipe: Recipe, applied: Applied) -> None:
+    """Let FSDPStrategy divide the model under a plan; its modules go around blocks that are checkpointed."""
+    for name, value in changed_settings(strategy, recipe.sharding).items():
+        applied.replace(strategy, name, value)
+    own = strategy._wrap_model
+
+    def wrap_model(model: nn.Module) -> nn.Module:
+        applied.callback(techniques.install(model, recipe))
+        made: nn.Module = own(model)
+        return made
+
+    applied.replace(strategy, "_wrap_model", wrap_model)
 
 
 def _kept(strategy: Any) -> str:

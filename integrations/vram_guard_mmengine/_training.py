@@ -97,10 +97,8 @@ class RunnerTraining:
                 )
         if plan.batch_size != plan.batch_size_before:
             self._grow(plan, applied)
-        if _layouts.layout_of(runner) is not None:  # FSDP's modules go around those that are checkpointed
-            applied.callback(techniques.install(runner.model, plan.recipe))
-            for name, value in _layouts.changed_settings(runner.strategy, plan.recipe.sharding).items():
-                applied.replace(runner.strategy, name, value)
+        if _layouts.layout_of(runner) is not None:
+            _layouts.apply(runner.strategy, plan.recipe, applied)
         if plan.recipe.optimizer != "as-written":
             _change_optimizer(runner, plan.recipe, applied)
 
