@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.parallel.resharding import offloaded_where_unsaid, resharding_of, set_resharding
@@ -203,7 +203,7 @@ def _fully_sharded(trainer: Any, model: nn.Module) -> nn.Module:
     settings = dict(strategy.kwargs)  # the strategy deletes from them
     if "HYBRID" in strategy.sharding_strategy.name:
         settings["device_mesh"] = _hybrid_mesh(strategy)
-    with replaced(strategy, {"kwargs": settings}), fully_sharded_by_number():
+    with replaced(strategy, {"kwargs": settings}):
         _configured(trainer)
         if not _namespaces.is_lightnings(trainer.lightning_module, "configure_sharded_model"):
             return model

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import techniques
-from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
@@ -115,7 +115,6 @@ class StrategyLayout:
         with (
             replaced(self._strategy, settings),
             replaced(fsdp, {"get_device": lambda: "cuda"}),
-            fully_sharded_by_number(),
         ):
             made: nn.Module = self._strategy._wrap_model(model)
         self.made[:] = [made]
