@@ -116,7 +116,7 @@ RESUMED = (("resumed-report", "fit"), ("resumed-fit", "report"))
 
 
 def main(case: str, out: Path) -> None:
-    kind, allow, *_more = case.split("+")
+    kind, allow, *more = case.split("+")
     result: dict[str, Any] = {"said": []}
     budget: Any = "8GiB"
     with warnings.catch_warnings(record=True) as said:
@@ -137,7 +137,7 @@ def main(case: str, out: Path) -> None:
                 result["said"] += [str(one.message) for one in said]
             plan = guard.plan
             assert plan is not None, result["said"]
-            budget = int(plan.before.peak_reserved) - 1
+            budget = int(plan.before.peak_reserved * float((more or ["1"])[0])) - 1
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
