@@ -28,7 +28,14 @@ def run(script: Path, out: Path, cases: list[str], *, limit: float) -> dict[str,
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(out), *cases],
-            env={**os.environ, **address, "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            env={
+                **os.environ,
+                **address,
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(rank),
+                "RANK": str(rank),
+                "NODE_RANK": "0",
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

