@@ -1,7 +1,7 @@
 """One of two processes whose training is divided otherwise than as written (gloo, CPU).
 
-Run by test_lightning_dividing.py, once per rank. Each case trains as written, which tells what it takes, and then with a
-little less memory.
+Run by test_lightning_dividing.py, once per rank. Each case trains as written, which tells what it takes, and then with
+a little less memory.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ RESUMED = (("resumed-report", "fit"), ("resumed-fit", "report"))
 
 
 def main(case: str, out: Path) -> None:
-    kind, allow, *more = case.split("+")
+    _kind, allow, *more = case.split("+")
     result: dict[str, Any] = {"said": []}
     kept: dict[str, dict[str, torch.Tensor]] = {}
     budget: Any = "8GiB"
@@ -134,10 +134,8 @@ def main(case: str, out: Path) -> None:
             try:
                 trainer.fit(module, ckpt_path=out / case / other / "last.ckpt" if other else None)
             except Exception as error:
-                result["error"] = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                result["said"] += [str(one.message) for one in said]
+                raise AssertionError([str(one.message) for one in said]) from error
+            result["said"] += [str(one.message) for one in said]
             plan = guard.plan
             assert plan is not None, result["said"]
             budget = int(plan.before.peak_reserved * float((more or ["1"])[0])) - 1

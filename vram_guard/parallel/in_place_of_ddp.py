@@ -232,7 +232,7 @@ def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     for leaf in leaves:
         gathered = _gathered(leaf)
         made.append(gathered if keep else None)
-    return pytree.tree_unflatten(made, spec) if keep else {}  # type: ignore[no-any-return]
+    return pytree.tree_unflatten(made, spec) if keep else {}
 
 
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
