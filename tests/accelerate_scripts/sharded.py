@@ -121,7 +121,10 @@ def configured(options):
     from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
+        fsdp_version=options.version,
+        reshard_after_forward=None if options.version == 1 else not options.keeps_gathered,
+        use_orig_params=True if options.version == 1 else None,
+        cpu_offload=options.on_host,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         transformer_cls_names_to_wrap=["Block"],
         cpu_ram_efficient_loading=False,
@@ -282,6 +285,9 @@ def main():
     parser.add_argument("--output_dir")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--own_seed", action="store_true")
+    parser.add_argument("--version", type=int, default=2)
+    parser.add_argument("--keeps_gathered", action="store_true")
+    parser.add_argument("--on_host", action="store_true")
     options = parser.parse_args()
     take_for_gpus()
     globals()[options.loop](options)

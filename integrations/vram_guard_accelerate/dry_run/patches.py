@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
+from vram_guard_accelerate.apply.fsdp import plugin_of
 from vram_guard_accelerate.dry_run import side_effects
-from vram_guard_accelerate.dry_run._sharded_copy import plugin_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -60,6 +60,7 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
             stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin=plugin))
     sharded = plugin_of(given.get("fsdp_plugin"))
     if sharded is not None:
+        run.sharding.change.put_on(sharded)
         given["fsdp_plugin"] = sharded
     original(made, **{name: value for name, value in given.items() if name != "cpu"})
     if sharded is not None:
