@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.capture.simulated_device import offloaded
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard_accelerate._sharding_change import ShardingChange
@@ -40,6 +41,22 @@ def on_host(plugin: Any) -> bool:
     """True if these settings keep parameters in host memory: ``CPUOffload`` of FSDP1, ``CPUOffloadPolicy`` of FSDP2."""
     policy = plugin.cpu_offload
     return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
+
+
+def why_not_followed(plugin: Any) -> str:
+    """The reason why a model that is sharded so cannot be predicted; "" where it can."""
+    if plugin.fsdp_version == 2:
+        return ""
+    if on_host(plugin):
+        return offloaded()
+    strategy = str(getattr(plugin.sharding_strategy or plugin.reshard_after_forward, "name", ""))
+    if "HYBRID" in strategy:
+        return _(
+            "FullyShardedDataParallel with {strategy} asks every node for its GPUs, and cannot be predicted; FULL_SHARD "
+            "and SHARD_GRAD_OP can",
+            strategy=strategy,
+        )
+    return ""
 
 
 def wrapped_classes(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:

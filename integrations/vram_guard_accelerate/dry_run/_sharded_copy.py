@@ -14,6 +14,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.capture.simulated_device import fully_sharded_by_number
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply import fsdp
@@ -91,6 +92,11 @@ class ShardedProcess:
         kind = property(lambda _state: DistributedType.FSDP, lambda _state, _other: None)
         type(state).distributed_type = kind
 
+    @property
+    def flat(self) -> bool:
+        """True for FSDP's first version, which makes flat parameters of the model's own."""
+        return bool(self.plugin.fsdp_version == 1)
+
     def take_off(self) -> None:
         """The Accelerator takes itself for a process that is alone."""
         del type(self.state).distributed_type
@@ -100,8 +106,8 @@ class ShardedProcess:
         """Say which blocks of this model are groups of their own, where the plugin does not."""
 
     def around(self, accelerator: Any, models: list[nn.Module]) -> AbstractContextManager[None]:
-        """What is done around ``Accelerator.prepare`` in a real launch too: see :func:`.fsdp.sharding`."""
-        return fsdp.sharding(accelerator, models, self.change)
+        """What is done around ``Accelerator.prepare``, in a real launch too: see :func:`.fsdp.sharding`."""
+        return fully_sharded_by_number() if self.flat else fsdp.sharding(accelerator, models, self.change)
 
 
 class ShardedCopy(ShardedProcess):

@@ -40,7 +40,7 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
     if not plan.recipe.parameters_on_host:
         if why_not:
             return [Refusal("offload_parameters", why_not).words()]
-        if plan.fits or "offload_parameters" in settings.techniques or len(first.models) != 1:
+        if plan.fits or first.sharded or "offload_parameters" in settings.techniques or len(first.models) != 1:
             return []
         untried = _(
             "parameters on the host were not tried: they change what a script's checkpoints and state dicts hold, and "
