@@ -24,7 +24,8 @@ def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
     as_written: Any = FullyShardedDataParallel.__init__
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(kwargs.get("device_id"), int):  # as frameworks give it; torch would look for that GPU
+        given = kwargs.get("device_id")
+        if isinstance(given, int) or str(given) == "cuda":  # as frameworks give it; torch would look for that GPU
             kwargs["device_id"] = torch.device("cuda", 0)
         as_written(self, *args, **kwargs)
 
