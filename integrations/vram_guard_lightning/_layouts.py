@@ -18,7 +18,7 @@ from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.parallel.groups import alone
-from vram_guard_lightning import _namespaces
+from vram_guard_lightning import _deepspeed, _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -51,8 +51,8 @@ def layout_of(trainer: Trainer) -> Parallel | None:
     if not (sharded or parallel):
         raise UnsupportedStepError(
             _(
-                "the strategy {kind} shards or moves the model; the guard supports one device, DDP, FSDPStrategy and "
-                "ModelParallelStrategy (strategy='auto', 'ddp', 'fsdp')",
+                "the strategy {kind} shards or moves the model; the guard supports one device, DDP, FSDPStrategy, "
+                "ModelParallelStrategy and DeepSpeedStrategy (strategy='auto', 'ddp', 'fsdp', 'deepspeed')",
                 kind=type(strategy).__name__,
             )
         )
@@ -75,7 +75,7 @@ def layout_of(trainer: Trainer) -> Parallel | None:
 
 def whole(trainer: Trainer) -> bool:
     """True if every process holds the whole model."""
-    return any(_namespaces.is_a(trainer.strategy, path) for path in WHOLE)
+    return any(_namespaces.is_a(trainer.strategy, path) for path in WHOLE) and not _deepspeed.used(trainer)
 
 
 def shards_in_configure_model(trainer: Trainer) -> bool:
@@ -90,6 +90,8 @@ def shards_in_configure_model(trainer: Trainer) -> bool:
 def installable(trainer: Trainer) -> tuple[str, ...]:
     """Techniques that can be put on the model's blocks before the strategy divides it."""
     strategy: Any = trainer.strategy
+    if _deepspeed.used(trainer):
+        return ("checkpoint",)
     own = not _namespaces.is_a(strategy, FSDP) or strategy._activation_checkpointing_kwargs
     return () if own or shards_in_configure_model(trainer) else ("checkpoint",)
 

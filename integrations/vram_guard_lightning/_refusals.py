@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
-from vram_guard_lightning import _growth, _hooks, _layouts, _namespaces, _recovery, private_api
+from vram_guard_lightning import _deepspeed, _growth, _hooks, _layouts, _namespaces, _recovery, private_api
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -59,6 +59,8 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     yield Refusal("grow", _growth.why_not(trainer, growable))
     if not _layouts.whole(trainer):
         yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))
+    if _deepspeed.used(trainer):
+        yield from _deepspeed.refusals(trainer)
 
 
 def without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:
