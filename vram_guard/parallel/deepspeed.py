@@ -180,7 +180,9 @@ def _check_offload(name: str, section: Any, stage: int) -> None:
 
 def _switched_on(value: Any) -> bool:
     """True for a setting or section that does something."""
-    return bool(value.get("enabled", any(map(_switched_on, value.values())))) if isinstance(value, dict) else bool(value)
+    return (
+        bool(value.get("enabled", any(map(_switched_on, value.values())))) if isinstance(value, dict) else bool(value)
+    )
 
 
 def _left_open(section: Mapping[str, Any], path: str = "") -> Iterator[str]:
