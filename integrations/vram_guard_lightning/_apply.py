@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.parallel.resharding import set_resharding
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
     """Micro-batches, precision, where weights lie, and batch size of the decision's plan."""
     plan = decision.plan
+    if plan.recipe.sharding is not None:
+        for name, value in _layouts.changed_settings(trainer, plan.recipe.sharding).items():
+            applied.replace(trainer.strategy, name, value)
     if decision.splitter is not None:
         applied.callback(_closure.install(trainer, decision.splitter, loss_weight))
     if plan.precision != plan.precision_before:
@@ -35,7 +39,9 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
 
 def after_setup(trainer: Trainer, recipe: Recipe, applied: Applied) -> None:
     """Install the techniques on the model, which is on its device, and on the optimizer, which is made."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
+    if recipe.sharding is not None and recipe.sharding.reshard is not None:
+        set_resharding(strategy.model, recipe.sharding.reshard)
     if _layouts.whole(trainer):
         applied.callback(install(trainer.lightning_module, recipe))
     made = [optimizer_for(optimizer, recipe) for optimizer in strategy.optimizers]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
+    from vram_guard.techniques import Sharding
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
@@ -54,6 +55,10 @@ class Captured(CapturedTraining):
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_lightning._rehearsal`."""
         return _rehearsal.rehearse(self.trainer, self.model, self.sample.distinct, rehearsal)
+
+    def rehearses(self, sharding: Sharding) -> bool:
+        """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
+        return sharding.fsdp2 or not _namespaces.is_a(self.trainer.strategy, _layouts.FSDP)
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         """As training_step returns it, which gets the batch as Lightning would hand it over."""
@@ -84,6 +89,11 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
     check_precision(trainer)
     config = _deepspeed.config_of(trainer)
     layout = _deepspeed.layout_of(trainer, config) if config else _layouts.layout_of(trainer)
+    shardings = None
+    if config and layout is not None:
+        shardings = _deepspeed.shardings_of(layout, config)
+    elif layout is not None:
+        shardings = _layouts.shardings_of(trainer, layout)
     with random_state_kept():
         source: Any = trainer.fit_loop._data_source
         found = read(source.dataloader())
@@ -104,6 +114,7 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         prepare=_preparation_of(trainer, module),
         parallel=layout,
         deepspeed_config=config,
+        shardings=shardings,
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))
