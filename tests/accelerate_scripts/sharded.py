@@ -50,7 +50,7 @@ def data(samples):
 
 def train(options, accelerator, model=None, before=None, clip=None):
     set_seed(accelerator.process_index if options.own_seed else 0)
-    model = model or Wide()
+    model = model or Wide(depth=options.depth)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(data(options.samples), batch_size=options.batch_size)
@@ -117,11 +117,18 @@ def in_batches(options):
 
 
 def configured(options):
-    """The script itself asks for FSDP2."""
+    """The script itself asks for FSDP."""
     from accelerate import FullyShardedDataParallelPlugin
 
+    first = options.version == 1
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
+        fsdp_version=options.version,
+        sharding_strategy=options.strategy if first else None,
+        reshard_after_forward=None if first else options.strategy == "FULL_SHARD",
+        backward_prefetch="BACKWARD_PRE" if first else None,
+        sync_module_states=options.from_first if first else None,
+        use_orig_params=True if first else None,
+        cpu_offload=options.on_host,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         transformer_cls_names_to_wrap=["Block"],
         cpu_ram_efficient_loading=False,
@@ -282,6 +289,11 @@ def main():
     parser.add_argument("--output_dir")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--own_seed", action="store_true")
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--version", type=int, default=2)
+    parser.add_argument("--strategy", default="FULL_SHARD")
+    parser.add_argument("--from_first", action="store_true")
+    parser.add_argument("--on_host", action="store_true")
     options = parser.parse_args()
     take_for_gpus()
     globals()[options.loop](options)
