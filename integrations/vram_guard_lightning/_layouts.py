@@ -133,7 +133,6 @@ class StrategyLayout:
         trainer.strategy.model = made  # for self.trainer.model in configure_optimizers
         return made
 
-
     def with_(self, sharding: Sharding) -> StrategyLayout:
         """The same under a change of it."""
         return StrategyLayout(self._trainer, self._put, sharding)

@@ -79,11 +79,20 @@ def deepspeed_library() -> ModuleType:
         return importlib.import_module("deepspeed")
 
 
+def filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what a framework has still to fill in ("auto")."""
+    return {
+        name: filled(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if value != "auto"
+    }
+
+
 def layout_of(config: Mapping[str, Any], *, gpus: int, node: int | None = None) -> Parallel:
     """The layout of a training under DeepSpeed's engine.
 
     Args:
-        config: DeepSpeed's, with every "auto" replaced.
+        config: DeepSpeed's.
         gpus: processes of the training.
         node: of one node.
 
@@ -217,19 +226,51 @@ def config_of(
         InvalidInputError: the user's config cannot be used.
         UnsupportedTechniqueError: it asks for something that is not followed.
     """
-    stage = STAGES[str(parallel.kind)]
-    check_config(own, stage)
-    followed = {key: own[key] for key in _FOLLOWED if key in own}
     return {
-        "zero_allow_untested_optimizer": True,
-        **followed,
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulate,
-        "train_batch_size": micro_batch * accumulate * parallel.data_ranks,
+        **_handed_over(parallel, own),
+        **_batches(parallel, micro_batch, accumulate),
         "bf16": {**own.get("bf16", {}), "enabled": precision.startswith("bf16")},
         "fp16": {**own.get("fp16", {}), "enabled": precision.startswith("16")},
         "gradient_clipping": clip_grad_norm or 0.0,
-        "zero_optimization": {**own.get("zero_optimization", {}), "stage": stage},
+    }
+
+
+def as_traced(parallel: Parallel, own: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that a framework has completed, for one of the ranks of a layout.
+
+    Args:
+        parallel: the layout.
+        own: the framework's config, which may take this process for the only one.
+
+    Raises:
+        InvalidInputError: the config cannot be used.
+        UnsupportedTechniqueError: it asks for something that is not followed.
+    """
+    micro_batch, accumulate = (
+        int(own.get(name) or 1) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    return {
+        **_handed_over(parallel, own),
+        **_batches(parallel, micro_batch, accumulate),
+        "gradient_clipping": own.get("gradient_clipping", 0.0),
+    }
+
+
+def _handed_over(parallel: Parallel, own: Mapping[str, Any]) -> dict[str, Any]:
+    stage = STAGES[str(parallel.kind)]
+    check_config(own, stage)
+    return {
+        "zero_allow_untested_optimizer": True,
+        **{name: own[name] for name in _FOLLOWED if name in own},
+        "zero_optimization": {**_section(own), "stage": stage},
+    }
+
+
+def _batches(parallel: Parallel, micro_batch: int, accumulate: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulate,
+        "train_batch_size": micro_batch * accumulate * parallel.data_ranks,
     }
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 def engines_followed(state: FakeCudaState, ranks: int, rank: int) -> Iterator[None]:
     """Inside the block DeepSpeed makes engines of symbolic models, on the simulated GPU, among pretended ranks."""
     library = deepspeed_library()
-    import cpuinfo
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
     from deepspeed.ops.op_builder.builder import OpBuilder
@@ -81,8 +80,21 @@ def engines_followed(state: FakeCudaState, ranks: int, rank: int) -> Iterator[No
         stack.enter_context(replaced(torch, {"zeros_like": _own_meta(torch.zeros_like, state)}))
         stack.enter_context(replaced(torch, {name: _for_host(getattr(torch, name), state) for name in _FACTORIES}))
         stack.enter_context(replaced(OpBuilder, {"load": lambda builder, *_args, **_kwargs: _stand_in(builder)}))
-        stack.enter_context(replaced(cpuinfo, {"get_cpu_info": dict}))  # it starts processes to ask
+        stack.callback(_restore_module, "cpuinfo", sys.modules.get("cpuinfo"))
+        sys.modules["cpuinfo"] = _CPUINFO
         yield
+
+
+#: In place of a library that starts processes when it is imported, and when it is asked.
+_CPUINFO = ModuleType("cpuinfo")
+_CPUINFO.get_cpu_info = dict  # type: ignore[attr-defined]
+
+
+def _restore_module(name: str, before: ModuleType | None) -> None:
+    if before is None:
+        sys.modules.pop(name, None)
+    else:
+        sys.modules[name] = before
 
 
 #: Of tensors that DeepSpeed makes to hold what comes from the GPU.
@@ -211,10 +223,15 @@ def engine_optimizer(
         own=step.deepspeed_config,
     )
     made = EngineOptimizer(make_engine(model, optimizer, config))
-    recorder.classify([getattr(p, "ds_tensor", p) for p in model.parameters()], "parameters")
-    for masters in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of stages 1 and 2, and of 3
-        recorder.classify(getattr(made.engine.optimizer, masters, ()), "optimizer_states")
+    classify_engine(made.engine, recorder)
     return made
+
+
+def classify_engine(engine: Any, recorder: Recorder) -> None:
+    """What a new engine holds: this rank's part of the weights, and of their masters in float32."""
+    recorder.classify([getattr(p, "ds_tensor", p) for p in engine.module.parameters()], "parameters")
+    for masters in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of stages 1 and 2, and of 3
+        recorder.classify(getattr(engine.optimizer, masters, ()), "optimizer_states")
 
 
 class EngineOptimizer(torch.optim.Optimizer):
