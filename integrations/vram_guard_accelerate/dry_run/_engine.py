@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ def plugin_of(given: Any) -> Any:
     Args:
         given: that the script passes to the Accelerator, if it does.
     """
-    if given is None and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+    if given is None and not _variable_set():
         return None
     try:
         deepspeed.deepspeed_library()
@@ -42,6 +43,37 @@ def plugin_of(given: Any) -> Any:
     from accelerate import DeepSpeedPlugin
 
     return DeepSpeedPlugin() if given is None else given
+
+
+def prepare_transformers(ranks: int, *, asked: bool) -> None:
+    """Have Transformers complete a DeepSpeed config for all processes, and make its models on the host.
+
+    Under stage 3 it makes them in ``deepspeed.zero.Init`` otherwise, which divides each weight as it is made; the engine
+    divides them where they were made whole.
+
+    Args:
+        ranks: processes of the launch.
+        asked: ``TrainingArguments`` asks, and names a config.
+    """
+    if "transformers" not in sys.modules or not (asked or _variable_set()):
+        return
+    from transformers.integrations import deepspeed as theirs
+
+    own = theirs.HfTrainerDeepSpeedConfig.trainer_config_process
+    if getattr(own, "ranks", None) is not None:
+        return
+
+    def process(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
+        with replaced(type(arguments), {"world_size": property(lambda _arguments: ranks)}):
+            own(self, arguments, *args, **kwargs)
+
+    process.ranks = ranks  # type: ignore[attr-defined]
+    theirs.HfTrainerDeepSpeedConfig.trainer_config_process = process
+    theirs.set_hf_deepspeed_config = lambda _config: None
+
+
+def _variable_set() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 class EngineProcess:

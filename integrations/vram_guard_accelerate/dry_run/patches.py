@@ -87,6 +87,7 @@ def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kw
     if asker is not None and hasattr(asker, "use_cpu"):
         asker.use_cpu = False
         _take_for_distributed(type(asker), run.shape.ranks)
+    _engine.prepare_transformers(run.shape.ranks, asked=bool(getattr(asker, "deepspeed", None)))
     original(state, False, **kwargs)  # planned for the GPU, wherever it will run
 
 
