@@ -9,7 +9,7 @@ from vram_guard.parallel.resharding import set_resharding
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place
-from vram_guard_lightning import _closure, _growth, _layouts, _namespaces
+from vram_guard_lightning import _closure, _dividing, _growth, _layouts, _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -26,8 +26,11 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
     if plan.recipe.sharding is not None:
         for name, value in _layouts.changed_settings(trainer, plan.recipe.sharding).items():
             applied.replace(trainer.strategy, name, value)
+        if plan.recipe.sharding.fsdp2:
+            _dividing.install(trainer, plan.recipe.sharding, applied)
     if decision.splitter is not None:
-        applied.callback(_closure.install(trainer, decision.splitter, loss_weight))
+        divided = plan.recipe.sharding is not None
+        applied.callback(_closure.install(trainer, decision.splitter, loss_weight, divided=divided))
     if plan.precision != plan.precision_before:
         _set_precision(trainer, plan.precision, applied)
     applied.callback(place(trainer.lightning_module, plan.recipe, trainer.strategy.root_device, plan.precision))
@@ -40,7 +43,7 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
 def after_setup(trainer: Trainer, recipe: Recipe, applied: Applied) -> None:
     """Install the techniques on the model, which is on its device, and on the optimizer, which is made."""
     strategy: Any = trainer.strategy
-    if recipe.sharding is not None and recipe.sharding.reshard is not None:
+    if recipe.sharding is not None and recipe.sharding.reshard is not None and not recipe.sharding.fsdp2:
         set_resharding(strategy.model, recipe.sharding.reshard)
     if _layouts.whole(trainer):
         applied.callback(install(trainer.lightning_module, recipe))

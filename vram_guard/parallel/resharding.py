@@ -20,6 +20,13 @@ def set_resharding(model: nn.Module, reshard: bool) -> None:
         module.set_reshard_after_forward(reshard, recurse=False)
 
 
+def divided_by_fsdp2(module: nn.Module) -> bool:
+    """True if ``fully_shard`` was called with this module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
 def resharding_of(model: nn.Module) -> frozenset[bool]:
     """True, where inner FSDP2 modules free their gathered weights after the forward; False, where some keep them."""
     found = set()

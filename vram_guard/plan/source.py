@@ -111,9 +111,9 @@ def source_of(
         changes: dict[str, Any] = {"accumulate": request.slices, "whole_batch": True} if request.slices > 1 else {}
         layout = built.parallel
         if request.recipe.sharding is not None and built.shardings is not None:
-            layout = built.shardings()[request.recipe.sharding]
+            changes["parallel"] = built.shardings()[request.recipe.sharding]
             changes["data_parallel_ranks"] = 1
-        if layout is not None:
+        elif layout is not None:
             changes["parallel"] = _in_precision(layout, request.precision, step.precision)
         changed = built.with_(precision=request.precision, recipe=request.recipe, **changes)
         size = request.batch_size if topology is not None else first.batch_size
