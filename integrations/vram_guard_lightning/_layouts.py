@@ -6,7 +6,7 @@ What is put on the model is Lightning's own code: the strategy's, and the user's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,11 @@ import torch
 from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.parallel.resharding import offloaded_where_unsaid, resharding_of, set_resharding
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.parallel.groups import alone
+from vram_guard.techniques import Sharding
 from vram_guard_lightning import _namespaces
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ FSDP, MODEL_PARALLEL = "strategies.FSDPStrategy", "strategies.ModelParallelStrat
 
 #: Of ModelParallelStrategy's mesh.
 DIMENSIONS = ("data_parallel", "tensor_parallel")
+
+#: No change of how a strategy divides its model.
+AS_WRITTEN = Sharding()
 
 #: Arguments of FullyShardedDataParallel that hold tensors or processes of the real training.
 _REAL = ("process_group", "ignored_parameters", "ignored_states")
@@ -69,6 +74,7 @@ def layout_of(trainer: Trainer) -> Parallel | None:
         # Where layers are divided over more than a node has, nodes are no bounds of anything that is predicted here.
         node=trainer.world_size if strategy.num_processes % tensor else strategy.num_processes,
         tensor=tensor,
+        reshard=not sharded or strategy.sharding_strategy.name not in _OTHER[True],
         apply=StrategyLayout(trainer, _fully_sharded if sharded else _model_parallel),
     )
 
@@ -89,9 +95,7 @@ def shards_in_configure_model(trainer: Trainer) -> bool:
 
 def installable(trainer: Trainer) -> tuple[str, ...]:
     """Techniques that can be put on the model's blocks before the strategy divides it."""
-    strategy: Any = trainer.strategy
-    own = not _namespaces.is_a(strategy, FSDP) or strategy._activation_checkpointing_kwargs
-    return () if own or shards_in_configure_model(trainer) else ("checkpoint",)
+    return () if getattr(trainer.strategy, "_activation_checkpointing_kwargs", None) else ("checkpoint",)
 
 
 def data_ranks(trainer: Trainer) -> int:
@@ -105,9 +109,14 @@ class StrategyLayout:
     It travels between processes without its Trainer: what has been traced is not traced there again.
     """
 
-    def __init__(self, trainer: Trainer, put: Callable[[Any, nn.Module], nn.Module]) -> None:
+    def __init__(
+        self, trainer: Trainer, put: Callable[[Any, nn.Module], nn.Module], sharding: Sharding = AS_WRITTEN
+    ) -> None:
         self._trainer = trainer
         self._put = put
+        self._sharding = sharding
+        self.reshards: frozenset[bool] = frozenset()
+        """As FSDP2 was set in the latest trace, see :func:`vram_guard.parallel.resharding.resharding_of`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -115,11 +124,69 @@ class StrategyLayout:
     def __call__(self, model: nn.Module, _mesh: Any) -> nn.Module:
         """The module that training_step is called through."""
         trainer: Any = self._trainer
-        with _on_simulated_gpu(trainer.strategy):
+        with _on_simulated_gpu(trainer.strategy), changed(trainer, self._sharding):
             made = self._put(trainer, model)
+            self.reshards = resharding_of(made)
+            if self._sharding.reshard is not None:
+                set_resharding(made, self._sharding.reshard)
             move_to_simulated_device(made)
         trainer.strategy.model = made  # for self.trainer.model in configure_optimizers
         return made
+
+
+    def with_(self, sharding: Sharding) -> StrategyLayout:
+        """The same under a change of it."""
+        return StrategyLayout(self._trainer, self._put, sharding)
+
+
+def shardings_of(trainer: Trainer, layout: Parallel) -> Callable[[], Mapping[Sharding, Parallel]]:
+    """Other ways in which the strategy can divide the model, by its own options; to be asked after the first trace."""
+    written: Any = layout.apply
+
+    def shardings() -> dict[Sharding, Parallel]:
+        other = _other_times(trainer, written)
+        return {
+            one: layout.with_(apply=written.with_(one), reshard=one.reshard is not False)
+            for one in (Sharding(reshard=reshard) for reshard in other)
+        }
+
+    return shardings
+
+
+def _other_times(trainer: Any, written: StrategyLayout) -> tuple[bool, ...]:
+    """True: gathered weights can be freed after the forward; False: they can be kept; as written is left out."""
+    if not _namespaces.is_a(trainer.strategy, FSDP):
+        return tuple(reshard for reshard in (True, False) if written.reshards - {reshard})
+    return tuple(reshard for reshard, pairs in _OTHER.items() if trainer.strategy.sharding_strategy.name in pairs)
+
+
+#: FullyShardedDataParallel's strategies that free gathered weights after the forward, by those that keep them; and
+#: the other way round.
+_OTHER = {
+    True: {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"},
+    False: {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"},
+}
+
+
+@contextlib.contextmanager
+def changed(trainer: Trainer, sharding: Sharding) -> Iterator[None]:
+    """Inside the block the strategy divides a model under these changes."""
+    with contextlib.ExitStack() as stack:
+        for name, value in changed_settings(trainer, sharding).items():
+            stack.enter_context(replaced(trainer.strategy, {name: value}))
+        yield
+
+
+def changed_settings(trainer: Trainer, sharding: Sharding) -> dict[str, Any]:
+    """Attributes of FSDPStrategy under these changes; none where ``configure_model`` divides the model by FSDP2."""
+    strategy: Any = trainer.strategy
+    if not _namespaces.is_a(strategy, FSDP):
+        return {}
+    settings: dict[str, Any] = {}
+    if sharding.reshard is not None:
+        own = strategy.sharding_strategy
+        settings["sharding_strategy"] = type(own)[_OTHER[sharding.reshard][own.name]]
+    return settings
 
 
 @contextlib.contextmanager
