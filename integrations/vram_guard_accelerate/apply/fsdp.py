@@ -52,8 +52,8 @@ def why_not_followed(plugin: Any) -> str:
     strategy = str(getattr(plugin.sharding_strategy or plugin.reshard_after_forward, "name", ""))
     if "HYBRID" in strategy:
         return _(
-            "FullyShardedDataParallel with {strategy} asks every node for its GPUs, and cannot be predicted; FULL_SHARD "
-            "and SHARD_GRAD_OP can",
+            "FullyShardedDataParallel with {strategy} asks every node for its GPUs, and cannot be predicted; "
+            "FULL_SHARD and SHARD_GRAD_OP can",
             strategy=strategy,
         )
     return ""

@@ -42,16 +42,24 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
             return [Refusal("offload_parameters", why_not).words()]
         if plan.fits or first.sharded or "offload_parameters" in settings.techniques or len(first.models) != 1:
             return []
+        notes = [] if first.shape.ranks == 1 or "shard" in settings.techniques else [_not_divided()]
         untried = _(
             "parameters on the host were not tried: they change what a script's checkpoints and state dicts hold, and "
             "are used only where they are named (--allow ...,offload_parameters)"
         )
-        return [untried]
+        return [*notes, untried]
     on_host = _(
         "parameters on the host (Accelerate's FSDP2): the script sees the model's parameters as "
         "DTensors; save_state writes FSDP's files, and load_state reads no others"
     )
     return [on_host, *_of_shards(first, plan)]
+
+
+def _not_divided() -> str:
+    return _(
+        "FSDP2 was not tried in place of DistributedDataParallel: it changes what a script's checkpoints and state "
+        "dicts hold, and is used only where it is named (--allow ...,shard)"
+    )
 
 
 def divided_notes(first: FirstBatch, plan: Plan) -> list[str]:
