@@ -110,8 +110,10 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         ddp_options=chosen_options(getattr(trainer.strategy, "_ddp_kwargs", {})),
         prepare=_preparation_of(trainer, module),
         parallel=layout,
-        deepspeed_config=config,
-        shardings=_shardings(trainer, module, layout),
+        deepspeed_config=_deepspeed.of_any_stage(config),
+        shardings=_deepspeed.shardings_of(trainer, layout, config)
+        if config and layout is not None
+        else _shardings(trainer, module, layout),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))

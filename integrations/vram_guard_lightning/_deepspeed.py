@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import UnsupportedStepError
@@ -12,6 +12,7 @@ from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
 from vram_guard.parallel import deepspeed
 from vram_guard.patching import replaced
+from vram_guard.techniques import Sharding
 from vram_guard_lightning import _namespaces
 
 if TYPE_CHECKING:
@@ -80,6 +81,42 @@ def layout_of(trainer: Trainer, config: Mapping[str, Any]) -> Parallel:
             )
         )
     return layout
+
+
+def shardings_of(
+    trainer: Trainer, layout: Parallel, config: Mapping[str, Any]
+) -> Callable[[], Mapping[Sharding, Parallel]] | None:
+    """Other stages, and optimizer states on the host; None where the training goes on from a checkpoint of its own.
+
+    Stage 3 is none of them: it divides weights, which a training_step that reads them outside their modules would find
+    empty.
+    """
+    if trainer.ckpt_path is not None:
+        return None
+    stages = (None, 2) if layout.kind == "deepspeed1" else (None,)
+    on_host = (False,) if deepspeed.offloaded(config) or "optimizer" in config else (False, True)
+    found = [Sharding(stage=stage, states_on_host=states) for stage in stages for states in on_host]
+    return lambda: {
+        one: layout.with_(
+            kind=layout.kind if one.stage is None else f"deepspeed{one.stage}", offload=one.states_on_host
+        )
+        for one in found
+        if one != Sharding()
+    }
+
+
+def of_any_stage(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config without the stage, which the step's layout says."""
+    section = {name: value for name, value in config.get("zero_optimization", {}).items() if name != "stage"}
+    return {**config, "zero_optimization": section} if config else {}
+
+
+def changed(config: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
+    """A strategy's config under a change of it."""
+    made = deepspeed.with_states_on_host(config) if sharding.states_on_host else dict(config)
+    if sharding.stage is not None:
+        made["zero_optimization"] = {**made["zero_optimization"], "stage": sharding.stage}
+    return made
 
 
 def refusals(trainer: Trainer) -> Iterator[Refusal]:

@@ -95,6 +95,8 @@ def shards_in_configure_model(trainer: Trainer) -> bool:
 
 def installable(trainer: Trainer) -> tuple[str, ...]:
     """Techniques that can be put on the model's blocks before the strategy divides it."""
+    if _deepspeed.used(trainer):
+        return ("checkpoint", "offload_optimizer")
     return () if getattr(trainer.strategy, "_activation_checkpointing_kwargs", None) else ("checkpoint",)
 
 
@@ -179,6 +181,8 @@ def changed(trainer: Trainer, sharding: Sharding) -> Iterator[None]:
 def changed_settings(trainer: Trainer, sharding: Sharding) -> dict[str, Any]:
     """Attributes of FSDPStrategy under these changes; none where ``configure_model`` divides the model by FSDP2."""
     strategy: Any = trainer.strategy
+    if _deepspeed.used(trainer):
+        return {"config": _deepspeed.changed(strategy.config, sharding)}
     if not _namespaces.is_a(strategy, FSDP):
         return {}
     settings: dict[str, Any] = {}

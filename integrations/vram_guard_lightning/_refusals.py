@@ -49,7 +49,9 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
             "configure_model"
         ),
     )
-    if trainer.gradient_clip_val:
+    if _deepspeed.used(trainer):
+        yield from _deepspeed.refusals(trainer)
+    elif trainer.gradient_clip_val:
         yield Refusal(
             "offload_optimizer", _("gradients are clipped on the GPU after they have been copied to the host")
         )
@@ -57,12 +59,11 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
     elif trainer.strategy.root_device.type == "cpu":
         yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
-    yield Refusal("shard", _dividing.why_not(trainer, module))
+    if not _deepspeed.used(trainer):
+        yield Refusal("shard", _dividing.why_not(trainer, module))
     yield Refusal("grow", _growth.why_not(trainer, growable))
     if not _layouts.whole(trainer):
         yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))
-    if _deepspeed.used(trainer):
-        yield from _deepspeed.refusals(trainer)
 
 
 def by_optimizer(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:

@@ -256,9 +256,21 @@ def as_traced(parallel: Parallel, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def with_states_on_host(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config under which optimizer states and weights in float32 lie in host memory, with the optimizer as it is.
+
+    DeepSpeed asks for its own optimizer there unless it is told that another one is meant
+    (``zero_force_ds_cpu_optimizer``).
+    """
+    section = {**_section(config), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    return {"zero_force_ds_cpu_optimizer": False, **config, "zero_optimization": section}
+
+
 def _handed_over(parallel: Parallel, own: Mapping[str, Any]) -> dict[str, Any]:
     stage = STAGES[str(parallel.kind)]
     check_config(own, stage)
+    if parallel.offload:
+        own = with_states_on_host(own)
     return {
         "zero_allow_untested_optimizer": True,
         **{name: own[name] for name in _FOLLOWED if name in own},
