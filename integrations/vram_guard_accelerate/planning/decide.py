@@ -247,7 +247,7 @@ def _refused(
 
 def _beside_shards(first: FirstBatch) -> dict[str, str]:
     """The techniques that cannot be put on a model which Accelerate has divided."""
-    if not hasattr(first.fsdp_plugin, "fsdp_version"):
+    if first.by_engine:
         divides = _("DeepSpeed's engine trains the model, and stays as it is launched")
         return {name: divides for name in TECHNIQUES if name != "grow"}
     if first.fsdp_plugin.fsdp_version == 2:
