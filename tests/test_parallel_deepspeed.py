@@ -10,16 +10,14 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_cases import engine
 from parallel_cases import Net, step
 
 from vram_guard import Parallel, trace
-from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
-from vram_guard.parallel.deepspeed import STAGES, TESTED
+from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
+from vram_guard.parallel.deepspeed import STAGES, TESTED, check_config, layout_of, placeholder
 from vram_guard.simulate import holds_at
 from vram_guard.simulate.tracing.run import run_step
-
-INSTALLED = importlib.util.find_spec("deepspeed") is not None and importlib.metadata.version("deepspeed") in TESTED
-engine = pytest.mark.skipif(not INSTALLED, reason=f"deepspeed {TESTED[-1]} is not installed")
 
 #: Elements: small, so that the buckets are not all there is. Persistent are parameters that stage 3 leaves whole.
 SMALL = {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
@@ -112,10 +110,122 @@ def test_the_section_on_zero_is_the_users():
         return Counter(c.phase for c in timeline.collectives if c.step == 2)["backward"]
 
     assert buckets(2000) > buckets(100_000) == 1
-    with pytest.raises(UnsupportedTechniqueError, match="offload_optimizer"):
-        run_step(given("deepspeed2", section={"offload_optimizer": {"device": "cpu"}}), 2, (9, 0))
-    with pytest.raises(UnsupportedTechniqueError, match="clip_grad_value"):
+
+
+def cpu_adam(parameters):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(parameters, lr=1e-3)
+
+
+def on_host(kind="deepspeed2", **more):
+    """A step whose states DeepSpeed keeps on the host: GPU and host memory, and what of the latter is pinned."""
+    section = {**(DIVIDED if kind == "deepspeed3" else SMALL), "offload_optimizer": {"device": "cpu"}, **more}
+    timeline = run_step(given(kind, 2, section, optimizer=cpu_adam), 2, (9, 0))
+    held = most_held = 0
+    for event in timeline.host_events:
+        size = timeline.host_blocks[max(event, ~event)].size.base
+        held += size if event >= 0 else -size
+        most_held = max(most_held, held)
+    return timeline, most_held, sum(block.size.base for block in timeline.host_blocks if block.pinned)
+
+
+@engine
+@pytest.mark.parametrize("kind", STAGES)
+def test_states_may_lie_in_host_memory(kind):
+    """Master, gradient, two averages and the weights to send back: 4 + 4 + 8 + 2 bytes a parameter (ZeRO-Offload)."""
+    timeline, held, pinned = on_host(kind)
+    assert most(timeline, "optimizer_states") == 0
+    assert most(run_step(given(kind, 2), 2, (9, 0)), "optimizer_states") > 12 * elements() / 2 * 0.98
+    assert held == pytest.approx(18 * elements() / 2, rel=0.04)
+    unpinned = on_host(kind, offload_optimizer={"device": "cpu", "pin_memory": False})
+    assert pinned >= 6 * elements() / 2 > unpinned[2] == 0
+    assert unpinned[1] == pytest.approx(held, rel=0.03)
+    assert unpinned[0].at(2).peak_allocated == timeline.at(2).peak_allocated
+
+
+@engine
+def test_parameters_may_lie_there_as_well():
+    states, parameters = on_host("deepspeed3"), on_host("deepspeed3", offload_param={"device": "cpu"})
+    assert most(parameters[0], "parameters") < most(states[0], "parameters") == pytest.approx(elements(), rel=0.05)
+    assert parameters[1] - states[1] == pytest.approx(elements(), rel=0.02)  # 2 bytes of half of them
+
+
+@engine
+def test_a_layout_may_keep_any_optimizers_states_there():
+    """The user's AdamW stays; DeepSpeed, which asks for its own one, is told that another one is meant."""
+    layout = Parallel(2, kind="deepspeed2", offload=True)
+    timeline = run_step(given("deepspeed2", 2).with_(parallel=layout), 2, (9, 0))
+    assert most(timeline, "optimizer_states") == 0
+    with pytest.raises(InvalidInputError, match="DeepSpeed refuses its config: .*DeepSpeedCPUAdam"):
+        run_step(given("deepspeed2", 2, {**SMALL, "offload_optimizer": {"device": "cpu"}}), 2, (9, 0))
+
+
+@engine
+def test_deepspeed_makes_the_optimizer_that_its_config_names():
+    """Its fused Adam is C++: nothing is compiled, and its states are those of torch's."""
+    config = {"zero_optimization": SMALL, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    made = run_step(given("deepspeed2", 2, optimizer=placeholder).with_(deepspeed_config=config), 2, (9, 0))
+    torchs = run_step(given("deepspeed2", 2), 2, (9, 0))
+    assert most(made, "optimizer_states") == pytest.approx(most(torchs, "optimizer_states"), abs=1024)
+    lamb = {**config, "optimizer": {"type": "Lamb", "params": {}}}
+    # Without a GPU, DeepSpeed knows none of its extensions for one, and says so itself.
+    with pytest.raises(
+        (UnsupportedTechniqueError, InvalidInputError), match="extension fused_lamb|not been implemented"
+    ):
+        run_step(given("deepspeed2", 2, optimizer=placeholder).with_(deepspeed_config=lamb), 2, (9, 0))
+
+
+def section(**more):
+    return {"zero_optimization": more}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (section(reduce_bucket_size="auto"), InvalidInputError, r"set zero_optimization\.reduce_bucket_size"),
+        ({"optimizer": {"params": {"lr": "auto"}}}, InvalidInputError, r"set optimizer\.params\.lr"),
+        (section(stage=3), InvalidInputError, "asks for stage 3, and kind for stage 2"),
+        (section(offload_param={"device": "cpu"}), InvalidInputError, "offload_param needs stage 3, not 2"),
+        (section(offload_optimizer={"device": "disk"}), InvalidInputError, r"offload_optimizer\.device"),
+        (section(offload_optimizer={"device": "nvme"}), UnsupportedTechniqueError, "offload_optimizer to nvme"),
+        ({"zero_optimization": 2}, InvalidInputError, "must be a section, not 2"),
+        (section(zero_quantized_weights=True), UnsupportedTechniqueError, "zero_quantized_weights"),
+        (section(mics_shard_size=4), UnsupportedTechniqueError, "mics_shard_size"),
+        ({"torch_autocast": {"enabled": True}}, UnsupportedTechniqueError, "torch_autocast"),
+        ({"managed_gradient_accumulation": False}, UnsupportedTechniqueError, "managed_gradient_accumulation"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused_before_any_work(config, error, words):
+    with pytest.raises(error, match=words):
+        check_config(config, 2)
+
+
+def test_what_takes_no_memory_of_a_step_is_no_reason_to_refuse():
+    off = {"activation_checkpointing": {"partition_activations": False}, "flops_profiler": {"enabled": False}}
+    check_config({**section(stage=2), "scheduler": {"params": {"warmup_max_lr": "auto"}}, **off}, 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [(0, UnsupportedTechniqueError), (4, InvalidInputError), ("2", InvalidInputError), (True, InvalidInputError)],
+)
+def test_a_stage_that_nobody_knows_is_refused(stage, error):
+    with pytest.raises(error, match="stage"):
+        layout_of(section(stage=stage), gpus=4)
+    assert layout_of(section(stage=3), gpus=4).kind == "deepspeed3"
+
+
+@engine
+def test_a_step_that_deepspeed_does_not_train_so_is_refused():
+    with pytest.raises(UnsupportedTechniqueError, match="by their norm alone"):
         run_step(given("deepspeed2", clip_grad_value=1.0), 2, (9, 0))
+    with pytest.raises(UnsupportedTechniqueError, match="give an optimizer"):
+        run_step(given("deepspeed2", optimizer=None), 2, (9, 0))
+    model = Net()
+    model.head.weight.ds_id = 0
+    with pytest.raises(UnsupportedTechniqueError, match=r"deepspeed\.zero\.Init"):
+        run_step(given("deepspeed3", model=model), 2, (9, 0))
 
 
 @engine

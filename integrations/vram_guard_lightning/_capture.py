@@ -16,13 +16,13 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
-from vram_guard.parallel import in_place_of_ddp
+from vram_guard.parallel import deepspeed, in_place_of_ddp
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import _dividing, _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
+from vram_guard_lightning import _deepspeed, _dividing, _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
 from vram_guard_lightning._sample import read
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
     """
     check_precision(trainer)
-    layout = _layouts.layout_of(trainer)
+    config = _deepspeed.config_of(trainer)
+    layout = _deepspeed.layout_of(trainer, config) if config else _layouts.layout_of(trainer)
     with random_state_kept():
         source: Any = trainer.fit_loop._data_source
         found = read(source.dataloader())
@@ -98,18 +99,21 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         model=module,
         batch=_batch_of(trainer, module, found),
         loss=_loss_of(trainer, module),
-        optimizer=_optimizer_of(trainer, module, traits) if module.automatic_optimization else None,
+        optimizer=_optimizer_of(trainer, module, traits, config) if module.automatic_optimization else None,
         precision=cast("Precision", trainer.precision),
         accumulate=accumulation(trainer),
         zero_grad="before_backward",
         keeps="nothing",  # TrainingEpochLoop.advance is over before the next batch is loaded
-        clip_grad_norm=_clipping(trainer, "norm"),
-        clip_grad_value=_clipping(trainer, "value"),
+        clip_grad_norm=config["gradient_clipping"] or None if config else _clipping(trainer, "norm"),
+        clip_grad_value=None if config else _clipping(trainer, "value"),
         data_parallel_ranks=trainer.world_size if layout is None else 1,
         ddp_options=chosen_options(getattr(trainer.strategy, "_ddp_kwargs", {})),
         prepare=_preparation_of(trainer, module),
         parallel=layout,
-        shardings=_shardings(trainer, module, layout),
+        deepspeed_config=_deepspeed.of_any_stage(config),
+        shardings=_deepspeed.shardings_of(trainer, layout, config)
+        if config and layout is not None
+        else _shardings(trainer, module, layout),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))
@@ -259,8 +263,11 @@ class _PrecisionContexts:
 
 
 def _optimizer_of(
-    trainer: Trainer, module: LightningModule, traits: set[str]
+    trainer: Trainer, module: LightningModule, traits: set[str], deepspeed_config: Mapping[str, Any]
 ) -> Callable[[Any], torch.optim.Optimizer]:
+    if "optimizer" in deepspeed_config:  # of DeepSpeed's making; Lightning does not ask configure_optimizers
+        return deepspeed.placeholder
+
     def make(_parameters: Any) -> torch.optim.Optimizer:
         optimizers = optimizers_in(module.configure_optimizers())
         if len(optimizers) != 1:
@@ -295,7 +302,8 @@ def _preparation_of(trainer: Trainer, module: LightningModule) -> Callable[[Any]
     """The work that is done on the simulated device before the first step."""
 
     def prepare(model: Any) -> None:
-        move_to_simulated_device(model)
+        if not _deepspeed.used(trainer):  # whose engine moves it
+            move_to_simulated_device(model)
         if not module.automatic_optimization:  # training_step will ask for them itself
             trainer.strategy.optimizers = optimizers_in(module.configure_optimizers())
 

@@ -23,6 +23,7 @@ from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
 from vram_guard.watch.rank_coordinator import hosts
+from vram_guard_lightning import _deepspeed
 from vram_guard_lightning._hooks import AfterBackward, why_whole
 from vram_guard_lightning._layouts import whole
 from vram_guard_lightning._step_log import StepLog
@@ -157,5 +158,7 @@ class MicroBatchClosure:
 
     def _gradients_stay_here(self, *, stay: bool) -> contextlib.AbstractContextManager[Any]:
         """Under DDP, gradients are averaged over the ranks once, in the last micro-batch's backward."""
+        if _deepspeed.used(self._trainer):
+            return _deepspeed.micro_batch(self._trainer, last=not stay)
         block = getattr(self._trainer.strategy, "block_backward_sync", None)
         return block() if stay and block is not None else contextlib.nullcontext()

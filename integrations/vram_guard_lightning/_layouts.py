@@ -21,7 +21,7 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.techniques import Sharding
 from vram_guard.techniques.host_modules import keep_parameters_in_place
-from vram_guard_lightning import _namespaces
+from vram_guard_lightning import _deepspeed, _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -59,8 +59,8 @@ def layout_of(trainer: Trainer) -> Parallel | None:
     if not (sharded or parallel):
         raise UnsupportedStepError(
             _(
-                "the strategy {kind} shards or moves the model; the guard supports one device, DDP, FSDPStrategy and "
-                "ModelParallelStrategy (strategy='auto', 'ddp', 'fsdp')",
+                "the strategy {kind} shards or moves the model; the guard supports one device, DDP, FSDPStrategy, "
+                "ModelParallelStrategy and DeepSpeedStrategy (strategy='auto', 'ddp', 'fsdp', 'deepspeed')",
                 kind=type(strategy).__name__,
             )
         )
@@ -84,7 +84,7 @@ def layout_of(trainer: Trainer) -> Parallel | None:
 
 def whole(trainer: Trainer) -> bool:
     """True if every process holds the whole model."""
-    return any(_namespaces.is_a(trainer.strategy, path) for path in WHOLE)
+    return any(_namespaces.is_a(trainer.strategy, path) for path in WHOLE) and not _deepspeed.used(trainer)
 
 
 def shards_in_configure_model(trainer: Trainer) -> bool:
@@ -98,6 +98,8 @@ def shards_in_configure_model(trainer: Trainer) -> bool:
 
 def installable(trainer: Trainer) -> tuple[str, ...]:
     """Techniques that can be put on the model's blocks before the strategy divides it."""
+    if _deepspeed.used(trainer):
+        return ("checkpoint", "offload_optimizer")
     own = getattr(trainer.strategy, "_activation_checkpointing_kwargs", None)
     return (*(() if own else ("checkpoint",)), *(() if why_not_offloaded(trainer) else ("offload_parameters",)))
 
@@ -215,6 +217,8 @@ def changed(trainer: Trainer, sharding: Sharding) -> Iterator[None]:
 def changed_settings(trainer: Trainer, sharding: Sharding) -> dict[str, Any]:
     """Attributes of FSDPStrategy under these changes; none where ``configure_model`` divides the model by FSDP2."""
     strategy: Any = trainer.strategy
+    if _deepspeed.used(trainer):
+        return {"config": _deepspeed.changed(strategy.config, sharding)}
     if not _namespaces.is_a(strategy, FSDP):
         return {}
     settings: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import coordinator_of
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
-from vram_guard_lightning import _hooks, _namespaces, private_api
+from vram_guard_lightning import _hooks, _layouts, _namespaces, private_api
 from vram_guard_lightning._closure import MicroBatchClosure
 from vram_guard_lightning._step_log import StepLog
 
@@ -50,7 +50,7 @@ def why_not(trainer: Trainer, module: LightningModule) -> str:
         return why
     if _namespaces.is_a(strategy, "strategies.SingleDeviceStrategy"):
         return ""
-    if not _namespaces.is_a(strategy, "strategies.DDPStrategy"):
+    if not _layouts.whole(trainer):
         return _("repeating a step under {strategy} is not known to be safe", strategy=type(strategy).__name__)
     return _why_not_ddp(strategy, module)
 

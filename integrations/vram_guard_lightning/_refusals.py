@@ -9,7 +9,7 @@ from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.in_place_of_ddp import why_not_optimizer
-from vram_guard_lightning import _dividing, _growth, _hooks, _layouts, _namespaces, _recovery, private_api
+from vram_guard_lightning import _deepspeed, _dividing, _growth, _hooks, _layouts, _namespaces, _recovery, private_api
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -51,7 +51,9 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
                 "in configure_model"
             ),
         )
-    if trainer.gradient_clip_val:
+    if _deepspeed.used(trainer):
+        yield from _deepspeed.refusals(trainer)
+    elif trainer.gradient_clip_val:
         yield Refusal(
             "offload_optimizer", _("gradients are clipped on the GPU after they have been copied to the host")
         )
@@ -59,7 +61,8 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
     elif trainer.strategy.root_device.type == "cpu":
         yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
-    yield Refusal("shard", _dividing.why_not(trainer, module))
+    if not _deepspeed.used(trainer):
+        yield Refusal("shard", _dividing.why_not(trainer, module))
     yield Refusal("grow", _growth.why_not(trainer, growable))
     if not _layouts.whole(trainer):
         yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))

@@ -37,11 +37,21 @@ def why_whole(model: nn.Module) -> str:
 def _hooked(model: nn.Module) -> Iterator[str]:
     """The names of parameters and modules with hooks in backward."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if any(not _engines(hook) for found in hooks if found for hook in found.values()):
             yield name
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if any(
+            not _engines(hook)
+            for found in (module._backward_hooks, module._backward_pre_hooks)
+            for hook in found.values()
+        ):
             yield name or type(module).__name__
+
+
+def _engines(hook: Any) -> bool:
+    """True for hooks of DeepSpeed's engine, by which it collects gradients and knows of micro-batches."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
 
 
 def of_package(owner: Any, method: str, *packages: str) -> bool:

@@ -40,6 +40,10 @@ def check(model: nn.Module, parallel: Parallel) -> None:
         return
     if parallel.kind in STAGES:
         deepspeed_library()
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            raise UnsupportedTechniqueError(
+                _("the model was made in deepspeed.zero.Init, which has divided it already: make it outside")
+            )
         return
     if parallel.kind not in (*_INSTALLERS, *_WHOLE):
         raise UnsupportedTechniqueError(_("{kind} cannot be predicted yet", kind=parallel.kind))

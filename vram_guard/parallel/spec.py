@@ -56,7 +56,9 @@ class Parallel:
         replicate: for "hsdp", how many times the sharded model is repeated; None: once per node.
         reshard: for "fsdp2", "hsdp" and "fsdp1": True frees unsharded parameters after the forward, False keeps them
             until the backward, a number keeps them sharded over so many ranks ("fsdp2" and "hsdp").
-        offload: for "fsdp2", "hsdp" and "fsdp1": parameters, gradients and optimizer states lie in host memory.
+        offload: for "fsdp2", "hsdp" and "fsdp1": parameters, gradients and optimizer states lie in host memory. For
+            DeepSpeed's stages: optimizer states and the weights in float32 (its "offload_optimizer"); its own config
+            says more.
         blocks: names of the modules that are sharded one by one, as in ``model.named_modules()``; None: the modules
             that repeat.
         param_dtype: dtype in which "fsdp2", "hsdp" and "fsdp1" compute ("bfloat16", "bf16"); None: the parameters' own.
@@ -185,7 +187,7 @@ class Parallel:
             name
             for name, used in (
                 ("reshard", self.reshard is not True),
-                ("offload", self.offload),
+                ("offload", self.offload and not str(self.kind).startswith("deepspeed")),
                 ("blocks", self.blocks is not None),
                 ("param_dtype", self.param_dtype is not None),
                 ("reduce_dtype", self.reduce_dtype is not None),

@@ -119,7 +119,7 @@ def plan(
 
     batch_size = checked_count("batch_size", batch_size)
     allowed, refused = checked_techniques(allow), refused or {}
-    techniques = allowed - refused.keys()
+    techniques = frozenset(allowed - refused.keys())
     reasons = {name: refused_reason(name, why) for name, why in refused.items() if name in allowed}
     grow = grow and "grow" not in refused
     pins = Pins.of(pin)

@@ -117,7 +117,8 @@ class CostModel:
 
     def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:
         """Gradients go to the host, the step is made there, weights come back."""
-        if not (recipe.optimizer_on_host or recipe.parameters_on_host):
+        by_engine = recipe.sharding is not None and recipe.sharding.states_on_host
+        if not (recipe.optimizer_on_host or recipe.parameters_on_host or by_engine):
             return StepTime()
         held = self._held(Option(self._source.precision, 1))
         static = {name: size // self._sharers(recipe) for name, size in held.items()}
@@ -130,7 +131,8 @@ class CostModel:
 
     def _sharers(self, recipe: Recipe) -> int:
         """Processes of which each carries its own part of the parameters between host and GPU."""
-        return self._source.ranks if self._source.sharded and recipe.parameters_on_host else 1
+        by_engine = recipe.sharding is not None and recipe.sharding.states_on_host
+        return self._source.ranks if by_engine or (self._source.sharded and recipe.parameters_on_host) else 1
 
     def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
         """Without foreach, the host starts each operator of the step for each parameter by itself."""

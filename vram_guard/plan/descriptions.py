@@ -187,6 +187,10 @@ def sharding_words(sharding: Sharding) -> str:
         words.append(_("gathered weights kept for the backward pass"))
     if sharding.offload:
         words.append(_("weights and optimizer in host memory"))
+    if sharding.stage is not None:
+        words.append(_("stage {stage} of DeepSpeed's ZeRO", stage=sharding.stage))
+    if sharding.states_on_host:
+        words.append(_("DeepSpeed's optimizer in host memory"))
     return ", ".join(words)
 
 

@@ -21,17 +21,26 @@ class Sharding:
         reshard: True: gathered weights are freed after the forward; False: they are kept until the backward pass; None:
             as written.
         offload: True: parameters, gradients and optimizer states lie in host memory.
+        stage: another stage of DeepSpeed's ZeRO; None: as written.
+        states_on_host: True: DeepSpeed keeps its optimizer's states, and weights in float32, in host memory.
     """
 
     fsdp2: bool = False
     reshard: bool | None = None
     offload: bool = False
+    stage: int | None = None
+    states_on_host: bool = False
 
     @property
     def techniques(self) -> frozenset[str]:
         """What has to be allowed for it, of :data:`vram_guard.plan.techniques.TECHNIQUES`."""
-        names = ("shard",) if self.fsdp2 else ("reshard",) if self.reshard is not None else ()
-        return frozenset((*names, *(("offload_parameters",) if self.offload else ())))
+        needed = {
+            "shard": self.fsdp2 or self.stage is not None,
+            "reshard": self.reshard is not None and not self.fsdp2,
+            "offload_parameters": self.offload,
+            "offload_optimizer": self.states_on_host,
+        }
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from vram_guard.budget import Budget
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard.language import _, marked
 from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate.cli import _deepspeed
 from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
 
 #: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
 NOT_FOLLOWED = {
-    "use_deepspeed": marked("DeepSpeed builds an engine of its own around the model"),
     "use_megatron_lm": marked("Megatron-LM builds the model itself"),
     "tpu": marked("TPU memory is not modelled"),
     "use_parallelism_config": marked("parallel dimensions beyond data parallelism shard the model"),
@@ -48,8 +48,9 @@ def target_of(launch: LaunchArguments) -> Target:
         InvalidInputError: accelerate refuses its options or its config file.
         UnsupportedStepError: a way of training that cannot be followed.
     """
+    words = [*launch.accelerate, launch.script, *launch.arguments]
     with _quiet():
-        arguments, _command, environment = simple_launch([*launch.accelerate, launch.script, *launch.arguments])
+        arguments, _command, environment = simple_launch(words)
     for name, why in NOT_FOLLOWED.items():
         if getattr(arguments, name, False) and not arguments.cpu:
             raise UnsupportedStepError(
@@ -64,7 +65,10 @@ def target_of(launch: LaunchArguments) -> Target:
     sharded = arguments.use_fsdp and not arguments.cpu
     if sharded:
         environment |= _fsdp_variables(arguments)
-    several = (arguments.multi_gpu and not arguments.cpu) or sharded
+    by_engine = arguments.use_deepspeed and not arguments.cpu
+    if by_engine:
+        environment |= _deepspeed.variables(words)
+    several = (arguments.multi_gpu and not arguments.cpu) or sharded or by_engine
     distributed = several or arguments.mpirun_hostfile is not None
     return Target(
         ranks=max(1, arguments.num_processes or 1) if distributed else 1,

@@ -14,6 +14,7 @@ from vram_guard.language import _
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
+from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
@@ -63,7 +64,7 @@ class FollowedLoop:
             if not any(known is model for known in self.models):
                 self.models.append(model)
                 self.tracer.adopt_model(model)
-                self._watch(model)
+                self.watch(model)
         return original(self.accelerator, *args, **kwargs)
 
     def prepare_sharded(
@@ -81,10 +82,12 @@ class FollowedLoop:
             prepared = original(self.accelerator, *args, **kwargs)
         for model in new:
             self.tracer.sharded(model)
-            self._watch(model)
+            self.watch(model)
         return prepared
 
-    def _watch(self, model: nn.Module) -> None:
+    def watch(self, model: nn.Module) -> None:
+        """Count the calls of this model."""
+
         def returned(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             self.forwards += 1
             self._run.phase.returned(model, by_name(args, kwargs), out)
@@ -139,6 +142,8 @@ class LoopPhase(Phase):
         process = self.run.sharding.process
         if process is None:
             return self.loop.prepare(original, models, args, kwargs)
+        if isinstance(process, EngineProcess):
+            return process.prepare(self.loop, original, models, args, kwargs)
         return self.loop.prepare_sharded(process, original, models, args, kwargs)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:

@@ -8,9 +8,11 @@ import torch
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.state.random_generators import random_state_kept
+from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
+from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
@@ -65,7 +67,8 @@ class FollowingPhase(LoopPhase):
             self.run.sharding.server,
             self.run.proof_server,
             self._probe.requests,
-            fsdp_plugin=None if configured is None else configured.plugin,
+            fsdp_plugin=configured.plugin if isinstance(configured, ShardedProcess) else None,
+            by_engine=isinstance(configured, EngineProcess),
         )
         try:
             with loop.tracer.paused():

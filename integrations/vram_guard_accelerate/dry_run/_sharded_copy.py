@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply import fsdp
+from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 
 
 class Sharding:
@@ -38,10 +41,10 @@ class Sharding:
         self.change = change
         self.server: ForkServer | None = None
         self.copy: ShardedCopy | None = None
-        self.configured: ShardedProcess | None = None
+        self.configured: ShardedProcess | EngineProcess | None = None
 
     @property
-    def process(self) -> ShardedProcess | None:
+    def process(self) -> ShardedProcess | EngineProcess | None:
         """What is different in this process; None where its models stay whole."""
         return self.copy or self.configured
 
@@ -49,6 +52,16 @@ class Sharding:
         """The launch, or the script, has chosen FSDP itself."""
         self.may_shard = False
         self.configured = ShardedProcess(accelerator, plugin, self.change)
+
+    def configure_engine(self, plugin: Any, shape: LaunchShape) -> None:
+        """The launch, or the script, has chosen DeepSpeed itself."""
+        self.may_shard = False
+        self.configured = EngineProcess(plugin, shape)
+
+    @property
+    def may_be_proven(self) -> bool:
+        """True if a copy of the process can train for real, alone and on the CPU."""
+        return self.copy is None and not isinstance(self.configured, EngineProcess)
 
     def take_off(self) -> None:
         """In a copy that trains for real, alone and on the CPU: the model stays whole, and computes the same."""

@@ -66,6 +66,8 @@ class FirstBatch:
     """The number of the batch that it asks for, among all since ``prepare``."""
     fsdp_plugin: Any = None
     """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
+    by_engine: bool = False
+    """True if DeepSpeed's engine trains the model."""
 
     @property
     def root(self) -> nn.Module:
@@ -75,7 +77,7 @@ class FirstBatch:
     @property
     def sharded(self) -> bool:
         """True if the launch, or the script, shards the model."""
-        return self.fsdp_plugin is not None
+        return self.by_engine or self.fsdp_plugin is not None
 
     @property
     def precision(self) -> str:

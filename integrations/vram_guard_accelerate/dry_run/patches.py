@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.apply.fsdp import plugin_of, why_not_followed
-from vram_guard_accelerate.dry_run import side_effects
+from vram_guard_accelerate.dry_run import _engine, side_effects
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -56,9 +56,13 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
     made = given.pop("self")
     if given.get("mixed_precision") is not None:
         run.script.precision_given = str(given["mixed_precision"])
-    for plugin in ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
-        if given.get(plugin) is not None:
-            stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin=plugin))
+    if given.get("megatron_lm_plugin") is not None:
+        stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin="megatron_lm_plugin"))
+    engine = _engine.plugin_of(given.get("deepspeed_plugin") or given.get("deepspeed_plugins"))
+    if engine is not None:
+        run.sharding.configure_engine(engine, run.shape)
+        given.pop("deepspeed_plugins", None)
+        given["deepspeed_plugin"] = engine
     sharded = plugin_of(given.get("fsdp_plugin"))
     why = "" if sharded is None else why_not_followed(sharded)
     if why:
@@ -83,6 +87,7 @@ def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kw
     if asker is not None and hasattr(asker, "use_cpu"):
         asker.use_cpu = False
         _take_for_distributed(type(asker), run.shape.ranks)
+    _engine.prepare_transformers(run.shape.ranks, asked=bool(getattr(asker, "deepspeed", None)))
     original(state, False, **kwargs)  # planned for the GPU, wherever it will run
 
 

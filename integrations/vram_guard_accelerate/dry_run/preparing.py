@@ -42,4 +42,4 @@ class PreparingPhase(Phase):
     def _may_be_proven(self, prepared: tuple[Any, ...]) -> bool:
         models = [thing for thing in prepared if isinstance(thing, nn.Module)]
         weights = sum(one.nbytes for model in models for one in (*model.parameters(), *model.buffers()))
-        return self.run.may_prove and self.run.sharding.copy is None and weights <= LARGEST_PROVEN
+        return self.run.may_prove and self.run.sharding.may_be_proven and weights <= LARGEST_PROVEN

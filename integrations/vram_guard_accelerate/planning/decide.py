@@ -14,6 +14,7 @@ from vram_guard.guard.refusals import Refusal, beside_layout, splitting_notes
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source
+from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard_accelerate._launch_plan import LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES
@@ -246,6 +247,9 @@ def _refused(
 
 def _beside_shards(first: FirstBatch) -> dict[str, str]:
     """The techniques that cannot be put on a model which Accelerate has divided."""
+    if first.by_engine:
+        divides = _("DeepSpeed's engine trains the model, and stays as it is launched")
+        return {name: divides for name in TECHNIQUES if name != "grow"}
     if first.fsdp_plugin.fsdp_version == 2:
         return {**dict(beside_layout("FSDP2", "checkpoint", *SHARDINGS)), "offload_parameters": why_not_on_host(first)}
     return dict(beside_layout("FSDP1"))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import _
 from vram_guard.parallel.deepspeed import STAGES, config_of, deepspeed_library, make_engine
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -28,6 +33,7 @@ def engines_followed(state: FakeCudaState, ranks: int, rank: int) -> Iterator[No
     library = deepspeed_library()
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.runtime import utils as runtime_utils
     from deepspeed.runtime.zero import (
         parameter_offload,
@@ -72,7 +78,72 @@ def engines_followed(state: FakeCudaState, ranks: int, rank: int) -> Iterator[No
             if hasattr(module, "assert_ints_same_as_other_ranks"):
                 stack.enter_context(replaced(module, {"assert_ints_same_as_other_ranks": lambda *_args: None}))
         stack.enter_context(replaced(torch, {"zeros_like": _own_meta(torch.zeros_like, state)}))
+        stack.enter_context(replaced(torch, {name: _for_host(getattr(torch, name), state) for name in _FACTORIES}))
+        stack.enter_context(replaced(OpBuilder, {"load": lambda builder, *_args, **_kwargs: _stand_in(builder)}))
+        stack.callback(_restore_module, "cpuinfo", sys.modules.get("cpuinfo"))
+        sys.modules["cpuinfo"] = _CPUINFO
         yield
+
+
+#: In place of a library that starts processes when it is imported, and when it is asked.
+_CPUINFO = ModuleType("cpuinfo")
+_CPUINFO.get_cpu_info = dict  # type: ignore[attr-defined]
+
+
+def _restore_module(name: str, before: ModuleType | None) -> None:
+    if before is None:
+        sys.modules.pop(name, None)
+    else:
+        sys.modules[name] = before
+
+
+#: Of tensors that DeepSpeed makes to hold what comes from the GPU.
+_FACTORIES = ("empty", "zeros", "full")
+
+
+def _for_host(original: Callable[..., Any], state: FakeCudaState) -> Callable[..., Any]:
+    """DeepSpeed's own tensors of host memory are symbolic: they hold states and gradients, as large as the model."""
+
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        own = sys._getframe(1).f_globals.get("__name__", "").startswith("deepspeed.")  # noqa: SLF001 - of Python
+        if not own or torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            result: torch.Tensor = original(*args, **kwargs)
+            return result
+        pinned = bool(kwargs.pop("pin_memory", False))
+        state.shapes_only += 1
+        try:
+            result = original(*args, **{**kwargs, "device": "meta"})
+        finally:
+            state.shapes_only -= 1
+        state.recorder.put(result, "cpu", pinned=pinned)
+        return result
+
+    return made
+
+
+def _stand_in(builder: Any) -> Any:
+    """Functions of a C++ extension of DeepSpeed, which are compiled when they are first used, and are not here.
+
+    Its optimizers for the host and for the GPU update their states in place and allocate nothing: csrc/adam/cpu_adam.cpp
+    (``ds_adam_step``) and csrc/adam/multi_tensor_adam.cu (``multi_tensor_adam_cuda``) of release 0.19.8. What they keep
+    of each parameter is made in Python (deepspeed/ops/adam/cpu_adam.py and fused_adam.py), and is traced.
+
+    Raises:
+        UnsupportedTechniqueError: other extensions.
+    """
+    if builder.name not in _EXTENSIONS:
+        raise UnsupportedTechniqueError(
+            _("DeepSpeed's C++ extension {name} cannot be predicted: use Adam or AdamW", name=builder.name)
+        )
+    return SimpleNamespace(**dict.fromkeys(_EXTENSIONS[builder.name], lambda *_args: None))
+
+
+#: Functions of the extensions whose memory is known, by the names of their builders.
+_EXTENSIONS = {
+    "cpu_adam": ("create_adam", "destroy_adam", "adam_update"),
+    "fused_adam": ("multi_tensor_adam",),
+}
 
 
 def _forgotten(names: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,10 +223,15 @@ def engine_optimizer(
         own=step.deepspeed_config,
     )
     made = EngineOptimizer(make_engine(model, optimizer, config))
-    recorder.classify([getattr(p, "ds_tensor", p) for p in model.parameters()], "parameters")
-    for masters in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of stages 1 and 2, and of 3
-        recorder.classify(getattr(made.engine.optimizer, masters, ()), "optimizer_states")
+    classify_engine(made.engine, recorder)
     return made
+
+
+def classify_engine(engine: Any, recorder: Recorder) -> None:
+    """What a new engine holds: this rank's part of the weights, and of their masters in float32."""
+    recorder.classify([getattr(p, "ds_tensor", p) for p in engine.module.parameters()], "parameters")
+    for masters in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of stages 1 and 2, and of 3
+        recorder.classify(getattr(engine.optimizer, masters, ()), "optimizer_states")
 
 
 class EngineOptimizer(torch.optim.Optimizer):

@@ -136,6 +136,10 @@ _LAYOUTS = tuple(
 )
 
 
+#: DeepSpeed's functions around those of ``torch.distributed``, which users may call as well.
+_DEEPSPEEDS_C10D = "deepspeed.comm"
+
+
 def _called_by_layout() -> bool:
     """True if the innermost frame that is not the trace's own, or c10d's, is of such code, or is autograd itself.
 
@@ -146,7 +150,10 @@ def _called_by_layout() -> bool:
         code = frame.f_code
         if code.co_filename.startswith(_LAYOUTS) or code.co_name == "_engine_run_backward":
             return True
-        if not code.co_filename.startswith((_TORCH_ROOT, _OWN_ROOT)):
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("deepspeed.") and not module.startswith(_DEEPSPEEDS_C10D):
+            return True
+        if not code.co_filename.startswith((_TORCH_ROOT, _OWN_ROOT)) and not module.startswith(_DEEPSPEEDS_C10D):
             return False
         frame = frame.f_back
     return False

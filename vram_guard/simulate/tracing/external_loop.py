@@ -19,13 +19,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vram_guard.parallel.data_parallel import chosen_options
-from vram_guard.parallel.spec import data_parallel
+from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
+from vram_guard.simulate.parallel.engines import EngineOptimizer, classify_engine
 from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
+from vram_guard.simulate.parallel.ranks import one_rank
 from vram_guard.simulate.parallel.replicas import reduction_of
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
@@ -55,6 +57,7 @@ class ExternalLoopTracer:
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
+        self._by_engine = False
         self._flat: nn.Module | None = None
         """The model that FullyShardedDataParallel divides, if any: it stores gradients itself."""
 
@@ -115,6 +118,16 @@ class ExternalLoopTracer:
         """
         from vram_guard.simulate.parallel.sharding import fsdp_traced
 
+        self._adopt_on_host(model)
+        self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
+        self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
+        if flat:
+            self._flat = model
+            self._stack.enter_context(flat_parameters_followed(self.recorder))
+        model.register_forward_pre_hook(self._before_forward)
+
+    def _adopt_on_host(self, model: nn.Module) -> None:
+        """A model becomes symbolic where it is."""
         self._device.shapes_only += 1  # the stand-ins take no memory of the GPU
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_symbolic(tensor):
@@ -122,12 +135,35 @@ class ExternalLoopTracer:
                 self.recorder.put(tensor, "cpu")
         self._device.shapes_only -= 1
         self.recorder.users_own_meta = False
+
+    def under_engine(self, model: nn.Module, layout: Parallel) -> None:
+        """From here on DeepSpeed's engine around this model is traced; call it in place of adopting it.
+
+        Args:
+            model: real; what of it the loop had moved to the GPU before is symbolic already, and stays there.
+            layout: of one of DeepSpeed's kinds.
+
+        Raises:
+            UnsupportedTechniqueError: this torch lacks a private name that the trace leans on.
+        """
+        self._adopt_on_host(model)
         self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
-        self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
-        if flat:
-            self._flat = model
-            self._stack.enter_context(flat_parameters_followed(self.recorder))
+        self._stack.enter_context(one_rank(model, self.recorder, self._device, layout, 0))
         model.register_forward_pre_hook(self._before_forward)
+
+    def engine_made(self, engine: Any) -> None:
+        """The engine is there: its steps are the loop's, and the optimizer's inside are parts of them."""
+        self._by_engine = True
+        classify_engine(engine, self.recorder)
+        own = engine._take_model_step
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            self.recorder.phase("optimizer", self.steps + 1)
+            own(*args, **kwargs)
+            classify_states(self.recorder, EngineOptimizer(engine))
+            self._on_step(engine.optimizer)
+
+        engine._take_model_step = step
 
     def sharded(self, model: nn.Module) -> None:
         """The model has been sharded: this rank's parts are its parameters, buffers and gradients."""
@@ -208,9 +244,13 @@ class ExternalLoopTracer:
             self.recorder.phase("forward", self.steps + 1)
 
     def _before_step(self, *_args: Any) -> None:
+        if self._by_engine:
+            return
         self.recorder.phase("optimizer", self.steps + 1)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        if self._by_engine:
+            return
         classify_states(self.recorder, optimizer)
         self._on_step(optimizer)
 

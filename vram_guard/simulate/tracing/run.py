@@ -18,7 +18,7 @@ from torch import nn
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.language import Message, _
-from vram_guard.parallel.deepspeed import STAGES
+from vram_guard.parallel.deepspeed import STAGES, check_config
 from vram_guard.parallel.install import check as check_layout
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
@@ -400,10 +400,14 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
         UnsupportedTechniqueError: the layout, or a technique beside it, cannot be used so.
     """
     check_layout(model, parallel)
-    if parallel.kind in STAGES and (step.clip_grad_value is not None or step.optimizer is None):
-        raise UnsupportedTechniqueError(
-            _("DeepSpeed's engine is traced where it trains and clips by norm; clip_grad_value is not followed")
-        )
+    if parallel.kind in STAGES:
+        check_config(step.deepspeed_config, STAGES[str(parallel.kind)])
+        if step.optimizer is None:
+            raise UnsupportedTechniqueError(_("DeepSpeed's engine is traced where it trains: give an optimizer"))
+        if step.clip_grad_value is not None:
+            raise UnsupportedTechniqueError(
+                _("DeepSpeed clips gradients by their norm alone: use clip_grad_norm in place of clip_grad_value")
+            )
     for name in ("frozen_on_host", "parameters_on_host"):
         if getattr(step.recipe, name):
             raise UnsupportedTechniqueError(

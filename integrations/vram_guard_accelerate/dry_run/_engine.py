@@ -1,0 +1,123 @@
+"""The dry run under DeepSpeed: Accelerate makes its engine of the symbolic model, one of many pretended processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from vram_guard.errors import VramGuardError
+from vram_guard.language import _
+from vram_guard.parallel import deepspeed
+from vram_guard.parallel.spec import GPUS_OF_A_NODE
+from vram_guard.patching import replaced
+from vram_guard_accelerate.dry_run.results import stopped
+
+if TYPE_CHECKING:
+    from vram_guard.parallel.spec import Parallel
+    from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
+    from vram_guard_accelerate.dry_run.first_batch import LaunchShape
+
+# ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
+
+
+def plugin_of(given: Any) -> Any:
+    """The settings of DeepSpeed that an Accelerator will have: the script's, or those of the launch; or None.
+
+    Args:
+        given: that the script passes to the Accelerator, if it does.
+    """
+    if given is None and not _variable_set():
+        return None
+    try:
+        deepspeed.deepspeed_library()
+    except VramGuardError as error:
+        stopped(str(error))
+    if isinstance(given, dict):
+        stopped(
+            _("several DeepSpeed plugins are given ({names}), of which one can be predicted", names=", ".join(given))
+        )
+    from accelerate import DeepSpeedPlugin
+
+    return DeepSpeedPlugin() if given is None else given
+
+
+def prepare_transformers(ranks: int, *, asked: bool) -> None:
+    """Have Transformers complete a DeepSpeed config for all processes, and make its models on the host.
+
+    Under stage 3 it makes them in ``deepspeed.zero.Init`` otherwise, which divides each weight as it is made; the engine
+    divides them where they were made whole.
+
+    Args:
+        ranks: processes of the launch.
+        asked: ``TrainingArguments`` asks, and names a config.
+    """
+    if "transformers" not in sys.modules or not (asked or _variable_set()):
+        return
+    from transformers.integrations import deepspeed as theirs
+
+    own = theirs.HfTrainerDeepSpeedConfig.trainer_config_process
+    if getattr(own, "ranks", None) is not None:
+        return
+
+    def process(self: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
+        with replaced(type(arguments), {"world_size": property(lambda _arguments: ranks)}):
+            own(self, arguments, *args, **kwargs)
+
+    process.ranks = ranks  # type: ignore[attr-defined]
+    theirs.HfTrainerDeepSpeedConfig.trainer_config_process = process
+    theirs.set_hf_deepspeed_config = lambda _config: None
+
+
+def _variable_set() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+class EngineProcess:
+    """A process whose Accelerator takes itself for one of several that were launched with DeepSpeed.
+
+    Args:
+        plugin: Accelerate's settings of DeepSpeed.
+        shape: the launch.
+    """
+
+    def __init__(self, plugin: Any, shape: LaunchShape) -> None:
+        self.plugin = plugin
+        node = shape.local_ranks if shape.ranks % shape.local_ranks == 0 else GPUS_OF_A_NODE
+        try:
+            self.layout: Parallel = deepspeed.layout_of(
+                deepspeed.filled(plugin.deepspeed_config), gpus=shape.ranks, node=node
+            )
+        except VramGuardError as error:
+            stopped(str(error))
+
+    def take_off(self) -> None:
+        """Nothing: copies that train for real are not made."""
+
+    def prepare(
+        self, loop: FollowedLoop, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
+    ) -> Any:
+        """``Accelerator.prepare`` of a model, with its optimizer: Accelerate fills in its config, and makes the engine."""
+        if not models:
+            return original(loop.accelerator, *args, **kwargs)
+        if loop.models or len(models) > 1:
+            stopped(_("DeepSpeed is followed with one model, and the script prepares another one"))
+        model = models[0]
+        loop.models.append(model)
+        loop.tracer.under_engine(model, self.layout)
+        library = deepspeed.deepspeed_library()
+        made = library.initialize
+
+        def initialize(**given: Any) -> Any:
+            config = given.pop("config_params", None) or given.pop("config", {})
+            result = made(**given, config=deepspeed.as_traced(self.layout, config), dist_init_required=False)
+            loop.tracer.engine_made(result[0])
+            return result
+
+        with replaced(library, {"initialize": initialize}):
+            prepared = original(loop.accelerator, *args, **kwargs)
+        loop.watch(model)
+        return prepared
