@@ -8,6 +8,8 @@ from vram_guard.timeline._timeline import Timeline, largest_that_fits
 from vram_guard.timeline._values import (
     ASSUMED_CARD,
     CATEGORIES,
+    PHASE_NAMES,
+    STEP_PHASES,
     SYNCHRONISED_NORM,
     Affine,
     Block,
@@ -33,6 +35,8 @@ from vram_guard.timeline._values import (
 __all__ = [
     "ASSUMED_CARD",
     "CATEGORIES",
+    "PHASE_NAMES",
+    "STEP_PHASES",
     "SYNCHRONISED_NORM",
     "Affine",
     "Block",

@@ -28,7 +28,22 @@ Workspaces = Literal["known", "most", "none"]
 #: When memory that another stream uses is free again: where the program frees it, or as late as it may be.
 Frees = Literal["at once", "late"]
 
-PhaseName = Literal["setup", "batch", "forward", "backward", "optimizer"]
+PhaseName = Literal[
+    "setup",
+    "batch",
+    "forward",
+    "backward",
+    "optimizer",
+    "resuming",
+    "validation",
+    "saving",
+    "test",
+    "prediction",
+    "generation",
+]
+PHASE_NAMES: tuple[PhaseName, ...] = get_args(PhaseName)
+#: Of a training step.
+STEP_PHASES = frozenset({"batch", "forward", "backward", "optimizer"})
 
 #: How an answer came about. "symbolic": every operator's memory is known exactly. "partly symbolic": some
 #: sizes are bounds (they depend on data) or some operators ran on stand-in data. "formula": the step could
@@ -107,8 +122,10 @@ class Phase(NamedTuple):
 
     name: PhaseName
     step: int
-    """Optimizer step, from 1; 0 for set-up."""
+    """Optimizer step, from 1; of phases between steps (validation, saving), those before it; 0 for set-up."""
     start: int
+    label: str = ""
+    """What tells it from others of its name: "sanity check", "epoch 5"."""
 
 
 class Deferred(NamedTuple):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Literal
@@ -17,7 +18,7 @@ from vram_guard.scratch import Rule
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.simulate.memory.streams import Issued, StreamLog
-from vram_guard.timeline import Affine, Block, Category, Collective, Deferred, Note, Phase, Scratch, Tier
+from vram_guard.timeline import STEP_PHASES, Affine, Block, Category, Collective, Deferred, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder, as code objects have it (links and all); the file is at
@@ -48,6 +49,8 @@ class Recorder:
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
         self._collectives: list[tuple[Collective, Issued | None]] = []
+        self.label = ""
+        """Of the phases that begin."""
         self.modules: list[str] = [""]
         """Stack of the module paths whose forward is running; the last one is current."""
         self.in_backward = False
@@ -88,18 +91,36 @@ class Recorder:
         if self.phases and self.phases[-1].name == "forward" and name != "forward":
             self._settle_forward()
         self._count_micro_batches(name, step)
-        self.phases.append(Phase(name, step, len(self.events)))  # type: ignore[arg-type]
+        self.phases.append(Phase(name, step, len(self.events), self.label))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"
         self._backward_on = self.streams.current
 
     def _count_micro_batches(self, name: str, step: int) -> None:
-        self.measured = step == 2
+        self.measured = step == 2 and name in STEP_PHASES
         before = self.phases[-1] if self.phases else None
         if before is None or before.step != step:
             self.micro_batch = 0
         elif before.name == "backward" and name in ("batch", "forward"):
             self.micro_batch += 1
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is allocated inside the block is a batch."""
+        before, self._default_category = self._default_category, "batch"
+        try:
+            yield
+        finally:
+            self._default_category = before
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Nothing that is allocated inside the block is counted; what was there before must stay alive."""
+        before, self._closed = self._closed, True
+        try:
+            yield
+        finally:
+            self._closed = before
 
     def _settle_forward(self) -> None:
         """Classify what the forward pass made: activations are still alive, the rest were temporaries."""

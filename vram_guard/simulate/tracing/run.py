@@ -46,6 +46,7 @@ from vram_guard.simulate.tracing._substitution import (
     process_state_restored,
     symbolic_model,
 )
+from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
@@ -271,13 +272,20 @@ class _Run:
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
                     with replicas.unused_parameters_said():
-                        loop.run()
+                        self._play(loop, model)
                 except UnsupportedOperatorError as error:
                     self._lower_bound(model, optimizer, str(error))
                 recorder.close()
         finally:
             recorder.close()
             self.take_off()
+
+    def _play(self, loop: Loop, model: nn.Module) -> None:
+        """The steps, or the whole job."""
+        if self.step.job is None:
+            loop.run()
+        else:
+            PlayedRun(loop, lambda: self._watch_gradients(model)).play(self.step.job)
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
@@ -324,14 +332,21 @@ class _Run:
                 model = divided(model, parallel, mesh, recorder, self.step.ddp_options)
             recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
             recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
-        for parameter in model.parameters():
-            if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
-                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+        self._watch_gradients(model)
         if parallel is None and self.step.layout is not None:
             reduction = replicas.reduction_of(model, self.step.layout, self.step.ddp_options, recorder)
             if reduction is not None:
                 self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
         return model
+
+    def _watch_gradients(self, model: nn.Module) -> None:
+        """Gradients are told from other tensors as they arrive; a schedule may have parameters trained later."""
+        spread = self.step.parallel is not None
+        for parameter in model.parameters():
+            if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - whether this one is there
+                if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
+                    parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
