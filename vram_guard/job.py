@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vram_guard.checks import checked_count, one_of
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.timeline import PHASE_NAMES, PhaseName
 
 if TYPE_CHECKING:
@@ -89,6 +89,15 @@ class JobRun(Protocol):
 
     def hold(self, value: Any) -> None:
         """Keep a value alive until the end of the run."""
+        ...
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the simulated GPU that are taken now."""
+        ...
+
+    def note(self, said: Message) -> None:
+        """A remark for a reader of the prediction, such as a phase that could not be followed."""
         ...
 
 

@@ -247,6 +247,12 @@ class Recorder:
         """Number of blocks; the next one gets this index."""
         return len(self._sizes)
 
+    @property
+    def allocated(self) -> int:
+        """Bytes in blocks that are alive."""
+        alive = {event for event in self.events if event >= 0} - {~event for event in self.events if event < 0}
+        return sum(self._sizes[block] for block in alive)
+
     def block_of(self, storage: int) -> int | None:
         """The index of the block that a storage stands for (``_cdata``); None where it is not counted."""
         ref = self._live.get(storage)
