@@ -36,6 +36,11 @@ class JobRun(Protocol):
         """Samples of a training micro-batch in this trace."""
         ...
 
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of an optimizer step in this trace, as the plan that is tried has them."""
+        ...
+
     def train(self, steps: int = 2, label: str = "", **changes: Any) -> None:
         """Optimizer steps by the step's own loop.
 

@@ -59,6 +59,11 @@ class PlayedRun:
         """Samples of a micro-batch."""
         return self._loop.batch_size
 
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return self._loop.step.accumulate
+
     def play(self, job: Job) -> None:
         """The whole job.
 
