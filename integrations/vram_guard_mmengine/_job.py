@@ -1,4 +1,4 @@
-"""What a runner does besides its training steps, through MMEngine's own code: resuming, saving, validating, schedules."""
+"""A runner's whole training in a trace, through MMEngine's own code: resuming, steps, saving, validating, schedules."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _numbers_of(part: Any, depth: int = 3) -> Iterator[int]:
 
 
 class _Look:
-    """What decides how much memory a step takes: flags of weights and modules, accumulation, the data set's pipeline."""
+    """All that decides about a step's memory: flags of weights and modules, accumulation, the data set's pipeline."""
 
     def __init__(self, run: JobRun, shadow: Shadow, schedule: Schedule) -> None:
         self._run, self._shadow, self._schedule = run, shadow, schedule
@@ -190,7 +190,7 @@ class _Look:
         self._sample = schedule.sample
         self._sizes = _shapes(self._sample.make(1))
         self.counters: set[str] = set()
-        """Numbers that go on by the same amount from place to place: epochs, which do not change a step by themselves."""
+        """Numbers that go on by the same amount from place to place, such as an epoch's."""
         self._known: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._state = self._look()
         self._seen = [self._state]
@@ -277,7 +277,7 @@ class _Look:
         except Exception as error:  # noqa: BLE001 - the user's own code reads the data
             self._run.note(
                 Message(
-                    "samples of the data set that hooks have changed cannot be read ({error}): they are taken as before",
+                    "samples of a data set that hooks changed cannot be read ({error}): they are taken as before",
                     error=f"{type(error).__name__}: {error}",
                 )
             )

@@ -182,19 +182,18 @@ def quiet_mmengine(checkpoint: Callable[..., Any]) -> Iterator[None]:
     Args:
         checkpoint: called in place of reading a checkpoint, with its name and MMEngine's ``map_location``.
     """
-    nothing: Callable[..., None] = lambda *_args, **_kwargs: None
     runner, metric, checkpoints = mmengine.runner.runner, mmengine.evaluator.metric, mmengine.runner.checkpoint
     on_gpu = {"get_device": lambda: "cuda"}
     without_ranks = {
         "collect_results": lambda results, size, *_args, **_kwargs: results[:size],
-        "broadcast_object_list": nothing,
+        "broadcast_object_list": _nothing,
     }
     with contextlib.ExitStack() as stack:
         for module, answers in (
             (mmengine.runner.amp, on_gpu),
             (single_device, {**on_gpu, "get_git_hash": lambda: ""}),
-            (runner, {**on_gpu, "get_git_hash": lambda: "", "save_checkpoint": nothing}),
-            (checkpoints, {"save_checkpoint": nothing}),
+            (runner, {**on_gpu, "get_git_hash": lambda: "", "save_checkpoint": _nothing}),
+            (checkpoints, {"save_checkpoint": _nothing}),
             (metric, without_ranks),
             (Config, {"pretty_text": ""}),
         ):
@@ -203,6 +202,10 @@ def quiet_mmengine(checkpoint: Callable[..., Any]) -> Iterator[None]:
         stack.enter_context(replaced(checkpoints.CheckpointLoader, {"load_checkpoint": read}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """In place of what writes, or waits for other processes."""
 
 
 def copied_evaluator(evaluator: Any) -> Any:
