@@ -52,7 +52,7 @@ from vram_guard.state.containers import leaves
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
-from vram_guard.timeline import Note, Timeline
+from vram_guard.timeline import Growth, Note, Timeline
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -190,6 +190,7 @@ class _Run:
         self.recorder = Recorder()
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
+        self.growth: tuple[Growth, ...] = ()
         self.take_off: Callable[[], None] = lambda: None
 
     @property
@@ -218,7 +219,8 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return replace(self.mode.timeline(self.batch_size, self.written.precision), parallel=step.layout)
+        timeline = self.mode.timeline(self.batch_size, self.written.precision)
+        return replace(timeline, parallel=step.layout, growth=self.growth)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -285,7 +287,9 @@ class _Run:
         if self.step.job is None:
             loop.run()
         else:
-            PlayedRun(loop, lambda: self._watch_gradients(model)).play(self.step.job)
+            played = PlayedRun(loop, lambda: self._watch_gradients(model))
+            played.play(self.step.job)
+            self.growth = played.growth
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
@@ -344,7 +348,7 @@ class _Run:
         spread = self.step.parallel is not None
         for parameter in model.parameters():
             if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
-                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - whether this one is there
+                hooks = parameter._post_accumulate_grad_hooks
                 if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
                     parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
