@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -135,6 +135,18 @@ class Job:
         if not all(map(callable, parts)):
             raise InvalidInputError(_("the parts of a job are callables: run -> None"))
         return cls(_InOrder(parts))
+
+    def callables(self) -> Iterator[object]:
+        """Everything of the user's that it calls."""
+        pending: list[object] = [self]
+        while pending:
+            one = pending.pop()
+            if isinstance(one, tuple):
+                pending += one
+            elif isinstance(one, (Job, _InOrder, *_PARTS)):
+                pending += vars(one).values()
+            else:
+                yield one
 
 
 @dataclass(frozen=True)
@@ -312,3 +324,6 @@ class Change:
         if self.change is not None:
             self.change(run.model, run.optimizer)
         run.train(2, self.label, **self.step)
+
+
+_PARTS = (Evaluation, Saving, Resuming, Change)
