@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vram_guard.checks import checked_count, one_of
@@ -149,6 +149,30 @@ class Job:
         if not all(map(callable, parts)):
             raise InvalidInputError(_("the parts of a job are callables: run -> None"))
         return cls(_InOrder(parts))
+
+    def evaluation(self, name: str, label: str) -> Evaluation | None:
+        """The evaluation with this name and label; None where that is none of :meth:`of`'s parts."""
+        parts = self.play.parts if isinstance(self.play, _InOrder) else ()
+        found = (part for part in parts if isinstance(part, Evaluation))
+        return next((part for part in found if (part.name, part.label) == (name, label)), None)
+
+    def with_evaluation(self, evaluation: Evaluation, batch_size: int) -> Job:
+        """The same job with another batch size of one of its evaluations."""
+        assert isinstance(self.play, _InOrder)
+        changed = replace(evaluation, batch_size=batch_size)
+        return Job(_InOrder(tuple(changed if part is evaluation else part for part in self.play.parts)))
+
+    def callables(self) -> Iterator[object]:
+        """Everything of the user's that it calls."""
+        pending: list[object] = [self]
+        while pending:
+            one = pending.pop()
+            if isinstance(one, tuple):
+                pending += one
+            elif isinstance(one, (Job, _InOrder, *_PARTS)):
+                pending += vars(one).values()
+            else:
+                yield one
 
 
 @dataclass(frozen=True)
@@ -326,3 +350,6 @@ class Change:
         if self.change is not None:
             self.change(run.model, run.optimizer)
         run.train(2, self.label, **self.step)
+
+
+_PARTS = (Evaluation, Saving, Resuming, Change)

@@ -49,6 +49,7 @@ from vram_guard.simulate.tracing._substitution import (
 from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
+from vram_guard.state.reached import reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
@@ -202,6 +203,8 @@ class _Run:
         import_libraries(step.recipe)
         replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
+            if step.job is not None:
+                stack.enter_context(reached_kept(_callables(step)))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
@@ -402,6 +405,17 @@ class _Run:
         self.recorder.phase("optimizer", 1)
         optimizer.step()
         classify_states(self.recorder, optimizer)
+
+
+def _callables(step: TrainingStep) -> Iterator[Any]:
+    """Everything that a job runs, and that may keep something: the step's callables, hooks and helpers of its model."""
+    yield from (step.batch, step.loss, step.optimizer, step.prepare)
+    if step.job is not None:
+        yield from step.job.callables()
+    if isinstance(step.model, nn.Module):
+        for module in step.model.modules():
+            yield from (value for name, value in vars(module).items() if name not in _MODULE_DICTS)
+            yield type(module).forward
 
 
 def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> None:
