@@ -40,7 +40,7 @@ class _Found:
     changes: dict[str, Any]
 
 
-@dataclass
+@dataclass(slots=True)  # what one trace finds stays for the others: a trace puts back what a job's attributes hold
 class Schedule:
     """Different later steps, found in the first trace and followed in each.
 
