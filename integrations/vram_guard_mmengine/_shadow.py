@@ -127,8 +127,8 @@ def followed_hooks(runner: Any) -> list[Any]:
 
 
 def is_users(hook: Any) -> bool:
-    """True if the hook is not one of MMEngine's own."""
-    return type(hook).__module__.partition(".")[0] != "mmengine"
+    """True if the hook is neither the guard nor one of MMEngine's own."""
+    return type(hook).__module__.partition(".")[0] not in ("mmengine", "vram_guard_mmengine")
 
 
 def _short(error: Exception) -> str:
