@@ -266,7 +266,7 @@ def test_a_validation_that_fails_is_left_out_and_said(plain: Look, look: Callabl
     found = look(model={**MODEL, "type": "Unpredictable"})
     assert found.said("validation cannot be followed", "RuntimeError: no prediction here")
     assert found.phase("training").peak_allocated == plain.phase("training").peak_allocated
-    unreadable = look(val_dataloader__dataset={"type": "Missing"})
+    unreadable = look(val_dataloader__dataset={"type": "Missing", "_delete_": True})
     assert unreadable.said("validation is not included", "Missing")
     assert "validation" not in [phase.name for phase in unreadable.phases]
 
@@ -292,18 +292,20 @@ def test_saving_writes_nothing(build: Callable[..., Any]) -> None:
     assert sorted(Path(runner.work_dir).rglob("*")) == before
 
 
-def test_resuming_holds_the_checkpoint_beside_the_model(plain: Look, build: Callable[..., Any]) -> None:
+def test_resuming_holds_the_checkpoint_beside_the_model(
+    plain: Look, look: Callable[..., Look], build: Callable[..., Any]
+) -> None:
     saved = build(train_cfg__max_epochs=1)
     saved.train()
     path = str(Path(saved.work_dir) / "epoch_1.pth")
-    found = run_in_fork(lambda _progress: Look(build(load_from=path, resume=True)))
+    found = look(load_from=path, resume=True)
     model = saved.model
     states = 2 * sum(-(-one.nbytes // 512) * 512 for one in model.parameters())
     steps = 512 * len(list(model.parameters()))  # counters of a GPU's checkpoint are on the GPU
     resuming = found.phase("resuming").peak_allocated
     assert resuming - plain.phase("setup").peak_allocated == bytes_of(model) + states + steps - buffers_not_saved(model)
     assert found.peak == pytest.approx(plain.peak, abs=steps)
-    gone = run_in_fork(lambda _progress: Look(build(load_from=path + ".gone", resume=True)))
+    gone = look(load_from=path + ".gone", resume=True)
     assert gone.said("resuming is not included", ".gone")
 
 
@@ -328,7 +330,7 @@ def test_weights_that_a_hook_unfreezes_later_are_told_before_the_first_epoch(
 
 def test_a_pipeline_that_a_hook_exchanges_makes_larger_batches(look: Callable[..., Look]) -> None:
     hook = {"type": "PipelineSwitch", "switch_epoch": 2, "size": 128}
-    found = look(hook, train_dataloader__dataset={"type": "Piped"})
+    found = look(hook, train_dataloader__dataset={"type": "Piped", "_delete_": True})
     assert found.said("from epoch 3 on the step differs", "train_dataloader")
     assert found.phase("training", "epoch 3").peak_allocated > 2 * found.phase("training").peak_allocated
 
@@ -376,7 +378,7 @@ def test_a_hook_that_cannot_be_followed_is_said(plain: Look, look: Callable[...,
 
 def test_the_users_objects_are_as_before(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = {"type": "Unfreeze", "epoch": 2}, {"type": "PipelineSwitch", "switch_epoch": 2, "size": 128}
-    runner = build(*hooks, {"type": "EMAHook"}, train_dataloader__dataset={"type": "Piped"})
+    runner = build(*hooks, {"type": "EMAHook"}, train_dataloader__dataset={"type": "Piped", "_delete_": True})
     monkeypatch.setattr(_shadow, "in_copy", lambda: True)  # follow the user's hooks here, where it could be seen
     looks = [(vars(hook), dict(vars(hook))) for hook in runner.hooks]
     model, generator = copy.deepcopy(runner.model.state_dict()), torch.get_rng_state()

@@ -41,12 +41,15 @@ class JobRun(Protocol):
         """Micro-batches of an optimizer step in this trace, as the plan that is tried has them."""
         ...
 
-    def train(self, steps: int = 2, label: str = "", **changes: Any) -> None:
+    def train(
+        self, steps: int = 2, label: str = "", *, after: Callable[[], object] | None = None, **changes: Any
+    ) -> None:
         """Optimizer steps by the step's own loop.
 
         Args:
             steps: how many.
             label: of these steps in reports ("epoch 5: unfrozen").
+            after: called at the end of each step, as a part of it (hooks and callbacks of a framework).
             changes: fields of the :class:`~vram_guard.step.TrainingStep` that differ from here on (``batch``, ``loss``,
                 ``accumulate``, ``zero_grad``, ``clip_grad_norm``, ``clip_grad_value``, ``whole_batch``).
         """
@@ -85,7 +88,7 @@ class JobRun(Protocol):
         ...
 
     def trained_state(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        """The ``state_dict()`` that the optimizer would have after a step, taking no memory; None without one."""
+        """The ``state_dict()`` of the optimizer after a step, taking no memory; None where it cannot be told."""
         ...
 
     def loaded(self, state: Any, map_location: Literal["cpu", "cuda"] = "cpu") -> Any:
@@ -291,7 +294,10 @@ class Saving:
         """The state is made, held until it is written, and dropped."""
         with run.phase("saving", self.label):
             if self.state is None:
-                run.model.state_dict(), None if run.optimizer is None else run.optimizer.state_dict()
+                run.model.state_dict()
+                # ZeroRedundancyOptimizer has one only once it has gathered it, on the host.
+                if run.optimizer is not None and not hasattr(run.optimizer, "consolidate_state_dict"):
+                    run.optimizer.state_dict()
             else:
                 self.state(run.model, run.optimizer)
 
@@ -320,7 +326,7 @@ class Resuming:
             checkpoint = run.loaded((run.model.state_dict(), run.trained_state(run.optimizer)), self.map_location)
             weights, states = checkpoint
             run.model.load_state_dict(weights)
-            if run.optimizer is not None:
+            if run.optimizer is not None and states is not None:
                 run.optimizer.load_state_dict(states)
             if self.keeps:
                 run.hold(checkpoint)

@@ -135,11 +135,13 @@ class RunnerJob:
     def _train(self, run: JobRun, shadow: Shadow, steps: int, label: str = "", **changes: Any) -> None:
         """Steps, each followed by what the hooks do after it."""
         hub = shadow.runner.message_hub
-        for _step in range(steps):
-            with replaced(hub, {"get_info": self._asked(hub)}):
-                run.train(1, label, **changes)
+
+        def after() -> None:
             shadow.call("after_train_iter", batch_idx=0, data_batch=shadow.data_batch, outputs=self.outputs())
             self.batch_ends()
+
+        with replaced(hub, {"get_info": self._asked(hub)}):
+            run.train(steps, label, after=after, **changes)
 
     def _asked(self, hub: Any) -> Callable[..., Any]:
         """In place of ``MessageHub.get_info``: a model that asks it may run other steps later."""
