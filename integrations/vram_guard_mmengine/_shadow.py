@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +202,8 @@ def quiet_mmengine(checkpoint: Callable[..., Any]) -> Iterator[None]:
         read = staticmethod(lambda filename, map_location=None, *_args, **_kwargs: checkpoint(filename, map_location))
         stack.enter_context(replaced(checkpoints.CheckpointLoader, {"load_checkpoint": read}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # they are shown in the training itself
         yield
 
 
