@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vram_guard.checks import checked_count, one_of
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.timeline import PHASE_NAMES, PhaseName
 
 if TYPE_CHECKING:
@@ -89,6 +89,14 @@ class JobRun(Protocol):
 
     def hold(self, value: Any) -> None:
         """Keep a value alive until the end of the run."""
+        ...
+
+    def note(self, said: Message) -> None:
+        """Something the reader of the prediction has to know."""
+        ...
+
+    def optimize_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Later steps are those of another optimizer (a schedule has made it anew)."""
         ...
 
 

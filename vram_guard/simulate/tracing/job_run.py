@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from vram_guard.checks import checked_count, known_names, one_of
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.timeline import PHASE_NAMES, PhaseName
@@ -167,3 +167,11 @@ class PlayedRun:
     def hold(self, value: Any) -> None:
         """Keep a value."""
         self._held.append(value)
+
+    def note(self, said: Message) -> None:
+        """A note of the timeline."""
+        self._recorder.note(said)
+
+    def optimize_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer."""
+        self._loop.optimizer = optimizer
