@@ -127,7 +127,7 @@ class _Play:
         playing.call("on_fit_start")
         self._resume(playing)
         first = shadow.current_epoch
-        if self.validation is not None and shadow.num_sanity_val_steps and not shadow.fit_loop.restarting:
+        if self.validation is not None and shadow.num_sanity_val_steps:
             self._validate(playing, shadow.num_sanity_val_steps)
         progress = shadow.fit_loop.epoch_progress.current
         playing.call("on_train_start")

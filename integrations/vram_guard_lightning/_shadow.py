@@ -41,8 +41,8 @@ def shadow_of(trainer: Trainer, precision_plugin: Any) -> Any:
     memo: dict[int, Any] = {id(trainer): shadow}
     for loop in _within([getattr(trainer, name) for name in _LOOPS]):
         # Loaders and what was logged with batches are the user's own; everything else a loop counts is copied.
-        memo |= {id(part): part for part in (loop._data_source, getattr(loop, "_combined_loader", None)) if part}
-        memo |= {id(part): None for part in (getattr(loop, "_data_fetcher", None),) if part is not None}
+        memo |= {id(part): part for part in (loop._data_source, loop._combined_loader)}
+        memo[id(loop._data_fetcher)] = None
     for name in _LOOPS:
         setattr(shadow, name, copy.deepcopy(getattr(trainer, name), memo))
     for name in _CONNECTORS:

@@ -15,7 +15,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
-from vram_guard.timeline import PHASE_NAMES, PhaseName
+from vram_guard.timeline import PHASE_NAMES, Note, PhaseName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -170,7 +170,7 @@ class PlayedRun:
 
     def note(self, said: Message) -> None:
         """A note of the timeline."""
-        self._recorder.note(said)
+        self._recorder.notes[Note(said)] = None
 
     def optimize_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer."""
