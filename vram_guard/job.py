@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -114,7 +114,11 @@ class Job:
         ...         copy = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
         ...     run.train(1)
         >>> step = TrainingStep(
-        ...     torch.nn.Linear(256, 256), torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam, job=Job(play)
+        ...     model=torch.nn.Linear(256, 256),
+        ...     batch=torch.ones(4, 256),
+        ...     loss=lambda model, batch: model(batch).sum(),
+        ...     optimizer=torch.optim.Adam,
+        ...     job=Job(play),
         ... )
         >>> [phase.name for phase in estimate(step, 1000).phases]
         ['setup', 'training', 'saving', 'training']
@@ -139,6 +143,18 @@ class Job:
         if not all(map(callable, parts)):
             raise InvalidInputError(_("the parts of a job are callables: run -> None"))
         return cls(_InOrder(parts))
+
+    def callables(self) -> Iterator[object]:
+        """Everything of the user's that it calls."""
+        pending: list[object] = [self]
+        while pending:
+            one = pending.pop()
+            if isinstance(one, tuple):
+                pending += one
+            elif isinstance(one, (Job, _InOrder, *_PARTS)):
+                pending += vars(one).values()
+            else:
+                yield one
 
 
 @dataclass(frozen=True)
@@ -165,20 +181,21 @@ class Evaluation:
         run: ``(model, batch) -> outputs``: what is computed of one batch (losses, metrics, generation).
         batch_size: of the loader; None: that of the training, micro-batches as they are planned.
         batches: rounds of one evaluation; a loader without an end is bounded by it.
-        keeps: what the loop holds of the outputs. "nothing": they die with their round; "outputs": until those of the next
-            round are there; "all": of all rounds, as a list that ``finish`` gets.
+        keeps: what the loop holds of the outputs. "nothing": they die with their round; "outputs": until those of
+            the next round are there; "all": of all rounds, as a list that ``finish`` gets.
         finish: ``(outputs) -> anything``, called with the list of "all" after the last round (``torch.cat(outputs)``).
         inference_mode: True: ``torch.inference_mode()`` in place of ``torch.no_grad()``.
         name: of the phase: "validation", "test", "prediction", "generation".
         label: what tells it from others of its name.
 
     Example:
+        >>> rows = torch.ones(4, 256)
         >>> step = TrainingStep(
         ...     model=torch.nn.Linear(256, 256),
-        ...     batch=torch.ones(4, 256),
+        ...     batch=rows,
         ...     loss=lambda model, batch: model(batch).sum(),
         ...     optimizer=torch.optim.Adam,
-        ...     job=Job.of(Evaluation(torch.ones(4, 256), lambda model, batch: model(batch), batch_size=50000, batches=10)),
+        ...     job=Job.of(Evaluation(rows, lambda model, batch: model(batch), batch_size=50000, batches=10)),
         ... )
         >>> estimate(step, 1000).peak_phase.name
         'validation'
@@ -280,7 +297,7 @@ class Resuming:
         one_of("map_location", self.map_location, ("cpu", "cuda"))
 
     def __call__(self, run: JobRun) -> None:
-        """torch's own ``load_state_dict`` of both, with a checkpoint of their shapes."""
+        """Torch's own ``load_state_dict`` of both, with a checkpoint of their shapes."""
         with run.phase("resuming"):
             checkpoint = run.loaded((run.model.state_dict(), run.trained_state(run.optimizer)), self.map_location)
             weights, states = checkpoint
@@ -315,3 +332,6 @@ class Change:
         if self.change is not None:
             self.change(run.model, run.optimizer)
         run.train(2, self.label, **self.step)
+
+
+_PARTS = (Evaluation, Saving, Resuming, Change)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
+from vram_guard.timeline._estimate import FOLLOWED_STEPS, Estimate, OutOfMemoryPoint
 from vram_guard.timeline._law import merge_affine
 from vram_guard.timeline._timeline import Timeline, largest_that_fits
 from vram_guard.timeline._values import (
@@ -20,11 +20,16 @@ from vram_guard.timeline._values import (
     CudnnAnswers,
     Deferred,
     Frees,
+    Growth,
     HostBlock,
+    Leak,
     Note,
     Phase,
     PhaseName,
+    PhasePeak,
     Scratch,
+    Stretch,
+    StretchName,
     Tier,
     Unit,
     UpperReason,
@@ -35,6 +40,7 @@ from vram_guard.timeline._values import (
 __all__ = [
     "ASSUMED_CARD",
     "CATEGORIES",
+    "FOLLOWED_STEPS",
     "PHASE_NAMES",
     "STEP_PHASES",
     "SYNCHRONISED_NORM",
@@ -48,12 +54,17 @@ __all__ = [
     "Deferred",
     "Estimate",
     "Frees",
+    "Growth",
     "HostBlock",
+    "Leak",
     "Note",
     "OutOfMemoryPoint",
     "Phase",
     "PhaseName",
+    "PhasePeak",
     "Scratch",
+    "Stretch",
+    "StretchName",
     "Tier",
     "Timeline",
     "Unit",

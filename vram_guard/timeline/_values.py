@@ -128,6 +128,55 @@ class Phase(NamedTuple):
     """What tells it from others of its name: "sanity check", "epoch 5"."""
 
 
+#: A phase, or "training": the training steps between two others.
+StretchName = Literal[PhaseName, "training"]
+
+
+class Stretch(NamedTuple):
+    """Phases in a row that a report shows as one: training steps, or one phase between them."""
+
+    name: StretchName
+    label: str
+    start: int
+    """Index of its first event."""
+    step: int
+    """Of its first phase."""
+
+
+class PhasePeak(NamedTuple):
+    """The peak within one stretch of a run; bytes, what was there at its beginning included."""
+
+    name: StretchName
+    label: str
+    """What tells it from others of its name; "" where nothing does."""
+    step: int
+    """Optimizer step in which its peak is, from 1; of phases between steps, those before it; 0 for set-up."""
+    peak_allocated: int
+    peak_reserved: int
+    module: str
+    """Of the block that reached the allocated peak; "" where the phase began with it."""
+    source: str
+    operator: str
+
+
+class Growth(NamedTuple):
+    """A block that a training step leaves behind, and the next one will leave behind again."""
+
+    block: int
+    instead_of: int | None
+    """The smaller block of the step before that it stands in place of; None: there was none."""
+
+
+class Leak(NamedTuple):
+    """Memory that grows from step to step."""
+
+    bytes_per_step: int
+    module: str
+    source: str
+    """The line that makes what is kept."""
+    operator: str
+
+
 class Deferred(NamedTuple):
     """A free of memory that another stream uses (``Tensor.record_stream``): the GPU decides when it happens."""
 

@@ -17,8 +17,21 @@ from vram_guard.language import Message
 from vram_guard.scratch import Rule
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
+from vram_guard.simulate.memory.repeats import Repeat, paired
 from vram_guard.simulate.memory.streams import Issued, StreamLog
-from vram_guard.timeline import STEP_PHASES, Affine, Block, Category, Collective, Deferred, Note, Phase, Scratch, Tier
+from vram_guard.timeline import (
+    STEP_PHASES,
+    Affine,
+    Block,
+    Category,
+    Collective,
+    Deferred,
+    Growth,
+    Note,
+    Phase,
+    Scratch,
+    Tier,
+)
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder, as code objects have it (links and all); the file is at
@@ -31,6 +44,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Place = Literal["cuda", "cpu", "meta"]
 #: Attribute of a symbolic tensor with its place: one that was made before the trace began.
 PLACE = "_vram_guard_place"
+
+#: Categories of which a parameter has one.
+_OF_PARAMETERS = frozenset({"gradients", "optimizer_states", "parameters"})
 
 #: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
@@ -49,6 +65,9 @@ class Recorder:
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
         self._collectives: list[tuple[Collective, Issued | None]] = []
+        self.repeats: list[Repeat] = []
+        self.repeated: dict[int, int] = {}
+        """Blocks that stand for several -> how many."""
         self.label = ""
         """Of the phases that begin."""
         self.modules: list[str] = [""]
@@ -246,6 +265,46 @@ class Recorder:
     def blocks_so_far(self) -> int:
         """Number of blocks; the next one gets this index."""
         return len(self._sizes)
+
+    def alive(self) -> set[int]:
+        """The blocks of tensors that are there now."""
+        return {ref.block for ref in self._live.values()}
+
+    @contextlib.contextmanager
+    def repeat(self, count: int) -> Iterator[None]:
+        """The round inside the block stands for ``count``: what it leaves behind is counted so many times."""
+        start, before = len(self.events), self.alive()
+        yield
+        after = self.alive()
+        pairs = paired(after - before, before - after, self._origins)
+        left = tuple(block for block, instead in pairs if instead is None)
+        self.repeats.append(Repeat(start, len(self.events), count - 1, left))
+        self.repeated |= dict.fromkeys(left, count)
+        grown = [block for block, old in pairs if old is not None and self._sizes[block] > self._sizes[old]]
+        if grown and count > 1:
+            said = Message(
+                "{line} keeps more with every round: its growth beyond the traced rounds is not counted",
+                line=self._origins[grown[-1]][1],
+            )
+            self.note(said, tier="formula")
+
+    def as_often(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, those that a repeated round has left behind as often as there are rounds."""
+        found = []
+        for tensor in tensors:
+            block = self.block_of(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            found += [tensor] * (1 if block is None else self.repeated.get(block, 1))
+        return found
+
+    def grown(self, first: int, before: set[int]) -> tuple[Growth, ...]:
+        """The blocks from ``first`` on that have stayed, beyond those of ``before`` that they stand in place of.
+
+        Gradients and optimizer states are as many as there are parameters: they do not count.
+        """
+        after = self.alive()
+        made = {block for block in after if block >= first and self._categories[block] not in _OF_PARAMETERS}
+        pairs = paired(made, before - after, self._origins)
+        return tuple(Growth(one, old) for one, old in pairs if old is None or self._sizes[one] > self._sizes[old])
 
     def block_of(self, storage: int) -> int | None:
         """The index of the block that a storage stands for (``_cdata``); None where it is not counted."""

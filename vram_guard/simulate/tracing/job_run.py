@@ -15,7 +15,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
-from vram_guard.timeline import PHASE_NAMES, Note, PhaseName
+from vram_guard.timeline import FOLLOWED_STEPS, PHASE_NAMES, Growth, Note, PhaseName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +41,12 @@ class PlayedRun:
         self._prepare = prepare
         self._open: list[tuple[PhaseName, str]] = []
         self._steps = 0
+        self._label = ""
+        self._before: set[int] | None = None
+        """Blocks that were there at the end of the last step; None: the next one differs from it."""
+        self._repeats = False
+        self.growth: tuple[Growth, ...] = ()
+        """The blocks that each further step would leave behind."""
         self._held: list[Any] = []
 
     @property
@@ -78,12 +84,22 @@ class PlayedRun:
             self._loop.change(**changes)
         self._prepare()
         self._recorder.label = label
-        first = self._steps + 1
-        self._steps += steps
-        self._loop.run(range(first, first + steps))
+        if changes or label != self._label:
+            self._before, self._label = None, label
+        for _step in range(steps):
+            self._step()
         if self._loop.step.keeps == "nothing":
             self._loop.batch = None
         self._recorder.label = ""
+
+    def _step(self) -> None:
+        """One optimizer step; what it leaves behind, where the step before was one like it."""
+        self._steps += 1
+        first = self._recorder.blocks_so_far
+        self._loop.run((self._steps,))
+        if self._before is not None and self._steps >= FOLLOWED_STEPS:
+            self.growth = self._recorder.grown(first, self._before)
+        self._before = self._recorder.alive()
 
     def load(self, batch: Any) -> Any:
         """The batch on the simulated GPU."""
@@ -111,7 +127,14 @@ class PlayedRun:
     def repeat(self, count: int) -> Iterator[None]:
         """A round that stands for ``count``."""
         checked_count("count", count)
-        yield
+        if self._repeats:
+            raise InvalidInputError(_("run.repeat() inside of run.repeat(): give the inner one the product"))
+        self._repeats = True
+        try:
+            with self._recorder.repeat(count):
+                yield
+        finally:
+            self._repeats = False
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The region of the step's forward."""

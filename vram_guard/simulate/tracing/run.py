@@ -49,10 +49,11 @@ from vram_guard.simulate.tracing._substitution import (
 from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
+from vram_guard.state.reached import reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
-from vram_guard.timeline import Note, Timeline
+from vram_guard.timeline import Growth, Note, Timeline
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -190,6 +191,7 @@ class _Run:
         self.recorder = Recorder()
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
+        self.growth: tuple[Growth, ...] = ()
         self.take_off: Callable[[], None] = lambda: None
 
     @property
@@ -201,6 +203,8 @@ class _Run:
         import_libraries(step.recipe)
         replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
+            if step.job is not None:
+                stack.enter_context(reached_kept(_callables(step)))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
@@ -218,7 +222,8 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return replace(self.mode.timeline(self.batch_size, self.written.precision), parallel=step.layout)
+        timeline = self.mode.timeline(self.batch_size, self.written.precision)
+        return replace(timeline, parallel=step.layout, growth=self.growth)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -285,7 +290,9 @@ class _Run:
         if self.step.job is None:
             loop.run()
         else:
-            PlayedRun(loop, lambda: self._watch_gradients(model)).play(self.step.job)
+            played = PlayedRun(loop, lambda: self._watch_gradients(model))
+            played.play(self.step.job)
+            self.growth = played.growth
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
@@ -344,7 +351,7 @@ class _Run:
         spread = self.step.parallel is not None
         for parameter in model.parameters():
             if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
-                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - whether this one is there
+                hooks = parameter._post_accumulate_grad_hooks
                 if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
                     parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
@@ -398,6 +405,17 @@ class _Run:
         self.recorder.phase("optimizer", 1)
         optimizer.step()
         classify_states(self.recorder, optimizer)
+
+
+def _callables(step: TrainingStep) -> Iterator[Any]:
+    """Everything that a job runs, and that may keep something: the step's callables, hooks and helpers of its model."""
+    yield from (step.batch, step.loss, step.optimizer, step.prepare)
+    if step.job is not None:
+        yield from step.job.callables()
+    if isinstance(step.model, nn.Module):
+        for module in step.model.modules():
+            yield from (value for name, value in vars(module).items() if name not in _MODULE_DICTS)
+            yield type(module).forward
 
 
 def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> None:
