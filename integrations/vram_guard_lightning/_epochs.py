@@ -95,6 +95,7 @@ class LaterEpochs:
             known = now
         if left_over is not None:
             self._train(playing, 2, *left_over)
+        self.reached = epoch
         if epoch + 1 < self.total:
             self._say_reached(playing, epoch)
 
@@ -120,9 +121,9 @@ class LaterEpochs:
 
     def _stops(self, epoch: int, first: int, deadline: float) -> bool:
         """True if no later epoch is followed."""
-        if self.reached is None and (epoch - first >= MOST_EPOCHS or time.monotonic() > deadline):
-            self.reached = epoch
-        return self.reached is not None and epoch >= self.reached
+        if self.reached is not None:  # every trace has to follow the same
+            return epoch >= self.reached
+        return epoch - first >= MOST_EPOCHS or time.monotonic() > deadline
 
     def _say_reached(self, playing: Playing, epoch: int) -> None:
         total = _("without an end") if math.isinf(self.total) else str(int(self.total))

@@ -122,7 +122,7 @@ class _Play:
     def _fit(self, playing: Playing) -> None:
         """As ``Trainer._run`` goes on once the strategy is set up."""
         run, shadow = playing.run, playing.shadow
-        _shadow.move_copies(self.trainer, shadow)
+        _shadow.take_copies(self.trainer, shadow)
         shadow.training = True
         playing.call("on_fit_start")
         self._resume(playing)
@@ -185,7 +185,10 @@ class _Play:
 @contextlib.contextmanager
 def _logging(module: LightningModule) -> Iterator[None]:
     """``self.log`` is Lightning's own inside the block: it keeps metrics and values until an epoch is over."""
-    silenced = [(part, {name: vars(part).pop(name) for name in ("log", "log_dict") if name in vars(part)}) for part in module.modules()]
+    silenced = [
+        (part, {name: vars(part).pop(name) for name in ("log", "log_dict") if name in vars(part)})
+        for part in module.modules()
+    ]
     try:
         yield
     finally:

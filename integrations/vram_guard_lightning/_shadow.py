@@ -94,27 +94,30 @@ def _strategy_of(trainer: Trainer, precision_plugin: Any) -> Any:
     return strategy
 
 
-def move_copies(trainer: Trainer, shadow: Any) -> None:
-    """The weights that callbacks keep on the training's device (averages, made in ``setup``) are on the simulated GPU.
+def take_copies(trainer: Trainer, shadow: Any) -> None:
+    """The weights that callbacks keep (averages, made in ``setup``) become symbolic, on the GPU or on the host.
 
-    StochasticWeightAveraging's copy waits on the host, until the callback moves it itself.
+    StochasticWeightAveraging's copy waits on the host, until the callback moves it itself; others are where they are.
     """
-    device = trainer.strategy.root_device
-    holders = [one for one in shadow.callbacks if not _namespaces.is_a(one, "callbacks.StochasticWeightAveraging")]
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    waiting = [one for one in shadow.callbacks if _namespaces.is_a(one, "callbacks.StochasticWeightAveraging")]
+    on_host = {id(part) for part in modules_in(waiting, besides=module)}
+    symbolic = next(module.parameters())
     made: dict[int, torch.Tensor] = {}
 
-    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(tensor: torch.Tensor | None, part: nn.Module) -> torch.Tensor | None:
         # Numbers stay as they are: averages count their updates, and ask whether there has been one.
-        if tensor is None or tensor.device != device or tensor.dim() == 0:
+        if tensor is None or tensor.dim() == 0:
             return tensor
         if id(tensor) not in made:
-            twin = torch.empty_like(tensor, device="cuda")
+            place = "cuda" if tensor.device == device and id(part) not in on_host else "cpu"
+            twin = symbolic.new_empty(tensor.shape, dtype=tensor.dtype, device=place)
             made[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
         return made[id(tensor)]
 
-    for part in modules_in(holders, besides=trainer.lightning_module):
+    for part in modules_in(shadow.callbacks, besides=module):
         for kind in ("_parameters", "_buffers"):
-            vars(part)[kind] = {name: moved(tensor) for name, tensor in vars(part)[kind].items()}
+            vars(part)[kind] = {name: taken(tensor, part) for name, tensor in vars(part)[kind].items()}
 
 
 @contextlib.contextmanager
@@ -123,7 +126,9 @@ def restored(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     holders: list[Any] = [*trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]  # type: ignore[attr-defined]
     kept = [(holder, dict(vars(holder)), contents_of(vars(holder).values())) for holder in holders]
     modules = [ModuleState(part, contents_of(vars(part).values())) for part in modules_in(holders, besides=module)]
-    parameters = {id(one): one for state in modules for one in state.attributes["_parameters"].values() if one is not None}
+    parameters = {
+        id(one): one for state in modules for one in state.attributes["_parameters"].values() if one is not None
+    }
     flags = [(one, one.requires_grad, one.grad) for one in parameters.values()]
     try:
         yield

@@ -116,6 +116,8 @@ class PlayedRun:
             yield
         finally:
             self._open.pop()
+            if name == "setup":
+                self._recorder.leave_out_empty_phase()
             if self._open:
                 self._enter(*self._open[-1])
 
