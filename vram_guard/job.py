@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vram_guard.checks import checked_count, one_of
@@ -34,6 +34,11 @@ class JobRun(Protocol):
     @property
     def batch_size(self) -> int:
         """Samples of a training micro-batch in this trace."""
+        ...
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of an optimizer step in this trace, as the plan that is tried has them."""
         ...
 
     def train(self, steps: int = 2, label: str = "", **changes: Any) -> None:
@@ -91,8 +96,13 @@ class JobRun(Protocol):
         """Keep a value alive until the end of the run."""
         ...
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of the simulated GPU that are taken now."""
+        ...
+
     def note(self, said: Message) -> None:
-        """Something the reader of the prediction has to know."""
+        """A remark for a reader of the prediction, such as a phase that could not be followed."""
         ...
 
     def optimize_with(self, optimizer: torch.optim.Optimizer) -> None:
@@ -143,6 +153,18 @@ class Job:
         if not all(map(callable, parts)):
             raise InvalidInputError(_("the parts of a job are callables: run -> None"))
         return cls(_InOrder(parts))
+
+    def evaluation(self, name: str, label: str) -> Evaluation | None:
+        """The evaluation with this name and label; None where that is none of :meth:`of`'s parts."""
+        parts = self.play.parts if isinstance(self.play, _InOrder) else ()
+        found = (part for part in parts if isinstance(part, Evaluation))
+        return next((part for part in found if (part.name, part.label) == (name, label)), None)
+
+    def with_evaluation(self, evaluation: Evaluation, batch_size: int) -> Job:
+        """The same job with another batch size of one of its evaluations."""
+        assert isinstance(self.play, _InOrder)
+        changed = replace(evaluation, batch_size=batch_size)
+        return Job(_InOrder(tuple(changed if part is evaluation else part for part in self.play.parts)))
 
     def callables(self) -> Iterator[object]:
         """Everything of the user's that it calls."""

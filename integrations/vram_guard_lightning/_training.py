@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
@@ -48,8 +49,9 @@ class Ranks:
 class LightningTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, *, whole_job: bool = True) -> None:
         self.trainer = trainer
+        self._whole_job = whole_job
         self.module = module
         self.ranks = Ranks(trainer)
 
@@ -70,7 +72,8 @@ class LightningTraining:
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_lightning._capture.capture`."""
-        return capture(self.trainer, self.module)
+        captured = capture(self.trainer, self.module)
+        return captured if self._whole_job else replace(captured, step=captured.step.with_(job=None))
 
     def why_left_alone(self) -> str:
         """Another callback may try out batch sizes itself."""

@@ -21,11 +21,15 @@ from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
+from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import _layouts, _optim, _refusals, _rehearsal, _symbolic_run
+from vram_guard_mmengine._job import RunnerJob, checkpoint_of, number_of_batches, validation_of
+from vram_guard_mmengine._schedule import Schedule
+from vram_guard_mmengine._shadow import Shadow
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +97,8 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     def __init__(self) -> None:  # there is no optimizer to wrap
         self._loss: torch.Tensor | None = None
+        self.outputs: Any = None
+        """Of the last ``train_step``."""
         self._held: list[dict[str, Any]] = []
         self._accumulative_counts = 1
         self._inner_count = 0
@@ -100,7 +106,7 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     def begin(self) -> None:
         """A new step: what the last one held is let go."""
-        self._loss = None
+        self._loss = self.outputs = None
         self._held.clear()
 
     @property
@@ -144,7 +150,7 @@ class _Loss:
 
     def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
         self.recorder.begin()
-        model.train_step(batch.data, optim_wrapper=self.recorder)
+        self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
         return self.recorder.loss
 
 
@@ -170,10 +176,14 @@ class _AccumulatedLoss(_Loss):
         return super().__call__(model, batch)
 
 
-def capture(runner: Any) -> Captured:
+def capture(runner: Any, *, whole_job: bool = True) -> Captured:
     """Read one training from a runner whose loops and optimizer are not built yet.
 
     The train dataloader is built, as the loop would do it; where the loop is one of MMEngine's own, it is handed over.
+
+    Args:
+        runner: to read.
+        whole_job: also what the training does besides its steps.
 
     Raises:
         InvalidInputError: an epoch of this training has no iterations.
@@ -206,9 +216,50 @@ def capture(runner: Any) -> Captured:
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
         device="cpu" if get_device() == "cpu" else "cuda",
     )
-    notes = (*sample.notes, *_notes(runner, model))
+    notes = [*sample.notes, *_notes(runner, model)]
+    if whole_job:
+        step = step.with_(job=_job(runner, model, sample, facts, recorder, notes))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
-    return Captured(step, model, sample, epoch_samples, notes, runner, facts, recorder)
+    return Captured(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder)
+
+
+def _job(
+    runner: Any,
+    model: nn.Module,
+    sample: Sample,
+    facts: _optim.OptimFacts,
+    recorder: RecordingOptimWrapper,
+    notes: list[str],
+) -> Job:
+    """What the training does besides its steps."""
+    length = _length(runner, sample.loader)
+
+    def shadow(run: JobRun) -> Shadow:
+        return Shadow(
+            runner,
+            run,
+            loader=sample.loader,
+            loop_class=_loop_class(runner),
+            length=length,
+            accumulate=facts.accumulate,
+            data_batch=sample.make(run.batch_size),
+        )
+
+    schedule = Schedule(
+        sample, lambda make: lambda size: HostBatch(make(size)), by_epoch(runner), number_of_batches(sample.loader)
+    )
+    return Job(
+        RunnerJob(
+            runner,
+            model,
+            shadow,
+            recorder.begin,
+            lambda: recorder.outputs,
+            validation_of(runner, lambda given: _built(runner, given), _is_endless, notes),
+            checkpoint_of(runner, notes),
+            schedule,
+        )
+    )
 
 
 def by_epoch(runner: Any) -> bool:
@@ -286,13 +337,20 @@ def _loader(runner: Any) -> DataLoader[Any]:
     given = runner._train_dataloader  # noqa: SLF001 - as above
     if not isinstance(given, dict):
         return given  # type: ignore[no-any-return]
-    different = runner._randomness_cfg.get("diff_rank_seed", False)  # noqa: SLF001 - as BaseLoop does
     if _loop_class(runner) in (EpochBasedTrainLoop, IterBasedTrainLoop):
-        built = runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)
+        built = _built(runner, given)
         runner._train_dataloader = built  # noqa: SLF001 - the loop takes it from there
-        return built  # type: ignore[no-any-return]
+        return built
     with random_state_kept():
-        return runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)  # type: ignore[no-any-return]
+        return _built(runner, given)
+
+
+def _built(runner: Any, given: Any) -> DataLoader[Any]:
+    """A loader of a config, as BaseLoop builds it."""
+    if not isinstance(given, dict):
+        return given  # type: ignore[no-any-return]
+    different = runner._randomness_cfg.get("diff_rank_seed", False)  # noqa: SLF001 - as above
+    return runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)  # type: ignore[no-any-return]
 
 
 def _sample(loader: Any) -> Sample:

@@ -96,7 +96,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         given = {**(runner.cfg.get("vram_guard") or {}), **self._given}
         self.settings = Settings.of(filled(given, Settings.names()))
         self.plan, self._iterations = None, 0
-        guard = self._guard = Guard(RunnerTraining(runner), self.settings)
+        guard = self._guard = Guard(RunnerTraining(runner, whole_job=self.settings.whole_job), self.settings)
         try:
             with guard.applied, resumable():
                 try:

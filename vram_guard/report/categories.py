@@ -16,23 +16,6 @@ _NAMES = {
 }
 
 
-#: Phases of a run, :data:`vram_guard.timeline.PhaseName`, and its training steps together.
-PHASES = {
-    "setup": marked("setup"),
-    "batch": marked("batch"),
-    "forward": marked("forward"),
-    "backward": marked("backward"),
-    "optimizer": marked("optimizer"),
-    "training": marked("training"),
-    "resuming": marked("resuming"),
-    "validation": marked("validation"),
-    "saving": marked("saving"),
-    "test": marked("test"),
-    "prediction": marked("prediction"),
-    "generation": marked("generation"),
-}
-
-
 def category_name(name: str) -> str:
     """A category of :data:`vram_guard.timeline.CATEGORIES` in words."""
     return _(_NAMES[name])

@@ -36,6 +36,7 @@ from vram_guard.timeline._values import (
     Work,
     Workspaces,
 )
+from vram_guard.timeline._words import phase_and_step, phase_words
 
 __all__ = [
     "ASSUMED_CARD",
@@ -73,4 +74,6 @@ __all__ = [
     "Workspaces",
     "largest_that_fits",
     "merge_affine",
+    "phase_and_step",
+    "phase_words",
 ]

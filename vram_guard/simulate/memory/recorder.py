@@ -275,6 +275,11 @@ class Recorder:
         """The blocks of tensors that are there now."""
         return {ref.block for ref in self._live.values()}
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of the tensors that are there now."""
+        return sum(self._sizes[block] for block in self.alive())
+
     @contextlib.contextmanager
     def repeat(self, count: int) -> Iterator[None]:
         """The round inside the block stands for ``count``: what it leaves behind is counted so many times."""

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from vram_guard.timeline import Timeline
 
-
 #: The events of untraced rounds that are written down with their temporaries, so that what they leave behind lies where
 #: it would; beyond, of all rounds only what they leave behind. The number of events is the same at every batch size.
 MOST_EVENTS = 20_000

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from vram_guard.checks import checked_count, known_names, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
+from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.timeline import FOLLOWED_STEPS, PHASE_NAMES, Growth, Note, PhaseName
@@ -63,6 +64,11 @@ class PlayedRun:
     def batch_size(self) -> int:
         """Samples of a micro-batch."""
         return self._loop.batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return self._loop.step.accumulate
 
     def play(self, job: Job) -> None:
         """The whole job.
@@ -177,7 +183,8 @@ class PlayedRun:
         made: dict[int, torch.Tensor] = {}
 
         def load(tensor: torch.Tensor) -> torch.Tensor:
-            if not is_symbolic(tensor):
+            real = not is_symbolic(tensor)
+            if real and map_location == "cpu":
                 return tensor.clone()
             key = tensor.untyped_storage()._cdata
             if key not in made:
@@ -185,7 +192,10 @@ class PlayedRun:
                     made[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
                 self._recorder.put(made[key], map_location, operator="torch.load")
             memory = made[key].view(tensor.dtype)
-            return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            copied = memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            if real:
+                constants.known(copied, tensor)
+            return copied
 
         return pytree.tree_map(lambda leaf: load(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
 
@@ -193,8 +203,13 @@ class PlayedRun:
         """Keep a value."""
         self._held.append(value)
 
+    @property
+    def allocated(self) -> int:
+        """Bytes in live blocks."""
+        return self._recorder.allocated
+
     def note(self, said: Message) -> None:
-        """A note of the timeline."""
+        """A note of the timeline's, which is about no line of the code."""
         self._recorder.notes[Note(said)] = None
 
     def optimize_with(self, optimizer: torch.optim.Optimizer) -> None:
