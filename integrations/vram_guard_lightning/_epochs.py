@@ -29,7 +29,7 @@ LEAST_SECONDS = 0.5
 _HOOKS = ("on_train_epoch_end", "on_train_epoch_start")
 
 
-@dataclass
+@dataclass(slots=True)  # a trace puts back what a job's attributes hold, and this is to stay
 class LaterEpochs:
     """The epochs after the first one, of all traces of a training.
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vram_guard.job import Job
 from vram_guard.language import Message, _
 from vram_guard.state.random_generators import random_state_kept
@@ -107,7 +105,7 @@ class _Play:
 
     def __call__(self, run: JobRun) -> None:
         trainer, module = self.trainer, self.module
-        with _shadow.restored(trainer, module):
+        with _shadow.kept(trainer, module):
             shadow = _shadow.shadow_of(trainer, plugin_of_trace(trainer, run.autocast()))
             playing = Playing(run, shadow, module, self.heard)
             seen = self.view(shadow)

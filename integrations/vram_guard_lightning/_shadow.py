@@ -1,7 +1,7 @@
 """A copy of a Trainer on which Lightning's own loops, hooks and connectors run in a trace: the Trainer notices nothing.
 
 The copy has loops, connectors, a state and a strategy of its own. The module, the datamodule and the callbacks are the
-user's: what their hooks change is put back by :func:`restored`.
+user's: what their hooks change is put back by :func:`kept`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vram_guard.state.containers import contents_of, refill
-from vram_guard.state.modules import ModuleState
+from vram_guard.state.objects import objects_kept
 from vram_guard_lightning import _namespaces
 from vram_guard_lightning._rehearsal import WATCHING
 
@@ -120,33 +119,14 @@ def take_copies(trainer: Trainer, shadow: Any) -> None:
             vars(part)[kind] = {name: taken(tensor, part) for name, tensor in vars(part)[kind].items()}
 
 
-@contextlib.contextmanager
-def restored(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Callbacks, the datamodule and real parameters are afterwards as they were; the trace puts the module back."""
-    holders: list[Any] = [*trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]  # type: ignore[attr-defined]
-    kept = [(holder, dict(vars(holder)), contents_of(vars(holder).values())) for holder in holders]
-    modules = [ModuleState(part, contents_of(vars(part).values())) for part in modules_in(holders, besides=module)]
-    parameters = {
-        id(one): one for state in modules for one in state.attributes["_parameters"].values() if one is not None
-    }
-    flags = [(one, one.requires_grad, one.grad) for one in parameters.values()]
-    try:
-        yield
-    finally:
-        for holder, attributes, contents in kept:
-            vars(holder).clear()
-            vars(holder).update(attributes)
-            for container, content in contents:
-                refill(container, content)
-        for state in modules:
-            state.restore()
-        for one, required, gradient in flags:
-            one.requires_grad_(required)
-            one.grad = gradient
+def kept(trainer: Trainer, module: LightningModule) -> contextlib.AbstractContextManager[None]:
+    """Callbacks and the datamodule are afterwards as they were; the trace puts the module back."""
+    helpers: list[Any] = [*trainer.callbacks, trainer.datamodule]  # type: ignore[attr-defined]
+    return objects_kept(helpers, besides=module)
 
 
 def modules_in(holders: Iterable[Any], *, besides: nn.Module) -> list[nn.Module]:
-    """The modules that these objects keep among their attributes, with all that is in them; not those of ``besides``."""
+    """The modules that these objects keep among their attributes, with all that is in them; not ``besides`` itself."""
     known = {id(part) for part in besides.modules()}
     found: dict[int, nn.Module] = {}
     pending = [value for holder in holders for value in vars(holder).values()]
