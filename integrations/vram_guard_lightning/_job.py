@@ -107,6 +107,7 @@ class _Play:
         trainer, module = self.trainer, self.module
         with _shadow.kept(trainer, module):
             shadow = _shadow.shadow_of(trainer, plugin_of_trace(trainer, run.autocast()))
+            trainer.strategy.optimizers = []  # those of a trace live as long as the copy has them
             playing = Playing(run, shadow, module, self.heard)
             seen = self.view(shadow)
             for part in module.modules():
@@ -158,14 +159,18 @@ class _Play:
             return
         what = Message("the sanity check") if sanity else Message("validation")
         label = "" if sanity is None else _("sanity check")
+        loop = shadow.fit_loop.epoch_loop.val_loop
         with playing.followed(what), playing.run.phase("validation", label), _logging(module):
-            if sanity is not None:
-                validation.play(playing.run, shadow, shadow._run_sanity_check, sanity)
-                return
-            shadow.validating = True
-            module.on_validation_model_zero_grad()
-            validation.play(playing.run, shadow, shadow.fit_loop.epoch_loop.val_loop.run)
-            shadow.training = True
+            try:
+                if sanity is not None:
+                    validation.play(playing.run, shadow, shadow._run_sanity_check, sanity)
+                    return
+                shadow.validating = True
+                module.on_validation_model_zero_grad()
+                validation.play(playing.run, shadow, loop.run)
+                shadow.training = True
+            finally:
+                loop._results.batch = None  # it is let go of at the end of a round, which may have raised
 
     def _save(self, playing: Playing) -> None:
         """A checkpoint as the Trainer's callbacks save it; it is not written."""
@@ -197,19 +202,21 @@ def _logging(module: LightningModule) -> Iterator[None]:
 @contextlib.contextmanager
 def _batch_ends_called(playing: Playing) -> Iterator[None]:
     """``on_train_batch_end`` after each optimizer step, while the batch and the gradients are alive."""
-    heard, progress = playing.heard, playing.shadow.fit_loop.epoch_loop.automatic_optimization.optim_progress
-    optimizers = playing.shadow.optimizers
-    if not playing.has("on_train_batch_end") or len(optimizers) != 1:
+    heard, strategy = playing.heard, playing.shadow.strategy
+    progress = playing.shadow.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    if not playing.has("on_train_batch_end") or len(strategy.optimizers) != 1:
         yield
         return
 
-    def ended(*_args: Any) -> None:
-        progress.optimizer.step.total.completed += 1
+    def ended(optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        if strategy.optimizers[0] is not optimizer:
+            return
+        progress.completed += 1
         batch, output, heard.batch, heard.output = heard.batch, heard.output, None, None
         if playing.has("on_train_batch_end"):
             playing.hook("on_train_batch_end", output, batch, 0)
 
-    handle = optimizers[0].register_step_post_hook(ended)
+    handle = register_optimizer_step_post_hook(ended)
     heard.listening = True
     try:
         yield
