@@ -108,6 +108,10 @@ class JobRun(Protocol):
         """A remark for a reader of the prediction, such as a phase that could not be followed."""
         ...
 
+    def optimize_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Later steps are those of another optimizer (a schedule has made it anew)."""
+        ...
+
 
 @dataclass(frozen=True)
 class Job:

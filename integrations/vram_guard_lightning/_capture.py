@@ -21,6 +21,9 @@ from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
 from vram_guard_lightning import _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
+from vram_guard_lightning._job import job_of
+from vram_guard_lightning._play import Heard
+from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
 
 if TYPE_CHECKING:
@@ -86,10 +89,20 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         source: Any = trainer.fit_loop._data_source
         found = read(source.dataloader())
     traits: set[str] = set()
+    heard = Heard()
+    job, job_notes = job_of(
+        trainer,
+        module,
+        found,
+        _batches_per_epoch(trainer, found),
+        batch_of=lambda sample: _batch_of(trainer, module, sample),
+        view=lambda shadow: _view(shadow, found),
+        heard=heard,
+    )
     step = TrainingStep(
         model=module,
         batch=_batch_of(trainer, module, found),
-        loss=_loss_of(trainer, module),
+        loss=_loss_of(trainer, module, heard),
         optimizer=_optimizer_of(trainer, module, traits) if module.automatic_optimization else None,
         precision=cast("Precision", trainer.precision),
         accumulate=accumulation(trainer),
@@ -102,8 +115,9 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         prepare=_preparation_of(trainer, module),
         parallel=layout,
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
+        job=job,
     )
-    notes = (*found.notes, *_notes(module))
+    notes = (*found.notes, *_notes(module), *job_notes)
     return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
 
 
@@ -169,7 +183,7 @@ def _batch_of(trainer: Trainer, module: LightningModule, found: Sample) -> Calla
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
-def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], Any]:
+def _loss_of(trainer: Trainer, module: LightningModule, heard: Heard) -> Callable[[Any, Any], Any]:
     """training_step as Lightning calls it: after the transfer hook, under its precision plugin's context."""
     after = _hook_owner(trainer, module, "on_after_batch_transfer")
     arguments = (0,) if _takes_batch_index(module) else ()
@@ -180,8 +194,11 @@ def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], 
         batch = after.on_after_batch_transfer(batch, 0)
         with contexts():
             if model is module:
-                return model.training_step(batch, *arguments)
-            return redirected(model, module, "training_step", batch, *arguments)
+                output = model.training_step(batch, *arguments)
+            else:
+                output = redirected(model, module, "training_step", batch, *arguments)
+        heard.step(batch, output)
+        return output
 
     def loss(model: Any, batch: Any) -> Any:
         output = step(model, batch)
@@ -221,18 +238,12 @@ class _PrecisionContexts:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._make = _namespaces.part(_namespaces.of(trainer), "plugins.precision.MixedPrecision")
-        self._given = trainer.precision_plugin
+        self._trainer = trainer
 
     def __call__(self) -> Any:
         if not torch.is_autocast_enabled("cuda"):
             return nullcontext()
-        if _namespaces.is_a(self._given, "plugins.precision.FSDPPrecision"):
-            return self._given.train_step_context()
-        half = torch.get_autocast_dtype("cuda") == torch.float16
-        # A scaler is asked for but never used: the trace scales the loss itself.
-        plugin = self._make("16-mixed", "cuda", scaler=object()) if half else self._make("bf16-mixed", "cuda")
-        return plugin.train_step_context()
+        return plugin_of_trace(self._trainer, nullcontext()).train_step_context()
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------

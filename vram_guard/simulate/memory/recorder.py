@@ -144,6 +144,11 @@ class Recorder:
         finally:
             self._closed = before
 
+    def leave_out_empty_phase(self) -> None:
+        """The last phase ends; where nothing was allocated or freed in it, it is as if it had not been."""
+        if len(self.phases) > 1 and self.phases[-1].start == len(self.events):
+            self.phases.pop()
+
     def _settle_forward(self) -> None:
         """Classify what the forward pass made: activations are still alive, the rest were temporaries."""
         start = self.phases[-1].start
@@ -516,6 +521,8 @@ class Recorder:
 
     def note(self, said: Message, operator: str = "", tier: Tier | None = None, *, from_values: bool = False) -> None:
         """Remember something the reader must know; ``tier`` lowers the answer's tier, never raises it."""
+        # Between steps the batches are those of other loaders, whose size is no question.
+        from_values = from_values and self.phases[-1].name in ("setup", *STEP_PHASES)
         self.notes[Note(said, self.source(), operator, from_values)] = None
         self._lower(tier or self.tier)
 

@@ -236,6 +236,7 @@ class SymbolicMode(TorchDispatchMode):
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None
+        value = None
         if isinstance(target, torch.Tensor):
             if not is_symbolic(target):
                 if any_symbolic(args[1:]):
@@ -243,10 +244,13 @@ class SymbolicMode(TorchDispatchMode):
                     return target  # symbolic data arrives in host memory: nothing to write
                 self.undo_log.before_write(target)
             else:
+                value = None if kwargs else constants.written(func, args)
                 self._forget(target)
         if kwargs and isinstance(kwargs.get("out"), torch.Tensor):
             self._forget(kwargs["out"])
         out = self._run(func, args, kwargs)
+        if value is not None:
+            constants.known(args[0], value)
         self._track(func, out)
         return out
 

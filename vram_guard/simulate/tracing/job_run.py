@@ -16,7 +16,7 @@ from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
-from vram_guard.timeline import FOLLOWED_STEPS, PHASE_NAMES, Growth, PhaseName
+from vram_guard.timeline import FOLLOWED_STEPS, PHASE_NAMES, Growth, Note, PhaseName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,6 +126,8 @@ class PlayedRun:
             yield
         finally:
             self._open.pop()
+            if name == "setup":
+                self._recorder.leave_out_empty_phase()
             if self._open:
                 self._enter(*self._open[-1])
 
@@ -223,8 +225,12 @@ class PlayedRun:
         return self._recorder.allocated
 
     def note(self, said: Message) -> None:
-        """A remark of the timeline's."""
-        self._recorder.note(said)
+        """A note of the timeline's, which is about no line of the code."""
+        self._recorder.notes[Note(said)] = None
+
+    def optimize_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer."""
+        self._loop.optimizer = optimizer
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer) -> Any:

@@ -282,11 +282,12 @@ class _Run:
                     optimizer = made = engine_optimizer(model, optimizer, self.written, self.batch_size, recorder)
                     model = made.engine
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
+                del optimizer  # a job may have the loop go on with another one
                 try:
                     with replicas.unused_parameters_said():
                         self._play(loop, model)
                 except UnsupportedOperatorError as error:
-                    self._lower_bound(model, optimizer, str(error))
+                    self._lower_bound(model, loop.optimizer, str(error))
                 recorder.close()
         finally:
             recorder.close()
