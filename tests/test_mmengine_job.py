@@ -194,6 +194,14 @@ class Leaking(Hook):
 
 
 @HOOKS.register_module(force=True)
+class Gathering(Hook):
+    """Puts its own copies of the weights into checkpoints."""
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: Any) -> None:
+        checkpoint["copies"] = [one.clone() for one in runner.model.parameters()]
+
+
+@HOOKS.register_module(force=True)
 class Broken(Hook):
     def before_train_epoch(self, runner: Any) -> None:
         raise KeyError("no such thing")
@@ -289,12 +297,14 @@ def test_the_copy_of_an_average_that_begins_later_is_there_from_the_start(
     assert average.phase("training").peak_allocated - plain.phase("training").peak_allocated == own
 
 
-def test_saving_writes_nothing(build: Callable[..., Any]) -> None:
-    runner = build({"type": "EMAHook"})
+def test_saving_takes_what_hooks_add_and_writes_nothing(build: Callable[..., Any], plain: Look) -> None:
+    runner = build({"type": "EMAHook"}, {"type": "Gathering"})
     before = sorted(Path(runner.work_dir).rglob("*"))
-    found = Look(runner)
+    found = run_in_fork(lambda _progress: Look(runner))
     assert [phase.name for phase in found.phases] == ["setup", "training", "saving", "validation", "training"]
-    assert found.phase("saving").peak_allocated < found.phase("training").peak_allocated
+    saving, average = found.phase("saving").peak_allocated, bytes_of(runner.model)
+    assert saving > found.phase("setup").peak_allocated + 2 * average, "optimizer states, and a copy on the GPU"
+    assert not plain.phase("saving").operator, "copies to the host take nothing of the GPU"
     assert sorted(Path(runner.work_dir).rglob("*")) == before
 
 
