@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import vram_guard.simulate.memory.repeats as repeats
 from vram_guard import Budget, Change, Evaluation, Job, Resuming, Saving, TrainingStep, estimate, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.simulate.memory import repeats
 from vram_guard.simulate.tracing.run import run_step
 
 MIB = 2**20
@@ -46,7 +46,7 @@ def traced(play, size=64, **changes):
     return run_step(step_of(play=play, **changes), size, (8, 0))
 
 
-# --- what a job is -----------------------------------------------------------------------------------------------------
+# --- what a job is ----------------------------------------------------------------------------------------------------
 
 
 def test_two_steps_are_what_a_step_without_a_job_is():
@@ -149,7 +149,7 @@ def test_a_batch_is_told_from_what_is_computed_of_it():
     assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
 
 
-# --- rounds ------------------------------------------------------------------------------------------------------------
+# --- rounds -----------------------------------------------------------------------------------------------------------
 
 CONVOLUTIONS = nn.Sequential(
     nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 16 * 16, 10)
@@ -233,16 +233,14 @@ def test_what_keeps_more_with_every_round_is_said():
     assert "keeps more with every round" in "".join(map(str, timeline.notes))
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("optimizer", "states", "fresh"), [(torch.optim.Adam, 2, 0), (torch.optim.Adagrad, 1, 1)])
 def test_a_checkpoint_on_the_gpu_lies_beside_what_it_is_loaded_into(optimizer, states, fresh):
     """Torch's own load_state_dict: Adam takes the loaded states for its own, Adagrad's fresh ones lie beside them."""
     weights = 2 * 256 * 1024 * 4
-    taken = {
-        place: rows_of(trace(step_of(Resuming(place), optimizer=optimizer)).at(8)) for place in ("cpu", "cuda")
-    }
+    taken = {place: rows_of(trace(step_of(Resuming(place), optimizer=optimizer)).at(8)) for place in ("cpu", "cuda")}
     for place, copies in (("cpu", 1 + states + fresh), ("cuda", 2 + states + fresh)):
         assert taken[place]["resuming"].peak_allocated == pytest.approx(copies * weights, rel=0.02)
     assert taken["cpu"]["training"].peak_allocated == taken["cuda"]["training"].peak_allocated
@@ -275,7 +273,7 @@ def test_saving_copies_what_the_script_copies():
     assert copied.source.startswith("tests/test_job.py:")
 
 
-# --- schedules ---------------------------------------------------------------------------------------------------------
+# --- schedules --------------------------------------------------------------------------------------------------------
 
 
 def unfreeze(model, optimizer):
@@ -309,7 +307,7 @@ def test_a_schedule_changes_fields_of_the_step():
     assert later.peak_allocated > 2 * first.peak_allocated
 
 
-# --- everything as before ----------------------------------------------------------------------------------------------
+# --- everything as before ---------------------------------------------------------------------------------------------
 
 KEPT = []
 TOTAL = 0.0
@@ -354,7 +352,7 @@ def unfreeze_all(model, _optimizer):
     model.requires_grad_(True)
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def within(block, run=lambda: None):
@@ -431,7 +429,7 @@ def test_the_users_own_error_reaches_the_caller():
         trace(step_of(Saving(), loss=lambda _model, _batch: None))
 
 
-# --- memory that grows -------------------------------------------------------------------------------------------------
+# --- memory that grows ------------------------------------------------------------------------------------------------
 
 
 def line_of(text):
