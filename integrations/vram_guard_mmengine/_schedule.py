@@ -108,6 +108,7 @@ class Schedule:
     def _follow(self, run: JobRun, place: int, train: Callable[..., None]) -> None:
         found = (self._found or {})[place]
         run.note(Message("from {place} on the step differs: {what}", place=self._name(place), what=found.what))
+        run.model.train()
         train(label=self._name(place), **found.changes)
 
     # --- places -----------------------------------------------------------------------------------------------
@@ -141,7 +142,8 @@ class Schedule:
             shadow.at(epoch, place)
             shadow.call("before_train_epoch")
         shadow.at(epoch, place)
-        run.model.train()
+        if shadow.sets_modes:
+            run.model.train()
         shadow.call("before_train_iter", batch_idx=place % (self.batches or 1), data_batch=shadow.data_batch)
 
     def _asked_at(self, shadow: Shadow, place: int, places: list[int]) -> bool:

@@ -21,6 +21,7 @@ from mmengine._strategy import single_device
 from mmengine.config import Config
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
+from torch import nn
 
 from vram_guard.forks.exclusive import in_copy
 from vram_guard.language import Message
@@ -66,6 +67,8 @@ class Shadow:
         self._run = run
         self.accumulate = accumulate
         self.data_batch = data_batch
+        self.sets_modes = any(type(part).train is not nn.Module.train for part in run.model.modules())
+        """True if ``train()`` of some module does more than it does everywhere: backbones freeze stages in it."""
         self._failed: set[tuple[int, str]] = set()
         self.hooks = followed_hooks(runner)
         self.runner = shadow = _twin(runner)
