@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, Change, Evaluation, Job, Resuming, Saving, TrainingStep, estimate, trace
+from vram_guard import Budget, Job, TrainingStep, estimate, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.job import Change, Evaluation, Resuming, Saving
 from vram_guard.simulate.memory import repeats
 from vram_guard.simulate.tracing.run import run_step
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, Evaluation, Job, Saving, TrainingStep, assert_fits, cli, plan, trace
+from vram_guard import Budget, Job, TrainingStep, assert_fits, cli, plan, trace
 from vram_guard.errors import DoesNotFitError
+from vram_guard.job import Evaluation, Saving
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import html_report
 from vram_guard.report.text import render
@@ -164,7 +165,8 @@ def test_reports_say_what_grows_and_when_the_budget_is_full():
 FILE = """
 import torch
 from torch import nn
-from vram_guard import Evaluation, Job, TrainingStep
+from vram_guard import Job, TrainingStep
+from vram_guard.job import Evaluation
 
 rows = torch.ones(4, 256)
 
