@@ -150,6 +150,13 @@ def test_a_batch_is_told_from_what_is_computed_of_it():
     assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
 
 
+def test_a_whole_batch_of_micro_batches_is_the_trainings_alone():
+    step = step_of(Evaluation(ROWS, forward, batch_size=1000), accumulate=4, whole_batch=True)
+    blocks = run_step(step, 8, (8, 0)).blocks
+    sizes = {block.size.base for block in blocks if block.category == "batch"}
+    assert sizes == {4 * 8 * 256 * 4, 1000 * 256 * 4}
+
+
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 CONVOLUTIONS = nn.Sequential(
