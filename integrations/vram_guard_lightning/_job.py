@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from vram_guard.job import Job
 from vram_guard.language import Message, _
 from vram_guard.state.random_generators import random_state_kept
@@ -24,6 +26,7 @@ from vram_guard_lightning._sample import read
 from vram_guard_lightning._validation import Validation, read_validation
 
 if TYPE_CHECKING:
+    import torch
     from lightning.pytorch import LightningModule, Trainer
 
     from vram_guard.capture.loader import Sample
