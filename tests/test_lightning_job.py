@@ -55,7 +55,7 @@ def told(root: Any, module: Any, *callbacks: Any, data: Any = None, validation: 
     """The Trainer's capture at the guard's point, the prediction of the whole job, and that of two plain steps."""
     found = SimpleNamespace()
 
-    class Stopped(Exception):
+    class StoppedError(Exception):
         pass
 
     class Probe(pl.Callback):  # type: ignore[misc, name-defined]
@@ -66,14 +66,14 @@ def told(root: Any, module: Any, *callbacks: Any, data: Any = None, validation: 
                     found.job = trace_at(found.capture.step, SIZE)
                     found.plain = trace_at(found.capture.step.with_(job=None), SIZE).at(SIZE)
                 found.estimate = found.job.at(SIZE)
-                raise Stopped
+                raise StoppedError
 
             trainer.strategy.setup = setup
 
     checkpoint = how.pop("ckpt_path", None)
     trainer = cases.make_trainer(NAMESPACE, root, [Probe(), *callbacks], **{"max_epochs": 4, **how})
     arguments = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {}
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         trainer.fit(
             module,
             **arguments or {"train_dataloaders": data or loader(), "val_dataloaders": validation},

@@ -145,8 +145,8 @@ class GuardSettings(PlanSettings):
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
-        whole_job: predict and plan also for what the training does besides its first steps: resuming, validation, saving,
-            steps of later epochs that differ. False: for the first steps alone.
+        whole_job: predict and plan also for what the training does besides its first steps: resuming, validation,
+            saving, steps of later epochs that differ. False: for the first steps alone.
 
     Raises:
         InvalidInputError: a setting makes no sense.
