@@ -18,6 +18,7 @@ import lightning_cases as cases
 
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
+from vram_guard.techniques import Recipe
 from vram_guard_lightning import VramGuard, _capture, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -363,13 +364,25 @@ def test_the_training_after_it_is_the_same(tmp_path: Any) -> None:
 
 
 def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
+    def guarded(**settings: Any) -> VramGuard:
+        guard = VramGuard(margin=0, remember=False, recover=False, **settings)
+        trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard, Unfreezing()], max_epochs=3)
+        trainer.fit(Net(), loader(1024, 1024))
+        assert guard.plan is not None
+        return guard
+
+    needs = guarded(budget="1GiB", mode="report").plan.before.peak_reserved
+    short = {"budget": needs - 20 * 2**20, "allow": ["accumulate"]}
+    plan = guarded(**short, mode="fit").plan
+    assert (plan.fits, plan.changed, plan.before.fits(plan.budget)) == (True, True, False)
+    assert [phase.label for phase in plan.estimate.phases if phase.label] == ["epoch 2"]
+    assert not guarded(**short, mode="report", whole_job=False).plan.changed  # the first epoch's step alone
+
+
+def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), Unfreezing())
-    between = (found.plain.peak_reserved + found.estimate.peak_reserved) // 2
-    guard = VramGuard(budget=between, margin=0, mode="report", remember=False)
-    cases.make_trainer(NAMESPACE, tmp_path, [guard, Unfreezing()], max_epochs=3).fit(Net(), loader())
-    assert guard.plan is not None
-    assert not guard.plan.before.fits(guard.plan.budget)
-    alone = VramGuard(budget=between, margin=0, mode="report", remember=False, whole_job=False)
-    cases.make_trainer(NAMESPACE, tmp_path, [alone, Unfreezing()], max_epochs=3).fit(Net(), loader())
-    assert alone.plan is not None
-    assert alone.plan.before.fits(alone.plan.budget)
+    on_host = SimpleNamespace(recipe=Recipe(frozen_on_host=("backbone",), optimizer_on_host=True), precision="32-true")
+    assert found.capture.objection(on_host).technique == "offload_frozen"
+    on_host.recipe = Recipe(optimizer_on_host=True)
+    assert found.capture.objection(on_host).technique == "offload_optimizer"
+    assert told(tmp_path, Net(), validation=loader()).capture.objection(on_host) is None
