@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, Change, Evaluation, Job, Resuming, Saving, TrainingStep, estimate, trace
+from vram_guard import Budget, Job, TrainingStep, estimate, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.job import Change, Evaluation, Resuming, Saving
 from vram_guard.simulate.memory import repeats
 from vram_guard.simulate.tracing.run import run_step
 
@@ -147,6 +148,13 @@ def test_a_batch_is_told_from_what_is_computed_of_it():
     timeline = traced(play)
     start = timeline.stretches[-1].start
     assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
+
+
+def test_a_whole_batch_of_micro_batches_is_the_trainings_alone():
+    step = step_of(Evaluation(ROWS, forward, batch_size=1000), accumulate=4, whole_batch=True)
+    blocks = run_step(step, 8, (8, 0)).blocks
+    sizes = {block.size.base for block in blocks if block.category == "batch"}
+    assert sizes == {4 * 8 * 256 * 4, 1000 * 256 * 4}
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, Evaluation, Job, Saving, TrainingStep, assert_fits, cli, plan, trace
+from vram_guard import Budget, Job, TrainingStep, assert_fits, cli, plan, trace
 from vram_guard.errors import DoesNotFitError
+from vram_guard.job import Evaluation, Saving
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import html_report
 from vram_guard.report.text import render
@@ -92,18 +93,36 @@ def test_not_one_sample_may_fit_beside_the_step():
 
 
 def test_where_the_job_does_not_fit_it_counts_in_the_search():
-    """Evaluation with the training's own batches: smaller micro-batches are smaller there, too."""
-
-    def twice(model, batch):
-        return model(torch.cat([batch] * 8))
-
-    step = step_of(Evaluation(ROWS, twice, batches=3))
-    written = trace(step.with_(job=None)).at(8000).peak_reserved
-    made = plan(step, 8000, written, margin=0, allow=["accumulate"])
+    """In mixed precision validation takes half; the step by itself would have stayed as it is."""
+    step = step_of(validation_of(20_000))
+    needed = trace(step).at(1000).peak_reserved
+    assert trace(step.with_(job=None)).at(1000).peak_reserved < 0.7 * needed
+    made = plan(step, 1000, Budget.of(int(0.8 * needed), margin=0), allow=["precision"])
     assert made.fits
-    assert made.splits > 1
-    assert made.estimate.peak_reserved <= written < made.before.peak_reserved
+    assert made.precision == "bf16-mixed"
+    assert made.estimate.peak_reserved <= 0.8 * needed < made.before.peak_reserved
     assert made.reasons[0].startswith("validation needs")
+
+
+def test_batches_of_an_evaluation_are_not_cut_with_those_of_the_training():
+    step = step_of(Evaluation(ROWS, lambda model, batch: model(batch)))
+    made = plan(step, 20_000, "240MiB", margin=0, allow=["accumulate"])
+    assert made.splits > 1
+    validation = next(phase for phase in made.estimate.phases if phase.name == "validation")
+    assert validation.peak_allocated > 20_000 * (256 + 1024 + 1024) * 4
+
+
+def test_where_the_job_fails_under_a_change_another_one_is_taken():
+    def run(model, batch):
+        if torch.is_autocast_enabled("cuda"):
+            raise TypeError("no half precision here")
+        return model(batch)
+
+    step = step_of(Evaluation(ROWS, run, batch_size=8))
+    made = plan(step, 20_000, "240MiB", margin=0, allow=["precision", "accumulate"], pin={"checkpoint": "none"})
+    assert made.fits
+    assert made.precision == "32-true"
+    assert any("no half precision here" in str(option) for option in made.rejected)
 
 
 def test_a_check_holds_the_whole_job_against_the_budget():
@@ -164,7 +183,8 @@ def test_reports_say_what_grows_and_when_the_budget_is_full():
 FILE = """
 import torch
 from torch import nn
-from vram_guard import Evaluation, Job, TrainingStep
+from vram_guard import Job, TrainingStep
+from vram_guard.job import Evaluation
 
 rows = torch.ones(4, 256)
 

@@ -20,7 +20,7 @@ from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
+from vram_guard_lightning import _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy, private_api
 from vram_guard_lightning._job import job_of
 from vram_guard_lightning._play import Heard
 from vram_guard_lightning._precision import plugin_of_trace
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+    from vram_guard_lightning._epochs import LaterEpochs
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -45,6 +46,8 @@ class Captured(CapturedTraining):
     model: LightningModule
     optimizer_traits: set[str]
     """Class of the optimizer that the trace made, and "fused" where it is; empty before the trace."""
+    later: LaterEpochs | None = None
+    """What traces have seen of later epochs; None where the job is left out."""
 
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
@@ -73,12 +76,18 @@ class Captured(CapturedTraining):
         return _refusals.refusals(self.trainer, self.model, settings, growable=self.sample.growable)
 
     def objection(self, plan: Plan) -> Refusal | None:
-        """See :func:`vram_guard_lightning._refusals.without_scaler`."""
-        return _refusals.without_scaler(self.trainer, self.optimizer_traits, plan)
+        """See :func:`vram_guard_lightning._refusals.without_scaler` and :meth:`LaterEpochs.objection`."""
+        found = _refusals.without_scaler(self.trainer, self.optimizer_traits, plan)
+        return found or (None if self.later is None else self.later.objection(plan.recipe))
 
 
-def capture(trainer: Trainer, module: LightningModule) -> Captured:
+def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True) -> Captured:
     """Read one training from a Trainer whose strategy is not set up yet. Changes nothing.
+
+    Args:
+        trainer: whose ``fit`` is running.
+        module: that it trains.
+        whole_job: True: also what it does besides its steps, see :mod:`._job`.
 
     Raises:
         UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
@@ -90,15 +99,21 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         found = read(source.dataloader())
     traits: set[str] = set()
     heard = Heard()
-    job, job_notes = job_of(
-        trainer,
-        module,
-        found,
-        _batches_per_epoch(trainer, found),
-        batch_of=lambda sample: _batch_of(trainer, module, sample),
-        view=lambda shadow: _view(shadow, found),
-        heard=heard,
-    )
+    job, later, job_notes = None, None, []
+    missing = private_api.missing(_namespaces.of(trainer), private_api.JOB)
+    if whole_job and missing:
+        names = "; ".join(missing)
+        job_notes = [_("only training steps are predicted: this release of Lightning lacks {names}", names=names)]
+    elif whole_job:
+        job, later, job_notes = job_of(
+            trainer,
+            module,
+            found,
+            _batches_per_epoch(trainer, found),
+            batch_of=lambda sample: _batch_of(trainer, module, sample),
+            view=lambda shadow: _view(shadow, found),
+            heard=heard,
+        )
     step = TrainingStep(
         model=module,
         batch=_batch_of(trainer, module, found),
@@ -118,7 +133,7 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         job=job,
     )
     notes = (*found.notes, *_notes(module), *job_notes)
-    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
+    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, later)
 
 
 def check_precision(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Later epochs of a training: hooks run epoch by epoch in a trace, and each step that is another one is followed anew."""
+"""Later epochs of a training: hooks run one by one in a trace, and each step that they change is followed anew."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.guard.refusals import Refusal
 from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.simulate.tracing.batches import tensors_of
@@ -17,9 +18,8 @@ from vram_guard_lightning._shadow import modules_in
 
 if TYPE_CHECKING:
     from vram_guard.capture.loader import Sample
+    from vram_guard.techniques import Recipe
     from vram_guard_lightning._play import Playing
-
-# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 #: Epochs whose hooks are run at most; different steps that are followed, besides the last one.
 MOST_EPOCHS, MOST_STEPS = 1000, 8
@@ -41,6 +41,8 @@ class LaterEpochs:
         read: asks for the train loader of the epoch that the Trainer's copy is in.
         batch_of: loader -> the batches of a step.
         reached: the last epoch that the first trace had time for; the others stop there too.
+        unfreezes: True if a trace has seen weights that are trained in some epochs only.
+        regroups: True if a trace has seen an optimizer that gets other weights later.
     """
 
     total: float
@@ -50,6 +52,8 @@ class LaterEpochs:
     read: Callable[[], Sample]
     batch_of: Callable[[Sample], Callable[[int], Any]]
     reached: int | None = None
+    unfreezes: bool = False
+    regroups: bool = False
     _samples: dict[int, Sample] = field(default_factory=dict)
 
     def play(self, playing: Playing, first: int, seconds: float) -> None:
@@ -80,6 +84,8 @@ class LaterEpochs:
                     more = epoch + 1 < self.total and not self._stops(epoch, first, deadline)
                     if epoch == first + 1:
                         break
+            self.unfreezes |= [flag for _, flag, _ in now[0]] != [flag for _, flag, _ in known[0]]
+            self.regroups |= now[2] != known[2]
             changes: dict[str, Any] = {}
             if now[-1] != known[-1]:
                 changes["batch"] = self.batch_of(self._sample(first, epoch))
@@ -98,6 +104,14 @@ class LaterEpochs:
         self.reached = epoch
         if epoch + 1 < self.total:
             self._say_reached(playing, epoch)
+
+    def objection(self, recipe: Recipe) -> Refusal | None:
+        """A technique of the recipe that would not survive what later epochs change."""
+        if self.unfreezes and recipe.frozen_on_host:
+            return Refusal("offload_frozen", _("weights that are frozen now are trained in a later epoch"))
+        if self.regroups and recipe.optimizer_on_host:
+            return Refusal("offload_optimizer", _("the optimizer gets other weights in a later epoch"))
+        return None
 
     def _train(self, playing: Playing, steps: int, label: str, changes: dict[str, Any]) -> None:
         optimizers = playing.shadow.optimizers
@@ -168,8 +182,8 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 def _on_gpu(module: torch.nn.Module) -> list[torch.Tensor]:
     """A callback's own weights that have been moved to the simulated GPU."""
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return [one for one in own if one is not None and one.is_cuda]
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return [one for one in own if one.is_cuda]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

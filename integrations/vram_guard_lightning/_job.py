@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from vram_guard.job import Job
 from vram_guard.language import Message, _
 from vram_guard.state.random_generators import random_state_kept
@@ -24,6 +26,7 @@ from vram_guard_lightning._sample import read
 from vram_guard_lightning._validation import Validation, read_validation
 
 if TYPE_CHECKING:
+    import torch
     from lightning.pytorch import LightningModule, Trainer
 
     from vram_guard.capture.loader import Sample
@@ -43,8 +46,8 @@ def job_of(
     batch_of: Callable[[Sample], Callable[[int], Any]],
     view: View,
     heard: Heard,
-) -> tuple[Job, list[str]]:
-    """The job of this training, and remarks for a reader of the prediction. Changes nothing.
+) -> tuple[Job, LaterEpochs, list[str]]:
+    """The job of this training, its later epochs, and remarks for a reader of the prediction. Changes nothing.
 
     Args:
         trainer: whose strategy is not set up yet.
@@ -71,11 +74,11 @@ def job_of(
         total=_epochs(trainer, batches),
         steps=1 if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches),
         sample=sample,
-        reload=trainer.reload_dataloaders_every_n_epochs,
+        reload=trainer.reload_dataloaders_every_n_epochs,  # type: ignore[attr-defined]
         read=lambda: _read_again(trainer),
         batch_of=batch_of,
     )
-    return Job(_Play(trainer, module, validation, later, view, heard)), notes
+    return Job(_Play(trainer, module, validation, later, view, heard)), later, notes
 
 
 def _epochs(trainer: Trainer, batches: float) -> float:
@@ -119,7 +122,7 @@ class _Play:
                 self._fit(playing)
 
     def _fit(self, playing: Playing) -> None:
-        """As ``Trainer._run`` goes on once the strategy is set up."""
+        """As a Trainer's run goes on once its strategy is set up."""
         run, shadow = playing.run, playing.shadow
         _shadow.take_copies(self.trainer, shadow)
         shadow.training = True
@@ -188,15 +191,15 @@ class _Play:
 @contextlib.contextmanager
 def _logging(module: LightningModule) -> Iterator[None]:
     """``self.log`` is Lightning's own inside the block: it keeps metrics and values until an epoch is over."""
-    silenced = [
-        (part, {name: vars(part).pop(name) for name in ("log", "log_dict") if name in vars(part)})
-        for part in module.modules()
-    ]
+    silenced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for part in module.modules():
+        own = vars(part)
+        silenced.append((own, {name: own.pop(name) for name in ("log", "log_dict") if name in own}))
     try:
         yield
     finally:
-        for part, silent in silenced:
-            vars(part).update(silent)
+        for own, silent in silenced:
+            own.update(silent)
 
 
 @contextlib.contextmanager

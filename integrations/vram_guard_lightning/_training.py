@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
@@ -72,8 +71,7 @@ class LightningTraining:
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_lightning._capture.capture`."""
-        captured = capture(self.trainer, self.module)
-        return captured if self._whole_job else replace(captured, step=captured.step.with_(job=None))
+        return capture(self.trainer, self.module, whole_job=self._whole_job)
 
     def why_left_alone(self) -> str:
         """Another callback may try out batch sizes itself."""

@@ -128,12 +128,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """What is allocated inside the block is a batch."""
-        before, self._default_category = self._default_category, "batch"
+        """What is allocated inside the block is a batch, all of it."""
+        before = self._default_category, self.batch_factor
+        self._default_category, self.batch_factor = "batch", 1
         try:
             yield
         finally:
-            self._default_category = before
+            self._default_category, self.batch_factor = before
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
