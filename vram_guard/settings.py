@@ -55,6 +55,7 @@ KINDS: Final[Mapping[str, str]] = {
     "remember": "switch",
     "target_utilization": "number",
     "threshold": "number",
+    "whole_job": "switch",
 }
 #: Ways of saying how much memory there is.
 AMOUNTS: Final = frozenset({"budget", "gpu", "gpu_memory"})

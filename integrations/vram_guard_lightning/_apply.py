@@ -10,6 +10,7 @@ from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place
 from vram_guard_lightning import _closure, _dividing, _growth, _layouts, _namespaces
+from vram_guard_lightning._precision import plugin
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -60,14 +61,9 @@ def after_setup(trainer: Trainer, recipe: Recipe, applied: Applied) -> None:
 def _set_precision(trainer: Trainer, precision: str, applied: Applied) -> None:
     """Lightning's own plugin, for the device that really trains."""
     strategy, namespace = trainer.strategy, _namespaces.of(trainer)
-    if precision.endswith("-true"):
-        half = _namespaces.part(namespace, "plugins.precision.HalfPrecision")
-        applied.replace(strategy, "precision_plugin", half(precision))
-        return
     device = strategy.root_device.type
     if device == "cpu" and precision == "16-mixed":
         # As Trainer(accelerator="cpu", precision="16-mixed") does: its float16 is not for CPUs.
         precision = "bf16-mixed"
         applied.notes.append(_("this training runs on the CPU, where Lightning lets bf16-mixed stand in for 16-mixed"))
-    make = _namespaces.part(namespace, "plugins.precision.MixedPrecision")
-    applied.replace(strategy, "precision_plugin", make(precision, device))
+    applied.replace(strategy, "precision_plugin", plugin(namespace, precision, device))

@@ -100,6 +100,7 @@ class VramGuard(CallbackBase):
         max_recoveries: int = 8,
         remember: bool = True,
         proof_seconds: float = 20.0,
+        whole_job: bool = True,
         monitor: float | None = None,
     ) -> None:
         super().__init__()
@@ -123,6 +124,7 @@ class VramGuard(CallbackBase):
             max_recoveries=max_recoveries,
             remember=remember,
             proof_seconds=proof_seconds,
+            whole_job=whole_job,
             monitor=monitor,
         )
         self.plan: Plan | None = None
@@ -142,7 +144,7 @@ class VramGuard(CallbackBase):
         if stage != "fit" or self is not _first_guard(trainer) or self._guard is not None or disabled():
             return
         self.plan, self._logged = None, False
-        training = LightningTraining(trainer, pl_module)
+        training = LightningTraining(trainer, pl_module, whole_job=self.settings.whole_job)
         guard = self._guard = Guard(training, self.settings)
         lightnings_own, barrier = trainer.strategy.setup, trainer.strategy.barrier
         begins_early = _layouts.shards_in_configure_model(trainer)

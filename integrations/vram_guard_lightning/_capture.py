@@ -22,7 +22,19 @@ from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import _deepspeed, _dividing, _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
+from vram_guard_lightning import (
+    _deepspeed,
+    _dividing,
+    _layouts,
+    _namespaces,
+    _refusals,
+    _rehearsal,
+    _trainer_proxy,
+    private_api,
+)
+from vram_guard_lightning._job import job_of
+from vram_guard_lightning._play import Heard
+from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
 
 if TYPE_CHECKING:
@@ -34,6 +46,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
+    from vram_guard_lightning._epochs import LaterEpochs
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -46,6 +59,8 @@ class Captured(CapturedTraining):
     model: LightningModule
     optimizer_traits: set[str]
     """Class of the optimizer that the trace made, and "fused" where it is; empty before the trace."""
+    later: LaterEpochs | None = None
+    """What traces have seen of later epochs; None where the job is left out."""
 
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
@@ -78,12 +93,18 @@ class Captured(CapturedTraining):
         return _refusals.refusals(self.trainer, self.model, settings, growable=self.sample.growable)
 
     def objection(self, plan: Plan) -> Refusal | None:
-        """See :func:`vram_guard_lightning._refusals.by_optimizer`."""
-        return _refusals.by_optimizer(self.trainer, self.optimizer_traits, plan)
+        """See :func:`vram_guard_lightning._refusals.by_optimizer` and :meth:`LaterEpochs.objection`."""
+        found = _refusals.by_optimizer(self.trainer, self.optimizer_traits, plan)
+        return found or (None if self.later is None else self.later.objection(plan.recipe))
 
 
-def capture(trainer: Trainer, module: LightningModule) -> Captured:
+def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True) -> Captured:
     """Read one training from a Trainer whose strategy is not set up yet. Changes nothing.
+
+    Args:
+        trainer: whose ``fit`` is running.
+        module: that it trains.
+        whole_job: True: also what it does besides its steps, see :mod:`._job`.
 
     Raises:
         UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
@@ -95,10 +116,26 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         source: Any = trainer.fit_loop._data_source
         found = read(source.dataloader())
     traits: set[str] = set()
+    heard = Heard()
+    job, later, job_notes = None, None, []
+    missing = private_api.missing(_namespaces.of(trainer), private_api.JOB)
+    if whole_job and missing:
+        names = "; ".join(missing)
+        job_notes = [_("only training steps are predicted: this release of Lightning lacks {names}", names=names)]
+    elif whole_job:
+        job, later, job_notes = job_of(
+            trainer,
+            module,
+            found,
+            _batches_per_epoch(trainer, found),
+            batch_of=lambda sample: _batch_of(trainer, module, sample),
+            view=lambda shadow: _view(shadow, found),
+            heard=heard,
+        )
     step = TrainingStep(
         model=module,
         batch=_batch_of(trainer, module, found),
-        loss=_loss_of(trainer, module),
+        loss=_loss_of(trainer, module, heard),
         optimizer=_optimizer_of(trainer, module, traits, config) if module.automatic_optimization else None,
         precision=cast("Precision", trainer.precision),
         accumulate=accumulation(trainer),
@@ -115,9 +152,10 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         if config and layout is not None
         else _shardings(trainer, module, layout),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
+        job=job,
     )
-    notes = (*found.notes, *_notes(module))
-    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
+    notes = (*found.notes, *_notes(module), *job_notes)
+    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, later)
 
 
 def _shardings(
@@ -192,7 +230,7 @@ def _batch_of(trainer: Trainer, module: LightningModule, found: Sample) -> Calla
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
-def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], Any]:
+def _loss_of(trainer: Trainer, module: LightningModule, heard: Heard) -> Callable[[Any, Any], Any]:
     """training_step as Lightning calls it: after the transfer hook, under its precision plugin's context."""
     after = _hook_owner(trainer, module, "on_after_batch_transfer")
     arguments = (0,) if _takes_batch_index(module) else ()
@@ -204,8 +242,11 @@ def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], 
         batch = after.on_after_batch_transfer(batch, 0)
         with contexts():
             if model is module and not (whole and divided_by_fsdp2(model)):
-                return model.training_step(batch, *arguments)
-            return redirected(model, module, "training_step", batch, *arguments)
+                output = model.training_step(batch, *arguments)
+            else:
+                output = redirected(model, module, "training_step", batch, *arguments)
+        heard.step(batch, output)
+        return output
 
     def loss(model: Any, batch: Any) -> Any:
         output = step(model, batch)
@@ -245,18 +286,12 @@ class _PrecisionContexts:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._make = _namespaces.part(_namespaces.of(trainer), "plugins.precision.MixedPrecision")
-        self._given = trainer.precision_plugin
+        self._trainer = trainer
 
     def __call__(self) -> Any:
         if not torch.is_autocast_enabled("cuda"):
             return nullcontext()
-        if _namespaces.is_a(self._given, "plugins.precision.FSDPPrecision"):
-            return self._given.train_step_context()
-        half = torch.get_autocast_dtype("cuda") == torch.float16
-        # A scaler is asked for but never used: the trace scales the loss itself.
-        plugin = self._make("16-mixed", "cuda", scaler=object()) if half else self._make("bf16-mixed", "cuda")
-        return plugin.train_step_context()
+        return plugin_of_trace(self._trainer, nullcontext()).train_step_context()
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------

@@ -51,6 +51,12 @@ def read(loaders: Any) -> Sample:
     )
 
 
+def loaders_in(loaders: Any) -> list[Any]:
+    """The loaders of whatever a ``*_dataloader`` hook may return."""
+    found: list[Any] = pytree.tree_leaves(_namespaces.loader_tree(loaders), is_leaf=_is_batches)
+    return found
+
+
 def _is_batches(leaf: Any) -> bool:
     """A loader, rather than a collection of loaders."""
     return not isinstance(leaf, (dict, list, tuple)) or _holds_batches(leaf)

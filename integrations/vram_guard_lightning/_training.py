@@ -48,8 +48,9 @@ class Ranks:
 class LightningTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, *, whole_job: bool = True) -> None:
         self.trainer = trainer
+        self._whole_job = whole_job
         self.module = module
         self.ranks = Ranks(trainer)
 
@@ -70,7 +71,7 @@ class LightningTraining:
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_lightning._capture.capture`."""
-        return capture(self.trainer, self.module)
+        return capture(self.trainer, self.module, whole_job=self._whole_job)
 
     def why_left_alone(self) -> str:
         """Another callback may try out batch sizes itself."""

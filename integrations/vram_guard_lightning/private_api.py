@@ -98,8 +98,39 @@ REHEARSAL: tuple[PrivateName, ...] = (
     PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
 )
 
+_EVALUATION = "loops.evaluation_loop:_EvaluationLoop"
+_CHECKPOINTS = "trainer.connectors.checkpoint_connector:_CheckpointConnector"
+
+JOB: tuple[PrivateName, ...] = (
+    *(
+        PrivateName(f"trainer.trainer:Trainer.{name}", "a copy of the Trainer, on which its own code runs in a trace")
+        for name in (
+            *("_accelerator_connector", "_callback_connector", "_checkpoint_connector", "_data_connector"),
+            "_logger_connector",
+        )
+    ),
+    PrivateName("trainer.trainer:Trainer._run_sanity_check", "the sanity check in a trace"),
+    PrivateName("loops.training_epoch_loop:_TrainingEpochLoop.val_loop", "validation in a trace"),
+    PrivateName(f"{_EVALUATION}._data_source", "the validation loaders, asked for once more"),
+    PrivateName(f"{_EVALUATION}._combined_loader", "two batches in place of the validation loaders"),
+    PrivateName(f"{_EVALUATION}._data_fetcher", "the same"),
+    PrivateName(f"{_EVALUATION}._max_batches", "the number of validation batches, as user code is told it"),
+    PrivateName(f"{_EVALUATION}._results", "what self.log has received"),
+    PrivateName(
+        f"{_EVALUATION}._evaluation_step",
+        "a round that stands for many",
+        parameters=("batch", "batch_idx", "dataloader_idx"),
+    ),
+    PrivateName("utilities.combined_loader:CombinedLoader._mode", "loaders that are read together"),
+    PrivateName(f"{_CHECKPOINTS}._loaded_checkpoint", "the checkpoint that is resumed from"),
+    PrivateName(f"{_CHECKPOINTS}.restore_loops", "the epoch that is resumed"),
+    PrivateName(f"{_CHECKPOINTS}.restore_optimizers", "the optimizer's states of a checkpoint"),
+    PrivateName("trainer.call:_call_callback_hooks", "hooks of later epochs"),
+    PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
+)
+
 TABLE: tuple[PrivateName, ...] = tuple(
-    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *DIVIDING, *REHEARSAL))
+    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *DIVIDING, *REHEARSAL, *JOB))
 )
 
 

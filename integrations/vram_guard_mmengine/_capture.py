@@ -21,20 +21,26 @@ from torch.utils.data import DataLoader
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.forks.exclusive import in_copy
+from vram_guard.guard.refusals import Refusal
 from vram_guard.guard.training import CapturedTraining
+from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import _dividing, _layouts, _optim, _refusals, _rehearsal, _symbolic_run
+from vram_guard_mmengine._job import RunnerJob, checkpoint_of, number_of_batches, validation_of
+from vram_guard_mmengine._schedule import Schedule
+from vram_guard_mmengine._shadow import Shadow, is_users
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
+    from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
 
@@ -51,6 +57,24 @@ class Captured(CapturedTraining):
     runner: Any
     optim: _optim.OptimFacts
     recorder: RecordingOptimWrapper
+    schedule: Schedule | None = None
+    """Later steps that traces have found; None where the job is left out."""
+    loss_said: bool = False
+    """True if the user has said how losses of micro-batches are weighed."""
+
+    def objection(self, plan: Plan) -> Refusal | None:
+        """A loss that hooks change later is not proven by the first step."""
+        unproven = "" if self.schedule is None or self.loss_said else self.schedule.unproven
+        if plan.splits == 1 or not unproven:
+            return None
+        return Refusal(
+            "accumulate",
+            _(
+                "the model is changed during the training ({what}): what its loss is over a batch is proven for the "
+                "first steps only; pass loss_weight",
+                what=unproven,
+            ),
+        )
 
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
@@ -100,6 +124,8 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     def __init__(self) -> None:  # there is no optimizer to wrap
         self._loss: torch.Tensor | None = None
+        self.outputs: Any = None
+        """Of the last ``train_step``."""
         self._held: list[dict[str, Any]] = []
         self._accumulative_counts = 1
         self._inner_count = 0
@@ -107,7 +133,7 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     def begin(self) -> None:
         """A new step: what the last one held is let go."""
-        self._loss = None
+        self._loss = self.outputs = None
         self._held.clear()
 
     @property
@@ -151,7 +177,7 @@ class _Loss:
 
     def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
         self.recorder.begin()
-        model.train_step(batch.data, optim_wrapper=self.recorder)
+        self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
         return self.recorder.loss
 
 
@@ -177,10 +203,15 @@ class _AccumulatedLoss(_Loss):
         return super().__call__(model, batch)
 
 
-def capture(runner: Any) -> Captured:
+def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> Captured:
     """Read one training from a runner whose loops and optimizer are not built yet.
 
     The train dataloader is built, as the loop would do it; where the loop is one of MMEngine's own, it is handed over.
+
+    Args:
+        runner: to read.
+        whole_job: also what the training does besides its steps.
+        loss_said: the user has said how losses of micro-batches are weighed.
 
     Raises:
         InvalidInputError: an epoch of this training has no iterations.
@@ -219,9 +250,67 @@ def capture(runner: Any) -> Captured:
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
         device="cpu" if get_device() == "cpu" else "cuda",
     )
-    notes = (*sample.notes, *_notes(runner, model))
+    notes = [*sample.notes, *_notes(runner, model)]
+    schedule = None
+    if whole_job:
+        schedule = _schedule(runner, sample)
+        step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
-    return Captured(step, model, sample, epoch_samples, notes, runner, facts, recorder)
+    return Captured(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, schedule, loss_said)
+
+
+def _job(
+    runner: Any,
+    model: nn.Module,
+    sample: Sample,
+    facts: _optim.OptimFacts,
+    recorder: RecordingOptimWrapper,
+    schedule: Schedule,
+    notes: list[str],
+) -> Job:
+    """What the training does besides its steps."""
+    length = _length(runner, sample.loader)
+    loop = runner._train_loop  # noqa: SLF001 - the runner has no public name for a loop that is not built
+    begins = loop.get("val_begin", 1) if isinstance(loop, dict) else loop.val_begin
+    most = length[0 if by_epoch(runner) else 1]
+    if left_out := [hook for hook in runner.hooks if is_users(hook)] if not in_copy() else []:
+        notes.append(
+            _(
+                "hooks that are not MMEngine's are followed in a copy of the process only, which could not be made: "
+                "what they do is not included in the prediction ({hooks})",
+                hooks=", ".join(sorted({type(hook).__name__ for hook in left_out})),
+            )
+        )
+
+    def shadow(run: JobRun) -> Shadow:
+        return Shadow(
+            runner,
+            run,
+            loader=sample.loader,
+            loop_class=_loop_class(runner),
+            length=length,
+            accumulate=facts.accumulate,
+            data_batch=sample.make(run.batch_size),
+        )
+
+    return Job(
+        RunnerJob(
+            runner,
+            model,
+            shadow,
+            recorder.begin,
+            lambda: recorder.outputs,
+            validation_of(runner, lambda given: _built(runner, given), _is_endless, begins, most, notes),
+            checkpoint_of(runner, notes),
+            schedule,
+        )
+    )
+
+
+def _schedule(runner: Any, sample: Sample) -> Schedule:
+    return Schedule(
+        sample, lambda make: lambda size: HostBatch(make(size)), by_epoch(runner), number_of_batches(sample.loader)
+    )
 
 
 def by_epoch(runner: Any) -> bool:
@@ -299,13 +388,20 @@ def _loader(runner: Any) -> DataLoader[Any]:
     given = runner._train_dataloader  # noqa: SLF001 - as above
     if not isinstance(given, dict):
         return given  # type: ignore[no-any-return]
-    different = runner._randomness_cfg.get("diff_rank_seed", False)  # noqa: SLF001 - as BaseLoop does
     if _loop_class(runner) in (EpochBasedTrainLoop, IterBasedTrainLoop):
-        built = runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)
+        built = _built(runner, given)
         runner._train_dataloader = built  # noqa: SLF001 - the loop takes it from there
-        return built  # type: ignore[no-any-return]
+        return built
     with random_state_kept():
-        return runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)  # type: ignore[no-any-return]
+        return _built(runner, given)
+
+
+def _built(runner: Any, given: Any) -> DataLoader[Any]:
+    """A loader of a config, as BaseLoop builds it."""
+    if not isinstance(given, dict):
+        return given  # type: ignore[no-any-return]
+    different = runner._randomness_cfg.get("diff_rank_seed", False)  # noqa: SLF001 - as above
+    return runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)  # type: ignore[no-any-return]
 
 
 def _sample(loader: Any) -> Sample:

@@ -11,6 +11,7 @@ from vram_guard.language import _
 
 _lock = threading.Lock()
 _owner: int | None = None
+_copied = False
 
 
 @contextlib.contextmanager
@@ -33,5 +34,10 @@ def alone_in_process() -> Iterator[None]:
 
 def renew_in_copy() -> None:
     """In a copy of the process, which was made inside :func:`alone_in_process`: nobody is there to leave it."""
-    global _lock, _owner
-    _lock, _owner = threading.Lock(), None
+    global _lock, _owner, _copied
+    _lock, _owner, _copied = threading.Lock(), None, True
+
+
+def in_copy() -> bool:
+    """True in a copy of the process, where the user's code may run: nothing that it does reaches the original."""
+    return _copied

@@ -145,6 +145,8 @@ class GuardSettings(PlanSettings):
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
+        whole_job: predict and plan also for what the training does besides its first steps: resuming, validation,
+            saving, steps of later epochs that differ. False: for the first steps alone.
 
     Raises:
         InvalidInputError: a setting makes no sense.
@@ -160,12 +162,13 @@ class GuardSettings(PlanSettings):
     remember: bool = True
     proof_seconds: float = 20.0
     cudnn: str | None = None
+    whole_job: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_mode(self.mode)
         check_loss_weight(self.loss_weight)
-        check_switches(recover=self.recover, remember=self.remember)
+        check_switches(recover=self.recover, remember=self.remember, whole_job=self.whole_job)
         check_cudnn(self.cudnn)
         checked_count("max_recoveries", self.max_recoveries)
         if isinstance(self.proof_seconds, bool) or not 0 <= self.proof_seconds < float("inf"):

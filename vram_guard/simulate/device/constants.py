@@ -119,6 +119,18 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.
         setattr(out, _ORIGIN, (_origin(first), version_of(out)))
 
 
+def written(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The value of a known number once an operator has written to it in place (a counter); None: not known."""
+    target = args[0]
+    if target.numel() != 1 or _ATTRIBUTE not in target.__dict__:
+        return None
+    values = [compute(one) if isinstance(one, torch.Tensor) else one for one in args]
+    if any(value is None and isinstance(one, torch.Tensor) for one, value in zip(args, values, strict=True)):
+        return None
+    result: torch.Tensor = func(values[0].clone(), *values[1:])  # type: ignore[union-attr]
+    return result
+
+
 class _Deferred:
     """The place of a tensor among arguments, with its computation."""
 

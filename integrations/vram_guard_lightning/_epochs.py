@@ -1,0 +1,191 @@
+"""Later epochs of a training: hooks run one by one in a trace, and each step that they change is followed anew."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vram_guard.guard.refusals import Refusal
+from vram_guard.language import Message, _
+from vram_guard.patching import replaced
+from vram_guard.simulate.tracing.batches import tensors_of
+from vram_guard_lightning._shadow import modules_in
+
+if TYPE_CHECKING:
+    from vram_guard.capture.loader import Sample
+    from vram_guard.techniques import Recipe
+    from vram_guard_lightning._play import Playing
+
+#: Epochs whose hooks are run at most; different steps that are followed, besides the last one.
+MOST_EPOCHS, MOST_STEPS = 1000, 8
+#: Seconds that hooks of later epochs may take; more where the first steps took longer to follow.
+LEAST_SECONDS = 0.5
+
+_HOOKS = ("on_train_epoch_end", "on_train_epoch_start")
+
+
+@dataclass(slots=True)  # a trace puts back what a job's attributes hold, and this is to stay
+class LaterEpochs:
+    """The epochs after the first one, of all traces of a training.
+
+    Attributes:
+        total: epochs of the training; infinite where nothing says how many.
+        steps: optimizer steps of an epoch, as ``trainer.global_step`` counts them.
+        sample: of the first epoch.
+        reload: epochs after which loaders are made anew (``reload_dataloaders_every_n_epochs``); 0: never.
+        read: asks for the train loader of the epoch that the Trainer's copy is in.
+        batch_of: loader -> the batches of a step.
+        reached: the last epoch that the first trace had time for; the others stop there too.
+        unfreezes: True if a trace has seen weights that are trained in some epochs only.
+        regroups: True if a trace has seen an optimizer that gets other weights later.
+    """
+
+    total: float
+    steps: int
+    sample: Sample
+    reload: int
+    read: Callable[[], Sample]
+    batch_of: Callable[[Sample], Callable[[int], Any]]
+    reached: int | None = None
+    unfreezes: bool = False
+    regroups: bool = False
+    _samples: dict[int, Sample] = field(default_factory=dict)
+
+    def play(self, playing: Playing, first: int, seconds: float) -> None:
+        """Run the hooks of the epochs after ``first``, and every step that differs from the one before.
+
+        Args:
+            playing: after the first epoch's last step.
+            first: number of that epoch.
+            seconds: that its steps took to follow.
+        """
+        if first + 1 >= self.total:
+            return
+        run = playing.run
+        if not (self.reload or any(map(playing.has, _HOOKS))):
+            run.train(1)  # it meets what validation has left of the allocator's segments
+            return
+        deadline = time.monotonic() + max(seconds, LEAST_SECONDS)
+        epoch, known, followed = first, self._signature(playing, first, first), 0
+        left_over: tuple[str, dict[str, Any]] | None = None
+        more = True
+        while more:
+            now = known
+            with run.phase("setup"), replaced(torch, {"equal": _same}):
+                while more and (now == known or epoch == first):
+                    self._next(playing, epoch)
+                    epoch += 1
+                    now = self._signature(playing, first, epoch)
+                    more = epoch + 1 < self.total and not self._stops(epoch, first, deadline)
+                    if epoch == first + 1:
+                        break
+            self.unfreezes |= [flag for _, flag, _ in now[0]] != [flag for _, flag, _ in known[0]]
+            self.regroups |= now[2] != known[2]
+            changes: dict[str, Any] = {}
+            if now[-1] != known[-1]:
+                changes["batch"] = self.batch_of(self._sample(first, epoch))
+            label = _("epoch {epoch}", epoch=epoch)
+            if now == known:
+                if epoch == first + 1:
+                    self._train(playing, 1, "", {})
+            elif followed < MOST_STEPS:
+                followed += 1
+                self._train(playing, 2, label, changes)
+            else:
+                left_over = label, {**(left_over[1] if left_over else {}), **changes}
+            known = now
+        if left_over is not None:
+            self._train(playing, 2, *left_over)
+        self.reached = epoch
+        if epoch + 1 < self.total:
+            self._say_reached(playing, epoch)
+
+    def objection(self, recipe: Recipe) -> Refusal | None:
+        """A technique of the recipe that would not survive what later epochs change."""
+        if self.unfreezes and recipe.frozen_on_host:
+            return Refusal("offload_frozen", _("weights that are frozen now are trained in a later epoch"))
+        if self.regroups and recipe.optimizer_on_host:
+            return Refusal("offload_optimizer", _("the optimizer gets other weights in a later epoch"))
+        return None
+
+    def _train(self, playing: Playing, steps: int, label: str, changes: dict[str, Any]) -> None:
+        optimizers = playing.shadow.optimizers
+        if playing.run.optimizer is not None and optimizers and optimizers[0] is not playing.run.optimizer:
+            playing.run.optimize_with(optimizers[0])
+        with playing.followed(Message("the step of {epoch}", epoch=label or _("the second epoch"))):
+            playing.run.train(steps, label, **changes)
+
+    def _next(self, playing: Playing, epoch: int) -> None:
+        """Hooks at the end of this epoch and at the start of the next one, as FitLoop calls them."""
+        progress = playing.shadow.fit_loop.epoch_progress.current
+        progress.processed = epoch + 1
+        if playing.has("on_train_epoch_end"):
+            playing.hook("on_train_epoch_end")
+        progress.completed, progress.ready = epoch + 1, epoch + 2
+        stepped = playing.shadow.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        stepped.total.completed = (epoch + 1) * self.steps
+        if playing.has("on_train_epoch_start"):
+            playing.hook("on_train_epoch_start")
+        progress.started = epoch + 2
+
+    def _stops(self, epoch: int, first: int, deadline: float) -> bool:
+        """True if no later epoch is followed."""
+        if self.reached is not None:  # every trace has to follow the same
+            return epoch >= self.reached
+        return epoch - first >= MOST_EPOCHS or time.monotonic() > deadline
+
+    def _say_reached(self, playing: Playing, epoch: int) -> None:
+        total = _("without an end") if math.isinf(self.total) else str(int(self.total))
+        said = Message(
+            "hooks were followed up to epoch {epoch} ({total} epochs): what later ones change is not included",
+            epoch=epoch,
+            total=total,
+        )
+        playing.run.note(said)
+
+    def _signature(self, playing: Playing, first: int, epoch: int) -> tuple[Any, ...]:
+        """What the memory of a step depends on, as far as hooks change it; the shapes of its batches come last."""
+        module = playing.module
+        sample = self._sample(first, epoch)
+        return (
+            tuple((name, one.requires_grad, one.shape) for name, one in module.named_parameters()),
+            tuple((id(part), part.training) for part in module.modules()),
+            tuple(_groups(optimizer) for optimizer in playing.shadow.optimizers),
+            sum(one.nbytes for part in modules_in(playing.shadow.callbacks, besides=module) for one in _on_gpu(part)),
+            tuple(tuple(one.shape) for one in tensors_of(sample.make(sample.batch_size))) if self.reload else (),
+        )
+
+    def _sample(self, first: int, epoch: int) -> Sample:
+        """Batches of this epoch's train loader, which is asked for once."""
+        if not self.reload or epoch == first:
+            return self.sample
+        made = epoch - (epoch - first) % self.reload
+        if made == first:
+            return self.sample
+        if made not in self._samples:
+            self._samples[made] = self.read()
+        return self._samples[made]
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """The weights that an optimizer changes, and its switches."""
+    return tuple(
+        (tuple(map(id, group["params"])), tuple(value for value in group.values() if isinstance(value, bool)))
+        for group in optimizer.param_groups
+    )
+
+
+def _on_gpu(module: torch.nn.Module) -> list[torch.Tensor]:
+    """A callback's own weights that have been moved to the simulated GPU."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return [one for one in own if one.is_cuda]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal`` for weights that training has told apart: equal is what is the same."""
+    return one is other

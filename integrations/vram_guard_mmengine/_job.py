@@ -1,0 +1,310 @@
+"""A runner's whole training in a trace, through MMEngine's own code: resuming, steps, saving, validating, schedules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mmengine.hooks import CheckpointHook
+from mmengine.runner.checkpoint import find_latest_checkpoint
+
+from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.job import JobRun
+from vram_guard.language import Message, _
+from vram_guard.patching import replaced
+from vram_guard.state.containers import mapped
+from vram_guard.state.objects import objects_kept
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard_mmengine._checkpoints import resumable
+from vram_guard_mmengine._schedule import Schedule
+from vram_guard_mmengine._shadow import Shadow, copied_evaluator, followed_hooks, quiet_mmengine
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# ruff: noqa: SLF001 - the runner has no public names for what is not built yet
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The rounds of a validation loop."""
+
+    sample: Sample
+    loader: Any
+    evaluator: Any
+    rounds: tuple[int, ...]
+    """Batch sizes: the first round's, that of those that follow, and a shorter last one's."""
+    repeated: int
+    """How many rounds the second of these stands for."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The checkpoint that a training begins with."""
+
+    path: str
+    content: Any
+    """Its tensors have sizes, and no data."""
+
+
+@dataclass(frozen=True)
+class RunnerJob:
+    """The phases of ``Runner.train`` in order, see :class:`vram_guard.job.Job`.
+
+    Attributes:
+        runner: whose loops and optimizer are not built yet.
+        model: the runner's, without its wrapper.
+        shadow: the run of a trace -> the copy of the runner that MMEngine's code gets.
+        batch_ends: lets go of what the last training step held.
+        outputs: what its ``train_step`` returned.
+        validation: None where nothing is validated, or it cannot be followed.
+        checkpoint: None where the training begins anew.
+        schedule: of later steps that differ.
+    """
+
+    runner: Any
+    model: nn.Module
+    shadow: Callable[[JobRun], Shadow]
+    batch_ends: Callable[[], None]
+    outputs: Callable[[], Any]
+    validation: Validation | None
+    checkpoint: Checkpoint | None
+    schedule: Schedule
+
+    def __call__(self, run: JobRun) -> None:
+        """Play the whole training."""
+        with quiet_mmengine(self._read(run)), objects_kept(followed_hooks(self.runner), besides=self.model):
+            shadow = self.shadow(run)
+            self._begin(run, shadow)
+            self._train(run, shadow, 2)
+            with self._followed(run, "saving"):
+                self._save(shadow)
+            if self.validation is not None:
+                with self._followed(run, "validation"):
+                    self._validate(run, shadow, self.validation)
+            run.model.train()
+            self._train(run, shadow, 1)
+            self.schedule.play(run, shadow, lambda **changes: self._train(run, shadow, 2, **changes))
+
+    def _read(self, run: JobRun) -> Callable[[str, Any], Any]:
+        """In place of reading a checkpoint: tensors of the same sizes, on the device that MMEngine asks for."""
+
+        def read(_name: str, map_location: Any) -> Any:
+            place = "cpu" if map_location is None or str(map_location) == "cpu" else "cuda"
+            return run.loaded(self.checkpoint.content if self.checkpoint is not None else {}, place)  # type: ignore[arg-type]
+
+        return read
+
+    @contextlib.contextmanager
+    def _followed(self, run: JobRun, name: Any, label: str = "") -> Iterator[None]:
+        """A phase, which the training may do without where it cannot be followed."""
+        with run.phase(name, label):
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - the user's own code, and MMEngine's on tensors without values
+                said = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
+                run.note(
+                    Message(
+                        "{phase} cannot be followed to its end ({error}): the rest of it is not included in the "
+                        "prediction",
+                        phase=name,
+                        error=said,
+                    )
+                )
+
+    def _begin(self, run: JobRun, shadow: Shadow) -> None:
+        """As ``Runner.train`` begins, and its strategies' way of it."""
+        with run.phase("setup"):
+            if not hasattr(shadow.runner, "strategy"):
+                shadow.call("before_run")
+        if self.checkpoint is not None:
+            with self._followed(run, "resuming"):
+                shadow.runner.load_or_resume()
+        with run.phase("setup"):
+            if hasattr(shadow.runner, "strategy"):
+                shadow.call("before_run")
+            shadow.call("before_train")
+            shadow.call("before_train_epoch")
+        shadow.at(shadow.loop._epoch, shadow.loop._iter)
+        run.model.train()
+
+    def _train(self, run: JobRun, shadow: Shadow, steps: int, label: str = "", **changes: Any) -> None:
+        """Steps, each followed by what the hooks do after it."""
+        hub = shadow.runner.message_hub
+
+        def after() -> None:
+            shadow.call("after_train_iter", batch_idx=0, data_batch=shadow.data_batch, outputs=self.outputs())
+            self.batch_ends()
+
+        with replaced(hub, {"get_info": self._asked(hub)}):
+            run.train(steps, label, after=after, **changes)
+
+    def _asked(self, hub: Any) -> Callable[..., Any]:
+        """In place of ``MessageHub.get_info``: a model that asks it may run other steps later."""
+        get_info = hub.get_info
+
+        def answered(key: str, *default: Any, **named: Any) -> Any:
+            if key in ("epoch", "iter"):
+                self.schedule.asked.add(key)
+            return get_info(key, *default, **named)
+
+        return answered
+
+    def _save(self, shadow: Shadow) -> None:
+        for hook in self.runner.hooks:
+            if isinstance(hook, CheckpointHook) and (hook.interval > 0 or hook.save_last or hook.save_best):
+                regular = hook.interval > 0 or hook.save_last
+                shadow.runner.save_checkpoint(
+                    "checkpoints",
+                    "traced.pth",
+                    save_optimizer=regular and hook.save_optimizer,
+                    save_param_scheduler=False,
+                    by_epoch=hook.by_epoch,
+                )
+
+    def _validate(self, run: JobRun, shadow: Shadow, validation: Validation) -> None:
+        runner, given = shadow.runner, self.runner._val_loop
+        rounds = _Rounds(run, validation)
+        runner._val_dataloader, runner._val_evaluator = rounds, copied_evaluator(validation.evaluator)
+        if isinstance(given, dict):
+            loop = runner.build_val_loop(given)
+        else:
+            loop = object.__new__(type(given))
+            vars(loop).update(vars(given), _runner=runner, dataloader=rounds, evaluator=runner._val_evaluator)
+            loop.val_loss = {}
+        runner._val_loop = loop
+        try:
+            loop.run()
+        finally:
+            rounds.close()
+
+
+class _Rounds:
+    """In place of the validation loader: the first batch, one that stands for those that follow, a shorter last one."""
+
+    def __init__(self, run: JobRun, validation: Validation) -> None:
+        self.dataset = validation.loader.dataset
+        self.batch_size = validation.rounds[0]
+        self._run = run
+        self._validation = validation
+        self._open: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._validation.rounds)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._batches()
+        self._open.append(batches)
+        return batches
+
+    def _batches(self) -> Iterator[Any]:
+        make = self._validation.sample.make
+        for number, size in enumerate(self._validation.rounds):
+            with self._run.repeat(self._validation.repeated if number == 1 else 1):
+                yield make(size)
+
+    def close(self) -> None:
+        """No round is open any more."""
+        for batches in self._open:
+            batches.close()
+
+
+def validation_of(
+    runner: Any,
+    built: Callable[[Any], Any],
+    endless: Callable[[Any], bool],
+    begins: int,
+    most: int,
+    notes: list[str],
+) -> Validation | None:
+    """The validation of a runner, of which two samples are read; what is in the way is among the notes.
+
+    Args:
+        runner: whose loops are not built yet.
+        built: a loader's config, or a loader -> the loader.
+        endless: True for loaders that never end.
+        begins: the epoch, or iteration, from which on is validated.
+        most: epochs, or iterations, of the training.
+        notes: remarks for a reader of the prediction.
+    """
+    loop = runner._val_loop
+    if loop is None or begins > most:
+        return None
+    try:
+        with random_state_kept():
+            loader = built(runner._val_dataloader if isinstance(loop, dict) else loop.dataloader)
+            evaluator = runner._val_evaluator if isinstance(loop, dict) else loop.evaluator
+            if isinstance(evaluator, (dict, list)):
+                evaluator = runner.build_evaluator(evaluator)
+            batches = number_of_batches(loader)
+            if batches == 0:
+                return None
+            sample = read_loader(loader)
+    except Exception as error:  # noqa: BLE001 - the user's own code reads the data
+        why = f"{type(error).__name__}: {error}"
+        notes.append(_("validation is not included in the prediction ({why})", why=why))
+        return None
+    size = sample.batch_size
+    if batches is None or endless(loader):
+        notes.append(
+            _(
+                "the validation loader has no known end: two of its batches are followed, and what metrics collect of "
+                "more is not included in the prediction"
+            )
+        )
+        return Validation(sample, loader, evaluator, (size, size), 1)
+    samples = sample.dataset_size if sample.dataset_size is None else len(loader.sampler)
+    last = size if samples is None else samples - (batches - 1) * size
+    if batches == 1 or not 0 < last < size:
+        return Validation(
+            sample, loader, evaluator, (min(size, last) if last > 0 else size, size)[:batches], batches - 1
+        )
+    rounds = (size, size, last) if batches > 2 else (size, last)
+    return Validation(sample, loader, evaluator, rounds, max(batches - 2, 1))
+
+
+def number_of_batches(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return None
+
+
+def checkpoint_of(runner: Any, notes: list[str]) -> Checkpoint | None:
+    """The checkpoint that a training begins with, of which only the names and sizes are read."""
+    resumes, path = getattr(runner, "_resume", False), getattr(runner, "_load_from", None)
+    if isinstance(resumes, str):
+        path = resumes
+    elif resumes and path is None:
+        path = find_latest_checkpoint(runner.work_dir)
+    if path is None:
+        return None
+    if not Path(path).expanduser().is_file():
+        if resumes:
+            notes.append(
+                _("resuming is not included in the prediction: {path} is no file of this machine", path=str(path))
+            )
+        return None
+    try:
+        with resumable():
+            content = _opened(str(Path(path).expanduser()))
+    except Exception as error:  # noqa: BLE001 - whatever is in the file
+        notes.append(_("resuming is not included in the prediction ({why})", why=f"{type(error).__name__}: {error}"))
+        return None
+    return Checkpoint(str(path), mapped(content, _without_data))
+
+
+def _without_data(leaf: Any) -> Any:
+    """A tensor's sizes; counters keep their values."""
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 else leaf
+
+
+def _opened(path: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True)
+    except (RuntimeError, ValueError):  # a file of torch before 1.6
+        return torch.load(path, map_location="cpu")

@@ -1,0 +1,388 @@
+"""The whole job of a Trainer: validation, checkpoints and later epochs, told before the first step."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+
+from vram_guard.simulate import trace_at
+from vram_guard.step import TrainingStep
+from vram_guard.techniques import Recipe
+from vram_guard_lightning import VramGuard, _capture, _namespaces
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMESPACE = _namespaces.installed()[0].__name__
+pl = importlib.import_module(NAMESPACE)
+
+WIDTH, SIZE = 256, 8
+
+
+class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """A backbone and a head; only what is not frozen is given to the optimizer."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU())
+        self.head = nn.Linear(2048, 4)
+        self.backbone.requires_grad_(not frozen)
+        self.outputs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.backbone(batch[0].flatten(0, -2))).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.head(self.backbone(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([one for one in self.parameters() if one.requires_grad])
+
+
+def loader(samples: int = 32, batch_size: int = SIZE, *shape: int) -> Any:
+    return DataLoader(TensorDataset(torch.ones(samples, *(shape or (1,)), WIDTH)), batch_size)
+
+
+def told(root: Any, module: Any, *callbacks: Any, data: Any = None, validation: Any = None, **how: Any) -> Any:
+    """The Trainer's capture at the guard's point, the prediction of the whole job, and that of two plain steps."""
+    found = SimpleNamespace()
+
+    class StoppedError(Exception):
+        pass
+
+    class Probe(pl.Callback):  # type: ignore[misc, name-defined]
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            def setup(trainer: Any) -> None:
+                found.capture = _capture.capture(trainer, pl_module)
+                with found.capture.symbolic_run():
+                    found.job = trace_at(found.capture.step, SIZE)
+                    found.plain = trace_at(found.capture.step.with_(job=None), SIZE).at(SIZE)
+                found.estimate = found.job.at(SIZE)
+                raise StoppedError
+
+            trainer.strategy.setup = setup
+
+    checkpoint = how.pop("ckpt_path", None)
+    trainer = cases.make_trainer(NAMESPACE, root, [Probe(), *callbacks], **{"max_epochs": 4, **how})
+    arguments = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {}
+    with pytest.raises(StoppedError):
+        trainer.fit(
+            module,
+            **arguments or {"train_dataloaders": data or loader(), "val_dataloaders": validation},
+            ckpt_path=checkpoint,
+        )
+    return found
+
+
+def peaks(found: Any) -> dict[tuple[str, str], int]:
+    """The allocated peak of each phase."""
+    return {(phase.name, phase.label): phase.peak_allocated for phase in found.estimate.phases}
+
+
+def rounded(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's block."""
+    return -(-tensor.nbytes // 512) * 512
+
+
+# --- later epochs -----------------------------------------------------------------------------------------
+
+
+class Unfreezing(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+class ByHook(Net):
+    """Unfreezes by its own hook, and has its optimizer made anew."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.backbone.requires_grad_(True)
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class AtTheEnd(pl.Callback):  # type: ignore[misc, name-defined]
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.backbone.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.backbone.parameters())})
+
+
+class ByStep(pl.Callback):  # type: ignore[misc, name-defined]
+    """Knows the parameters themselves, since setup."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.layers = [pl_module.backbone]
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step >= 8:
+            for layer in self.layers:
+                layer.requires_grad_(True)
+            trainer.strategy.setup_optimizers(trainer)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [
+        (Net, [Unfreezing()]),
+        (Net, [pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=2)]),
+        (lambda: ByHook(frozen=True), []),
+        (lambda: Net(frozen=True), [AtTheEnd()]),
+        (lambda: Net(frozen=True), [ByStep()]),
+    ],
+    ids=["BaseFinetuning", "BackboneFinetuning", "hook", "end of an epoch", "by global_step"],
+)
+def test_a_backbone_that_is_unfrozen_later_is_told_at_once(tmp_path: Any, module: Any, callbacks: Any) -> None:
+    found = told(tmp_path, module(), *callbacks)
+    later = peaks(found)["training", "epoch 2"]
+    assert found.plain.peak_allocated < 0.4 * later
+    assert found.estimate.peak_reserved > 2 * found.plain.peak_reserved
+    unfrozen = told(tmp_path, Net()).plain  # the same step, with everything trained from the start
+    # A group of weights of its own is updated by itself, and so are the temporaries of its update.
+    assert 0 <= unfrozen.peak_allocated - later <= 2 * sum(rounded(one) for one in Net().head.parameters())
+    assert [phase.label for phase in found.estimate.phases if phase.label] == ["epoch 2"]
+
+
+def test_a_datamodule_that_grows_its_samples(tmp_path: Any) -> None:
+    class Growing(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+        def train_dataloader(self) -> Any:
+            return loader(32, SIZE, 4096 if self.trainer.current_epoch == 3 else 1)
+
+    found = told(tmp_path, Net(), data=Growing(), reload_dataloaders_every_n_epochs=1)
+    grown = told(tmp_path, Net(), data=loader(32, SIZE, 4096)).plain
+    assert peaks(found)["training", "epoch 3"] == grown.peak_allocated > 2 * found.plain.peak_allocated
+    assert not peaks(told(tmp_path, Net(), data=Growing()))  # asked for once, and nothing else is to be told
+
+
+def test_weights_that_are_averaged(tmp_path: Any) -> None:
+    found = told(tmp_path, Net(), pl.callbacks.EMAWeightAveraging())
+    copy = sum(one.nbytes for one in Net().parameters())
+    assert found.estimate.peak_allocated >= found.plain.peak_allocated + copy
+    swa = pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=3, device=None)
+    found = told(tmp_path, Net(), swa)
+    assert peaks(found)["training", "epoch 2"] >= found.plain.peak_allocated + copy  # swa_epoch_start counts from one
+    assert peaks(found)["training", ""] < found.plain.peak_allocated + copy
+    assert (found.job.tier, swa._average_model.head.weight.device.type) == ("symbolic", "cpu")
+
+
+def test_hooks_of_many_epochs_are_bounded_and_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vram_guard_lightning._epochs.MOST_EPOCHS", 5)
+    calls = io.StringIO()  # a trace puts back what lists hold
+
+    class Counting(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            calls.write(f"{trainer.current_epoch} ")
+
+    found = told(tmp_path, Net(), Counting(), max_epochs=-1, max_steps=-1)
+    assert calls.getvalue() == "0 1 2 3 4 5 "
+    assert any("up to epoch 5" in note.message for note in found.job.notes)
+
+
+def test_a_hook_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
+    class Failing(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            raise ValueError("no loss was collected")
+
+    found = told(tmp_path, Net(), Failing(), Unfreezing())
+    notes = [note.message for note in found.job.notes]
+    assert [note for note in notes if "on_train_epoch_end" in note and "no loss was collected" in note] == notes
+    assert ("training", "epoch 2") in peaks(found)
+
+
+# --- validation -------------------------------------------------------------------------------------------
+
+
+def test_validation_may_take_more_than_training(tmp_path: Any) -> None:
+    found = told(tmp_path, Net(), validation=loader(16384, 8192), num_sanity_val_steps=2)
+    assert found.estimate.peak_phase.name == "validation"
+    assert found.estimate.peak_reserved > 1.2 * found.plain.peak_reserved
+    own = Net()
+    rounds = TrainingStep(
+        own, next(iter(loader(8192, 8192))), lambda model, batch: model.head(model.backbone(batch[0])), keeps="nothing"
+    )
+    plain = trace_at(rounds, 8192)
+
+    def made(timeline: Any, size: int, start: int, end: int) -> list[int]:
+        """What is taken and given back, but Lightning's counters and cuBLAS's workspace, which is taken once."""
+        blocks, sizes = timeline.blocks, timeline.sizes(size)
+        found = [(event >= 0, event if event >= 0 else ~event) for event in timeline.events[start:end]]
+        counted = [(took, at) for took, at in found if sizes[at] > 8 and blocks[at].category != "workspace"]
+        return [sizes[at] if took else -sizes[at] for took, at in counted]
+
+    starts = [phase.start for phase in found.job.phases]
+    sanity = next(at for at, phase in enumerate(found.job.phases) if phase.name == "validation")
+    batch = 8192 * WIDTH * 4
+    begins, ends = (next(phase.start for phase in plain.phases if phase.step == step) for step in (1, 2))
+    round_of_inference = made(plain, 8192, begins, ends)
+    assert made(found.job, SIZE, starts[sanity], starts[sanity + 1]) == [*round_of_inference, -batch]
+
+
+def test_outputs_are_collected_over_all_batches(tmp_path: Any) -> None:
+    class Collecting(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.outputs.append(self.backbone(batch[0]))
+
+        def on_validation_epoch_end(self) -> None:
+            torch.cat(self.outputs)
+            self.outputs.clear()
+
+    few, many = (told(tmp_path, Collecting(), validation=loader(512 * count, 512)) for count in (20, 50))
+    grows = peaks(many)["validation", ""] - peaks(few)["validation", ""]
+    assert grows == 30 * 512 * 2048 * 4 * 2  # the list, and what it is concatenated into
+
+
+def test_a_metric_that_keeps_everything(tmp_path: Any) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torchmetrics.CatMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.kept.update(self.backbone(batch[0]))
+            self.log("last", self.kept.value[-1].mean())
+
+    few, many = (told(tmp_path, Measured(), validation=loader(64 * count, 64)) for count in (60, 100))
+    grows = peaks(many)["validation", ""] - peaks(few)["validation", ""]
+    assert grows == 40 * 64 * 2048 * 4
+
+
+def test_a_validation_without_an_end_is_bounded(tmp_path: Any) -> None:
+    class Endless(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            while True:
+                yield (torch.ones(1, WIDTH),)
+
+    found = told(tmp_path, Net(), validation=DataLoader(Endless(), 4))
+    assert any("has no length" in note for note in found.capture.notes)
+    assert ("validation", "") in peaks(found)
+    bounded = told(tmp_path, Net(), validation=DataLoader(Endless(), 4), limit_val_batches=7)
+    assert not any("has no length" in note for note in bounded.capture.notes)
+
+
+def test_validation_that_cannot_be_followed_is_said_and_the_steps_are_predicted(tmp_path: Any) -> None:
+    class Odd(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise NotImplementedError("an exotic kernel")
+
+    found = told(tmp_path, Odd(), validation=loader(), num_sanity_val_steps=1)
+    notes = [note.message for note in found.job.notes]
+    assert [note.partition(":")[0] for note in notes] == [
+        "the sanity check is not included in the prediction",
+        "validation is not included in the prediction",
+    ]
+    assert peaks(found)["training", ""] == found.plain.peak_allocated
+
+    class Unreadable(Net):
+        def val_dataloader(self) -> Any:
+            raise OSError("no such folder")
+
+    found = told(tmp_path, Unreadable())
+    assert any("no such folder" in note for note in found.capture.notes)
+    assert found.estimate.peak_reserved == found.plain.peak_reserved
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_copies_on_the_gpu(tmp_path: Any) -> None:
+    class Copying(Net):
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            checkpoint["mine"] = {name: one.clone() for name, one in checkpoint["state_dict"].items()}
+
+    own = {"enable_checkpointing": True}
+    plain, copying = told(tmp_path, Net(), **own), told(tmp_path, Copying(), **own)
+    copy = sum(rounded(one) for one in Net().parameters())
+    assert peaks(copying)["saving", ""] == peaks(plain)["saving", ""] + copy
+    assert ("saving", "") not in peaks(told(tmp_path, Copying()))
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_states_of_a_checkpoint_are_there_before_the_first_step(tmp_path: Any) -> None:
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, max_epochs=1)
+    trainer.fit(Net(), loader())
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    found = told(tmp_path, Net(), ckpt_path=tmp_path / "first.ckpt")
+    weights = sum(rounded(one) for one in Net().parameters())
+    assert peaks(found)["resuming", ""] == 3 * weights  # and Adam's two averages; its counters stay on the host
+
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, [Unfreezing()], max_epochs=2)
+    trainer.fit(Net(), loader())
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    found = told(tmp_path, Net(), Unfreezing(), ckpt_path=tmp_path / "second.ckpt")
+    assert found.capture.trainer.current_epoch == 0
+    assert found.estimate.peak_allocated > 2 * found.plain.peak_allocated  # its first epoch is number 2
+
+
+# --- nothing is left behind -------------------------------------------------------------------------------
+
+
+def test_the_training_after_it_is_the_same(tmp_path: Any) -> None:
+    def trained(*first: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        module, swa = Net(), pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=3)
+        data = DataLoader(TensorDataset(torch.randn(32, 1, WIDTH)), SIZE, shuffle=True)
+        trainer = cases.make_trainer(
+            NAMESPACE, tmp_path, [*first, Unfreezing(), swa], max_epochs=4, num_sanity_val_steps=2
+        )
+        trainer.fit(module, data, loader())
+        return cases.weights(module)
+
+    class Looking(pl.Callback):  # type: ignore[misc, name-defined]
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            own = trainer.strategy.setup
+
+            def setup(trainer: Any) -> None:
+                before = dict(vars(trainer)), [dict(vars(one)) for one in trainer.callbacks]
+                captured = _capture.capture(trainer, pl_module)
+                with captured.symbolic_run():
+                    trace_at(captured.step, SIZE)
+                assert before == (dict(vars(trainer)), [dict(vars(one)) for one in trainer.callbacks])
+                assert (trainer.current_epoch, trainer.global_step) == (0, 0)
+                own(trainer)
+
+            trainer.strategy.setup = setup
+
+    assert torch.equal(trained(), trained(Looking()))
+
+
+# --- the guard --------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
+    def guarded(**settings: Any) -> VramGuard:
+        guard = VramGuard(margin=0, remember=False, recover=False, **settings)
+        trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard, Unfreezing()], max_epochs=3)
+        trainer.fit(Net(), loader(1024, 1024))
+        assert guard.plan is not None
+        return guard
+
+    needs = guarded(budget="1GiB", mode="report").plan.before.peak_reserved
+    short = {"budget": needs - 20 * 2**20, "allow": ["accumulate"]}
+    plan = guarded(**short, mode="fit").plan
+    assert (plan.fits, plan.changed, plan.before.fits(plan.budget)) == (True, True, False)
+    assert [phase.label for phase in plan.estimate.phases if phase.label] == ["epoch 2"]
+    assert not guarded(**short, mode="report", whole_job=False).plan.changed  # the first epoch's step alone
+
+
+def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:
+    found = told(tmp_path, Net(), Unfreezing())
+    on_host = SimpleNamespace(recipe=Recipe(frozen_on_host=("backbone",), optimizer_on_host=True), precision="32-true")
+    assert found.capture.objection(on_host).technique == "offload_frozen"
+    on_host.recipe = Recipe(optimizer_on_host=True)
+    assert found.capture.objection(on_host).technique == "offload_optimizer"
+    assert told(tmp_path, Net(), validation=loader()).capture.objection(on_host) is None
