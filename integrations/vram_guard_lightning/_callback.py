@@ -100,6 +100,8 @@ class VramGuard(CallbackBase):
         max_recoveries: int = 8,
         remember: bool = True,
         proof_seconds: float = 20.0,
+        longest: float | str = "largest",
+        longest_seconds: float = 2.0,
         monitor: float | None = None,
     ) -> None:
         super().__init__()
@@ -123,6 +125,8 @@ class VramGuard(CallbackBase):
             max_recoveries=max_recoveries,
             remember=remember,
             proof_seconds=proof_seconds,
+            longest=longest,
+            longest_seconds=longest_seconds,
             monitor=monitor,
         )
         self.plan: Plan | None = None

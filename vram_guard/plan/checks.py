@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["fit", "report", "strict"]
 MODES: tuple[str, ...] = get_args(Mode)
+LONGEST: tuple[str, ...] = ("largest", "first")
 
 
 def check_amounts(
@@ -49,6 +50,27 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
             _("target_utilization must be above 0 and at most 1 (0.8 for 80%), not {value}", value=repr(share))
         )
     one_of("lr_rule", lr_rule, LEARNING_RATE_RULES)
+
+
+def check_longest(longest: object, seconds: object) -> None:
+    """Check which batch is to be planned for, and how long it may be looked for.
+
+    Raises:
+        InvalidInputError: neither a word that is known nor a share in (0, 1], or no number of seconds.
+    """
+    share = isinstance(longest, int | float) and not isinstance(longest, bool) and 0 < longest <= 1
+    if not share and longest not in LONGEST:
+        raise InvalidInputError(
+            _(
+                'longest must be "largest", "first" or a share of the batches above 0 and at most 1 (0.99 for 99%), '
+                "not {value}",
+                value=repr(longest),
+            )
+        )
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise InvalidInputError(
+            _("longest_seconds must be a number of seconds above 0, not {value}", value=repr(seconds))
+        )
 
 
 def check_cudnn(cudnn: object) -> None:
