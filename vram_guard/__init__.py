@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.check import assert_fits
     from vram_guard.errors import VramGuardError
-    from vram_guard.longest import LongestBatch, longest_batch
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan.variants import variants
     from vram_guard.simulate import estimate, trace
@@ -31,7 +30,6 @@ __all__ = [
     "AllocatorSettings",
     "Budget",
     "Estimate",
-    "LongestBatch",
     "Parallel",
     "Plan",
     "Timeline",
@@ -40,7 +38,6 @@ __all__ = [
     "__version__",
     "assert_fits",
     "estimate",
-    "longest_batch",
     "plan",
     "trace",
     "variants",
@@ -50,14 +47,12 @@ _HOME = {
     "AllocatorSettings": "vram_guard.allocator",
     "Budget": "vram_guard.budget",
     "Estimate": "vram_guard.timeline",
-    "LongestBatch": "vram_guard.longest",
     "Parallel": "vram_guard.parallel.spec",
     "Timeline": "vram_guard.timeline",
     "TrainingStep": "vram_guard.step",
     "VramGuardError": "vram_guard.errors",
     "assert_fits": "vram_guard.check",
     "estimate": "vram_guard.simulate",
-    "longest_batch": "vram_guard.longest",
     "trace": "vram_guard.simulate",
     "variants": "vram_guard.plan.variants",
 }

@@ -7,6 +7,7 @@ every random number generator is put back.
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -137,10 +138,21 @@ def _batch_size(loader: Any) -> tuple[int, str]:
     if isinstance(size, int):
         return size, ""
     kind = type(loader.batch_sampler).__name__
-    first = next(iter(copy.copy(loader.batch_sampler)), None)
+    first = next(iter(_drawing_alike(loader.batch_sampler)), None)
     if not first:
         raise UnsupportedStepError(_("the batch sampler {kind} delivers no batch", kind=kind))
     return len(first), _("the batch sampler {kind} has no batch_size that could be changed", kind=kind)
+
+
+def _drawing_alike(sampler: Any) -> Any:
+    """A copy that draws what the sampler is going to draw, from generators of its own."""
+    clone = copy.copy(sampler)
+    for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
+        if isinstance(value, torch.Generator):
+            setattr(clone, name, torch.Generator(value.device).set_state(value.get_state()))
+        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+            setattr(clone, name, copy.deepcopy(value))
+    return clone
 
 
 def _read_stream(loader: Any) -> Sample:

@@ -51,6 +51,8 @@ class _Scores:
     sums: torch.Tensor
     products: torch.Tensor
     """Sums of the products of a sample's measures."""
+    squares: torch.Tensor
+    """Sums of their squares."""
 
     @classmethod
     def of(cls, batches: Sequence[torch.Tensor], sizes: Sizes) -> _Scores:
@@ -60,11 +62,14 @@ class _Scores:
         rows = sizes.values[flat].clamp(min=0).double()
         wide = owner[:, None].expand_as(rows)
         nothing = torch.zeros(len(batches), rows.shape[1], dtype=torch.float64)
+        products = rows.clamp(min=1).prod(1)
+        none = torch.zeros(len(batches), dtype=torch.float64)
         return cls(
             lengths.double(),
             nothing.scatter_reduce(0, wide, rows, "amax"),
             nothing.scatter_add(0, wide, rows),
-            torch.zeros(len(batches), dtype=torch.float64).scatter_add(0, owner, rows.clamp(min=1).prod(1)),
+            none.scatter_add(0, owner, products),
+            none.scatter_add(0, owner, products**2),
         )
 
     @property
@@ -77,6 +82,7 @@ class _Scores:
         yield self.padded
         yield self.padded * self.largest.clamp(min=1).prod(1)  # attention
         yield self.products
+        yield self.squares
         yield from self.sums.unbind(1)
         yield from self.largest.unbind(1)
         yield self.samples
@@ -85,7 +91,7 @@ class _Scores:
 def candidates(orders: Orders, sizes: Sizes) -> list[torch.Tensor]:
     """Batches of which each is the largest in one way, the largest sample first in each; the likeliest batch first."""
     batches = [*orders.made, *(one for pool in orders.pools for one in _of_pool(pool, sizes))]
-    if orders.kind == "drawn" and orders.made:
+    if orders.made and (orders.kind == "drawn" or orders.budget is not None):
         batches += _of_budget(orders, sizes)
     if not batches:
         return []
@@ -121,7 +127,7 @@ def _of_pool(pool: Pool, sizes: Sizes) -> Iterator[torch.Tensor]:
     values = sizes.values[pool.samples]
     by_product = _descending(values.clamp(min=1).double().prod(1))
     rankings = [by_product, *(_descending(column) for column in values.unbind(1))]
-    tops = [ranking[0] for ranking in rankings]
+    tops = [ranking[0] for ranking in rankings[1:]]
     mixed = torch.cat([torch.stack(tops), by_product])
     seen: dict[int, None] = dict.fromkeys(mixed.tolist())  # in order, each once
     for ranking in [torch.tensor(list(seen)), *rankings]:

@@ -97,7 +97,8 @@ def _of_indices(sampler: Any, size: int, count: int, ranks: int, seconds: float,
         made = [part for rank in range(ranks) for part in _cut(everything[rank::ranks], size, drops=drops)]
         return Orders("exact", made, per_epoch=-(-len(made) // ranks))
     if kind is RandomSampler:
-        again = size if sampler.replacement else 1 + (sampler.num_samples > count)
+        rounds = min(-(-sampler.num_samples // count), 2 + size // count)  # permutations that one batch can be of
+        again = size if sampler.replacement else rounds
         return _together(everything, size, again, sampler.num_samples, ranks, exact=not sampler.replacement)
     if kind is SubsetRandomSampler:
         return _together(torch.as_tensor(sampler.indices), size, 1, len(sampler.indices), ranks)
@@ -185,13 +186,13 @@ def _of_batches(sampler: Any, count: int, seconds: float) -> Orders:
     made = [batch for batches in epochs for batch in batches]
     per_epoch = len(epochs[0])
     sets = [{tuple(sorted(batch.tolist())) for batch in batches} for batches in epochs]
-    if drawn.steady(sets, lambda one, other: one == other):
-        return Orders("exact", made[: sum(map(len, epochs[: drawn.ranks]))], per_epoch=per_epoch)
     limits = (getattr(sampler, name, None) for name in BUDGETS)
     budget = next((one for one in limits if isinstance(one, int) and not isinstance(one, bool)), None)
+    if drawn.steady(sets, lambda one, other: one == other):
+        return Orders("exact", made[: sum(map(len, epochs[: drawn.ranks]))], (), per_epoch, budget)
     if budget is None:
         buckets = _buckets(made)
-        if all(2 * sum(size == max(sizes) for size in sizes) >= len(sizes) for _bucket, sizes in buckets):
+        if all(2 * sizes.count(max(sizes)) >= len(sizes) for _bucket, sizes in buckets):
             pools = [Pool(bucket, max(sizes)) for bucket, sizes in buckets]
             return Orders("bound", made, pools, per_epoch)
     return Orders("drawn", made, (), per_epoch, budget)

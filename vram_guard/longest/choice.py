@@ -122,10 +122,13 @@ def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: b
     for k in numbers:
         part.take(samples.of(found.batches[k]), found.whole[k])
         shapes[k] = _sizes(part.make(found.whole[k]))
-    if all(one == before for one in shapes.values()):  # texts of different lengths, cut or padded to the same one
+    # Texts of different lengths, cut or padded to the same one, or not in the batch.
+    if before is not None and all(_covers(before, one, first=True) for one in shapes.values()):
         part.take(first)
         return None
-    left = [k for k in numbers if not any(_covers(shapes[one], shapes[k], one < k) for one in numbers if one != k)]
+    left = [
+        k for k in numbers if not any(_covers(shapes[one], shapes[k], first=one < k) for one in numbers if one != k)
+    ]
     best = left[0]
     if len(left) > 1 and peak is not None:
         taken = {}
@@ -160,7 +163,7 @@ def _sizes(batch: Any) -> dict[str, tuple[int, ...]]:
     return {one.path: one.extents for one in shapes_of(batch, parts=math.inf) if not one.text}
 
 
-def _covers(one: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]], first: bool) -> bool:
+def _covers(one: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]], *, first: bool) -> bool:
     """True if a batch is in nothing smaller than another; of two that are alike, if it comes first."""
     if one == other:
         return first
