@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
@@ -238,6 +239,8 @@ def test_detection_by_pictures_or_by_boxes_as_the_trace_says(loss):
 
 # --- laws -------------------------------------------------------------------------------------------------------
 
+PAIRS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=30)
+
 COSTS = (
     lambda lengths: len(lengths) * max(lengths),
     lambda lengths: len(lengths) * max(lengths) ** 2,
@@ -267,33 +270,42 @@ def sampler_of(kind, lengths, size):
     return whole[kind]() if kind in whole else BatchSampler(single[kind](), size, drop_last=False)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("in order", "random", "with replacement", "longer", "part", "weighted", "shared", "by length"),
-        *("buckets", "budget", "listed"),
-    ],
-)
-@given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=40), size=st.integers(1, 9))
-def test_no_batch_of_some_epochs_takes_more(kind, lengths, size):
-    # Of a few samples a sampler draws the same batches again and again by chance.
-    assume(kind not in ("buckets", "budget") or (len(lengths) > 12 and size > 1))
+def worst(cost, lengths, batches):
+    return max(cost([lengths[one] for one in batch]) for batch in batches)
+
+
+def check_law(kind, lengths, size):
     loader = DataLoader(Texts(lengths), batch_sampler=sampler_of(kind, lengths, size))
     sizes = Sizes(("length",), torch.tensor(lengths)[:, None])
     orders = orders_of(loader, size, len(lengths), 1, 5.0)
-    found = [[lengths[one] for one in batch.tolist()] for batch in candidates(orders, sizes)]
-    made = [[lengths[one] for one in batch] for batch in epochs(loader, 1 if orders.kind == "drawn" else 4)]
-    if kind == "budget" and orders.budget is not None:
-        made += [[lengths[one] for one in batch] for batch in epochs(loader, 4)]
-    for cost in COSTS[:3] if kind == "budget" else COSTS:
-        assert max(map(cost, found)) >= max(map(cost, made))
-    if kind != "budget":
+    found = [batch.tolist() for batch in candidates(orders, sizes)]
+    if kind == "budget":  # others may come, as the report says; those that were looked at are drawn once more
+        assert orders.kind != "bound"
+        loader = DataLoader(Texts(lengths), batch_sampler=sampler_of(kind, lengths, size))
+    else:
         assert all(len(batch) <= size for batch in found)
+    made = list(epochs(loader, 3))
+    for cost in COSTS:
+        assert worst(cost, lengths, found) >= worst(cost, lengths, made)
 
 
-@given(
-    pairs=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=30), size=st.integers(1, 6)
+@pytest.mark.parametrize(
+    "kind",
+    ["in order", "random", "with replacement", "longer", "part", "weighted", "shared", "by length", "listed"],
 )
+@given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=40), size=st.integers(1, 9))
+def test_no_batch_of_some_epochs_takes_more(kind, lengths, size):
+    check_law(kind, lengths, size)
+
+
+# Of a few samples, a sampler draws the same batches again and again by chance.
+@pytest.mark.parametrize("kind", ["buckets", "budget"])
+@given(lengths=st.lists(st.integers(1, 30), min_size=40, max_size=80), size=st.integers(3, 9))
+def test_no_batch_of_a_sampler_of_batches_takes_more(kind, lengths, size):
+    check_law(kind, lengths, size)
+
+
+@given(pairs=PAIRS, size=st.integers(1, 6))
 def test_no_batch_of_pictures_takes_more(pairs, size):
     loader = DataLoader(Texts([1] * len(pairs)), size, shuffle=True)
     found = candidates(orders_of(loader, size, len(pairs), 1, 5.0), Sizes(("h", "w"), torch.tensor(pairs)))
@@ -403,10 +415,8 @@ class Slow(Untold):
     def __getitem__(self, index):
         if index == 7:
             for _attempt in range(100):
-                try:
+                with contextlib.suppress(Exception):  # as code does that tries again
                     time.sleep(60)
-                except Exception:  # noqa: BLE001 - as code does that tries again
-                    continue
         time.sleep(0.002)
         return super().__getitem__(index)
 
