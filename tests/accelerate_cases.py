@@ -21,6 +21,7 @@ TRAINING = HERE / "accelerate_scripts" / "training.py"
 TRAINER = HERE / "accelerate_scripts" / "trainer.py"
 OPTIONS = HERE / "accelerate_scripts" / "options.py"
 PICTURES = HERE / "accelerate_scripts" / "pictures.py"
+SHARDED = HERE / "accelerate_scripts" / "sharded.py"
 EDITED = HERE / "accelerate_scripts" / "edited.py"
 
 #: accelerate says which of these it was not given.
@@ -83,6 +84,28 @@ def dry_runs(folder: Path, **more: str) -> dict[str, dict[str, Any]]:
             answers[one.name]["tried"] = json.loads(tried.read_text(encoding="utf-8"))
         answers[one.name]["printed"] = (one / "log.txt").read_text(encoding="utf-8")
     return answers
+
+
+def wide_step(depth: int = 3, **settings: Any) -> Any:
+    """The training of ``sharded.py`` as a step, spread or kept on the host as the settings say."""
+    import torch
+    from torch import nn
+
+    from vram_guard.step import TrainingStep
+
+    sys.path.insert(0, str(SHARDED.parent))
+    try:
+        from sharded import Wide
+    finally:
+        sys.path.pop(0)
+    return TrainingStep(
+        Wide(depth=depth),
+        lambda size: (torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        lambda parameters: torch.optim.AdamW(parameters),
+        clip_grad_norm=0.1,
+        **settings,
+    )
 
 
 def difference(a: Any, b: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import accelerate_cases as cases
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard_accelerate.apply import fsdp
 
-SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
+SHARDED = cases.SHARDED
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 MIB = 2**20
 #: Less than the weights with their optimizer states, enough for what FSDP2 has on the GPU at a time.
@@ -57,7 +58,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
     for ranks in (2, 8):
         ask(f"configured{ranks}", "configured", ranks=ranks, budget="1GiB", allow=("accumulate", "checkpoint", *NAMED))
-    ask("first_version", "first_version", ranks=2)
     trainer = (cases.TRAINER, "--output_dir", asked.parent / "flag", "--out", "never.pt", "--report_to", "none")
     sharded = '{"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "cpu_ram_efficient_loading": false}'
     cases.request(asked / "whole", *trainer, ranks=2, allow=("accumulate",))
@@ -73,33 +73,12 @@ def planned(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["plan"]["estimate"]
 
 
-def wide_step(**settings: Any) -> Any:
-    """The script's own training as a step, spread or kept on the host as the settings say."""
-    from torch import nn
-
-    from vram_guard.step import TrainingStep
-
-    sys.path.insert(0, str(SHARDED.parent))
-    try:
-        from sharded import Wide
-    finally:
-        sys.path.pop(0)
-    return TrainingStep(
-        Wide(),
-        lambda size: (torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)),
-        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        lambda parameters: torch.optim.AdamW(parameters),
-        clip_grad_norm=0.1,
-        **settings,
-    )
-
-
 def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> None:
     """Accelerate's functions on the script's model, and ours on the same model, allocate the same."""
     from vram_guard.simulate import estimate
     from vram_guard.techniques import Recipe
 
-    step = wide_step(recipe=Recipe(parameters_on_host=BLOCKS))
+    step = cases.wide_step(recipe=Recipe(parameters_on_host=BLOCKS))
     ours, found = estimate(step, 4), planned(answers["clipping1"])
     # The loop loads a batch while the last one is still held.
     assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
@@ -109,7 +88,7 @@ def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> Non
         assert found["breakdown"][category] == ours.breakdown[category], category
     before = answers["clipping1"]["plan"]["before"]
     assert found["peak_allocated"] < before["peak_allocated"] / 3
-    assert answers["clipping1"]["launch_plan"]["wrapped"] == ["Block"]
+    assert answers["clipping1"]["launch_plan"]["sharding"]["wrapped"] == ["Block"]
 
 
 def test_more_processes_hold_less_each_on_the_host(answers: Any) -> None:
@@ -199,7 +178,7 @@ def test_what_the_host_lacks_is_not_promised(answers: Any) -> None:
 @pytest.mark.parametrize("name", ["transformers", "checkpoints", "trainer"])
 def test_models_of_transformers_with_tied_embeddings_are_followed(answers: Any, name: str) -> None:
     planned(answers[name])
-    assert answers[name]["launch_plan"]["wrapped"] == ["GPT2Block"]
+    assert answers[name]["launch_plan"]["sharding"]["wrapped"] == ["GPT2Block"]
 
 
 # --- a launch that shards by itself -----------------------------------------------------------------------------------
@@ -211,7 +190,7 @@ def test_a_launch_with_fsdp2_is_predicted_as_it_is_configured(answers: Any, rank
     from vram_guard import Parallel
     from vram_guard.simulate import estimate
 
-    step = wide_step(parallel=Parallel(gpus=ranks, kind="fsdp2", blocks=BLOCKS))
+    step = cases.wide_step(parallel=Parallel(gpus=ranks, kind="fsdp2", blocks=BLOCKS))
     answer, ours = answers[f"configured{ranks}"], estimate(step, 4)
     assert "error" not in answer, answer
     assert not answer["changed"]
@@ -226,13 +205,8 @@ def test_a_launch_with_fsdp2_is_predicted_as_it_is_configured(answers: Any, rank
 
 def test_what_would_change_how_it_is_sharded_is_refused(answers: Any) -> None:
     notes = answers["configured2"]["notes"]
-    assert any("activation checkpointing is not possible here: FSDP2 divides the model" in note for note in notes)
     assert any("parameters on the host are not possible" in note and "--fsdp_offload_params" in note for note in notes)
     assert any("smaller micro-batches are not possible" in note and "gathered again" in note for note in notes)
-
-
-def test_the_first_version_of_fsdp_is_refused_with_the_way_out(answers: Any) -> None:
-    assert "--fsdp_version 2" in answers["first_version"]["message"]
 
 
 def test_trainers_own_flag_is_followed(answers: Any) -> None:
@@ -327,19 +301,19 @@ def test_accelerates_own_variables_arrive(runs: Any) -> None:
     variables = runs[1]["clipping"]["variables"]
     assert variables["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
     assert variables["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
-    for name, value in fsdp.VARIABLES.items():
-        assert variables.get(name, value) == value
+    for name, value in fsdp.ON_HOST.variables.items():
+        assert name == "FSDP_AUTO_WRAP_POLICY" or variables.get(name, value) == value
     assert not runs[0]["clipping"]["variables"]
 
 
 def test_a_process_that_is_alone_gets_a_rank() -> None:
     alone: dict[str, str] = {}
-    fsdp.announce((), alone)
+    fsdp.ON_HOST.announce(alone)
     assert alone["FSDP_AUTO_WRAP_POLICY"] == "NO_WRAP"
     assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in alone
     assert (alone["RANK"], alone["LOCAL_RANK"], alone["WORLD_SIZE"]) == ("0", "0", "1")
     second = {"LOCAL_RANK": "1", "RANK": "3", "WORLD_SIZE": "4"}
-    fsdp.announce(("Block", "Other"), second)
+    replace(fsdp.ON_HOST, wrapped=("Block", "Other")).announce(second)
     assert (second["RANK"], second["WORLD_SIZE"]) == ("3", "4")
     assert second["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block,Other"
 
@@ -349,7 +323,7 @@ def test_where_accelerate_does_not_shard_nothing_is_prepared() -> None:
 
     with (
         pytest.raises(UnsupportedTechniqueError, match="did not switch on"),
-        fsdp.sharding(Accelerator(cpu=True), [torch.nn.Linear(2, 2)]),
+        fsdp.sharding(Accelerator(cpu=True), [torch.nn.Linear(2, 2)], fsdp.ON_HOST),
     ):
         pytest.fail("it was prepared")
 

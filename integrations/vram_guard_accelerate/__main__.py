@@ -50,12 +50,10 @@ def _plan(settings: Settings, command: Sequence[str], *, module: bool) -> Launch
 
 def _install(plan: LaunchPlan) -> None:
     from vram_guard_accelerate.apply.applying import PlanInstaller
-    from vram_guard_accelerate.apply.fsdp import announce
 
     if plan.precision:
         os.environ["ACCELERATE_MIXED_PRECISION"] = plan.precision
-    if plan.sharded:
-        announce(plan.wrapped)
+    plan.sharding.announce()
     PlanInstaller(plan).install()
 
 

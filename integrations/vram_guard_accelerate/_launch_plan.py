@@ -7,6 +7,7 @@ from typing import Literal
 
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 
 #: Where the processes of a launch find their plan, as :mod:`vram_guard.codec` writes it.
 VARIABLE = "VRAM_GUARD_LAUNCH_PLAN"
@@ -50,7 +51,7 @@ class LaunchPlan:
         resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
         recipe: the techniques beyond precision and micro-batches.
-        wrapped: for parameters on the host: the classes of the modules that FSDP2 carries one at a time.
+        sharding: what is changed of how the model is divided.
     """
 
     precision: str = ""
@@ -69,17 +70,12 @@ class LaunchPlan:
     resumes_grown: bool = False
     models: int = 1
     recipe: Recipe = AS_WRITTEN
-    wrapped: tuple[str, ...] = ()
+    sharding: ShardingChange = AS_LAUNCHED
 
     @property
     def slices(self) -> bool:
         """True if batches pass through the models in slices."""
         return self.micro_batch_size < self.grown_batch_size
-
-    @property
-    def sharded(self) -> bool:
-        """True if parameters are kept on the host, by FSDP2."""
-        return bool(self.recipe.parameters_on_host)
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""

@@ -69,6 +69,11 @@ class Settings(PlanSettings):
         """Those of the allowed techniques that can be applied to a script."""
         return super().techniques - NOT_HERE.keys() - (ONLY_BY_NAME - set(self.allow or ()))
 
+    @property
+    def may_offload_shards(self) -> bool:
+        """True if a model that is sharded as it is launched may lie on the host: its checkpoints stay the same."""
+        return "offload_parameters" in super().techniques
+
     def asks(self, technique: str) -> bool:
         """True if a technique, or "grow", was asked for by its name, or is by default."""
         return self.grow if technique == "grow" else technique in (self.allow or ())

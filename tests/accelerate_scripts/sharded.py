@@ -48,9 +48,15 @@ def data(samples):
     return TensorDataset(x, torch.randint(0, 4, (samples,), generator=generator))
 
 
+def groups_of(block):
+    """Whether FSDP2 frees this block's weights after its forward, and keeps them on the host."""
+    group = block._get_fsdp_state()._fsdp_param_group
+    return group.post_forward_mesh_info is not None, group.fsdp_params[0].offload_to_cpu
+
+
 def train(options, accelerator, model=None, before=None, clip=None):
     set_seed(accelerator.process_index if options.own_seed else 0)
-    model = model or Wide()
+    model = model or Wide(depth=options.depth)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(data(options.samples), batch_size=options.batch_size)
@@ -94,6 +100,8 @@ def train(options, accelerator, model=None, before=None, clip=None):
                     for parameter in model.parameters()
                 ),
                 "variables": variables,
+                "groups": [groups_of(block) for block in model.blocks] if accelerator.is_fsdp2 else [],
+                "forwards": [type(block.forward).__name__ for block in getattr(model, "blocks", [])],
                 "processes": accelerator.num_processes,
                 "precision": accelerator.mixed_precision,
             },
@@ -101,10 +109,12 @@ def train(options, accelerator, model=None, before=None, clip=None):
         )
 
 
+def by_norm(accelerator, model, _kept):
+    return accelerator.clip_grad_norm_(model.parameters(), 0.1)
+
+
 def clipping(options):
-    train(
-        options, Accelerator(), clip=lambda accelerator, model, _: accelerator.clip_grad_norm_(model.parameters(), 0.1)
-    )
+    train(options, Accelerator(gradient_accumulation_steps=options.gradient_accumulation_steps), clip=by_norm)
 
 
 def accumulating(options):
@@ -117,24 +127,43 @@ def in_batches(options):
 
 
 def configured(options):
-    """The script itself asks for FSDP2."""
+    """The script itself asks for FSDP."""
     from accelerate import FullyShardedDataParallelPlugin
 
+    first = options.version == 1
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
+        fsdp_version=options.version,
+        sharding_strategy=options.strategy if first else None,
+        reshard_after_forward=None if first else options.strategy == "FULL_SHARD",
+        backward_prefetch="BACKWARD_PRE" if first else None,
+        sync_module_states=options.from_first if first else None,
+        use_orig_params=True if first else None,
+        cpu_offload=options.on_host,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         transformer_cls_names_to_wrap=["Block"],
         cpu_ram_efficient_loading=False,
     )
-    clip = lambda accelerator, model, _: accelerator.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
-    train(options, Accelerator(fsdp_plugin=plugin), clip=clip)
+    steps = options.gradient_accumulation_steps
+    train(options, Accelerator(gradient_accumulation_steps=steps, fsdp_plugin=plugin), clip=by_norm)
 
 
-def first_version(options):
-    """FSDP as it was before."""
-    from accelerate import FullyShardedDataParallelPlugin
+def counting(options):
+    """The model counts its calls in a buffer, which DistributedDataParallel copies from the first process."""
 
-    train(options, Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)))
+    class Counting(Wide):
+        def forward(self, x):
+            self.scale.add_(0.001)
+            return super().forward(x)
+
+    train(options, Accelerator(), model=Counting())
+
+
+def compressing(options):
+    """Gradients travel in bfloat16."""
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    train(options, Accelerator(kwargs_handlers=[handler]))
 
 
 def listed_before(options):
@@ -282,6 +311,11 @@ def main():
     parser.add_argument("--output_dir")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--own_seed", action="store_true")
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--version", type=int, default=2)
+    parser.add_argument("--strategy", default="FULL_SHARD")
+    parser.add_argument("--from_first", action="store_true")
+    parser.add_argument("--on_host", action="store_true")
     options = parser.parse_args()
     take_for_gpus()
     globals()[options.loop](options)

@@ -23,13 +23,15 @@ TECHNIQUES: dict[str, str] = {
     "offload_optimizer": "optimizer states and step in host memory",
     "offload_parameters": "parameters, gradients and optimizer states in host memory (FSDP2)",
     "foreach": "the optimizer without foreach lists: equal results, fewer temporaries",
+    "reshard": "gathered weights freed after the forward, or kept until the backward pass, where FSDP divides them",
+    "shard": "FSDP2 in place of DistributedDataParallel: weights, gradients and optimizer states divided",
     "fused": "the fused optimizer: no temporaries, results differ in the last bits",
     "8bit": "8-bit optimizer states",
 }
 OFFLOADS = ("offload_activations", "offload_frozen", "offload_optimizer", "offload_parameters")
 
 #: What is allowed unless the user says otherwise: results stay equal, or as close as mixed precision is.
-DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "offload", "foreach")
+DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "offload", "foreach", "reshard")
 
 BFLOAT16_SINCE = (8, 0)
 FLOAT16_FAST_SINCE = (7, 0)

@@ -6,7 +6,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.apply.microbatch import Layout
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.apply import checkpoints, techniques
-from vram_guard_accelerate.apply.fsdp import sharding
+from vram_guard_accelerate.apply.fsdp import plugin_of, sharding
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ class PlanInstaller:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
         from accelerate import Accelerator
 
+        if self.plan.sharding.kind:
+            wrap(Accelerator, "__init__", self._change_sharding)
         wrap(Accelerator, "prepare", self.prepare)
         wrap(Accelerator, "prepare_model", self.prepare)
         if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
@@ -59,6 +60,14 @@ class PlanInstaller:
             wrap(Accelerator, "save_state", self._say_in_checkpoint)
             wrap(Accelerator, "load_state", self._after_checkpoint)
 
+    def _change_sharding(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        plugin = plugin_of(given.arguments.get("fsdp_plugin"))
+        if plugin is not None:
+            self.plan.sharding.put_on(plugin)
+            given.arguments["fsdp_plugin"] = plugin
+        original(*given.args, **given.kwargs)
+
     # --- prepare ----------------------------------------------------------------------------------------------
 
     def prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +80,7 @@ class PlanInstaller:
             if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
         ]
         self._models += new  # before: prepare itself calls prepare_model
-        with sharding(accelerator, new) if self.plan.sharded else nullcontext():
+        with sharding(accelerator, new, self.plan.sharding):
             prepared = original(accelerator, *args, **kwargs)
         for model in new:
             self._treat(accelerator, model)

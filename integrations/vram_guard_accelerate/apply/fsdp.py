@@ -1,63 +1,62 @@
-"""Parameters on the host, in a script: FSDP2 with CPU offload, switched on by Accelerate's own variables.
+"""FSDP2 in a script that was not written for it, switched on by Accelerate's own variables (``_sharding_change``).
 
-They are those of ``accelerate launch --use_fsdp --fsdp_version 2 --fsdp_offload_params true``: Accelerate shards the
-model where the script hands it to ``prepare``, with its optimizer, and gives the optimizer the shards to update. The
-blocks that the plan names are groups of their own, by their classes, as Accelerate has it.
+Accelerate shards the model where the script hands it to ``prepare``, with its optimizer, and gives the optimizer the
+shards to update. The blocks that the plan names are groups of their own, by their classes, as Accelerate has it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.capture.simulated_device import offloaded
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard_accelerate._sharding_change import ShardingChange
 from vram_guard_accelerate.apply.sharded_saving import save_whole
 
 if TYPE_CHECKING:
     from torch import nn
 
-#: What ``accelerate launch`` passes to a script (``accelerate.utils.launch``), and what is meant by it.
-VARIABLES = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_OFFLOAD_PARAMS": "true",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    # Every process makes or loads its own model, as without FSDP: loading on the first alone unties tied weights of
-    # models without `tie_weights`, and fails on buffers (`fsdp2_load_full_state_dict`).
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    # Checkpoints of `save_state` hold whole tensors, in one file.
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
+#: Of a script that was not written for it, with the parameters on the host; the classes of its groups are the plan's.
+ON_HOST = ShardingChange(introduced=True, offload=True)
 
 
-def announce(classes: Iterable[str], environment: MutableMapping[str, str] | None = None) -> None:
-    """Set up Accelerate, before the script makes its Accelerator, in every process of the launch.
+def plugin_of(given: Any) -> Any:
+    """The settings of FSDP that an Accelerator will have: the script's, or those of ``accelerate launch``; or None.
 
     Args:
-        classes: names of the classes whose modules are groups of their own; none: the model is one group.
-        environment: the process's variables so far; None: ``os.environ``.
+        given: that the script passes to the Accelerator, if it does.
     """
-    environment = os.environ if environment is None else environment
-    environment.update(VARIABLES)
-    names = ",".join(classes)
-    environment["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP" if names else "NO_WRAP"
-    if names:
-        environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] = names
-    if "LOCAL_RANK" not in environment:
-        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    if given is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin() if given is None else given
 
 
-def _free_port() -> int:
-    """For the process group that FSDP2 needs, though it has one process only."""
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        port: int = tried.getsockname()[1]
-        return port
+def on_host(plugin: Any) -> bool:
+    """True if these settings keep parameters in host memory: ``CPUOffload`` of FSDP1, ``CPUOffloadPolicy`` of FSDP2."""
+    policy = plugin.cpu_offload
+    return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
+
+
+def why_not_followed(plugin: Any) -> str:
+    """The reason why a model that is sharded so cannot be predicted; "" where it can."""
+    if plugin.fsdp_version == 2:
+        return ""
+    if on_host(plugin):
+        return offloaded()
+    strategy = str(getattr(plugin.sharding_strategy or plugin.reshard_after_forward, "name", ""))
+    if "HYBRID" in strategy:
+        return _(
+            "FullyShardedDataParallel with {strategy} asks every node for its GPUs, and cannot be predicted; "
+            "FULL_SHARD and SHARD_GRAD_OP can",
+            strategy=strategy,
+        )
+    return ""
 
 
 def wrapped_classes(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
@@ -79,22 +78,30 @@ def wrapped_classes(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
+def sharding(accelerator: Any, models: list[nn.Module], change: ShardingChange) -> Iterator[None]:
     """Around ``Accelerator.prepare``: the models in, sharded models out.
 
-    Weights are those of the first process, as DistributedDataParallel has it. Afterwards ``model.to(device)`` leaves
-    parameters on the host, and the model is saved whole.
+    Where FSDP2 is introduced, weights are those of the first process, as DistributedDataParallel has it, and the model
+    is saved whole. Where parameters lie on the host, ``model.to(device)`` leaves them there.
 
     Raises:
         UnsupportedTechniqueError: Accelerate does not shard here, or parts weights that are tied.
     """
     from vram_guard.techniques.host_modules import keep_parameters_in_place
 
+    with _introduced(accelerator, models) if change.introduced else contextlib.nullcontext():
+        yield
+    for model in models if change.offload else ():
+        keep_parameters_in_place(model)
+
+
+@contextlib.contextmanager
+def _introduced(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
     if not accelerator.is_fsdp2:
         raise UnsupportedTechniqueError(
             _(
-                "the plan keeps parameters on the host by FSDP2, which Accelerate did not switch on: it does so for "
-                "GPUs only, and here it found {kind} on {device}. Leave offload_parameters out of --allow",
+                "the plan divides the model by FSDP2, which Accelerate did not switch on: it does so for GPUs only, "
+                "and here it found {kind} on {device}. Leave offload_parameters and shard out of --allow",
                 kind=accelerator.distributed_type,
                 device=accelerator.device,
             )
@@ -109,10 +116,9 @@ def sharding(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
             raise UnsupportedTechniqueError(
                 _(
                     "FSDP2 would separate tied weights (one of them lies in a block, or in an embedding that "
-                    "Accelerate makes a group of its own): leave offload_parameters out of --allow"
+                    "Accelerate makes a group of its own): leave offload_parameters and shard out of --allow"
                 )
             )
-        keep_parameters_in_place(model)
         save_whole(accelerator, model)
 
 

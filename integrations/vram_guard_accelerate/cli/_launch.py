@@ -50,13 +50,15 @@ def launch(arguments: Sequence[str]) -> int:
                 "guard's options] script.py ..."
             )
         )
-    if given.options.cpu and "offload_parameters" in given.settings.techniques and not given.options.dry_run:
-        raise InvalidInputError(
-            _(
-                "--cpu and --allow offload_parameters contradict each other: Accelerate shards on GPUs only; leave one "
-                "out"
+    for technique in ("offload_parameters", "shard"):
+        if given.options.cpu and technique in given.settings.techniques and not given.options.dry_run:
+            raise InvalidInputError(
+                _(
+                    "--cpu and --allow {technique} contradict each other: Accelerate shards on GPUs only; leave one "
+                    "out",
+                    technique=technique,
+                )
             )
-        )
     local = max(1, target.ranks // target.machines)
     budget = budget_for(given.settings, local, target.gpu_ids)
     required = RequiredReleases.find(given.settings.releases, ignore=given.settings.ignore_releases)

@@ -80,17 +80,9 @@ def _fsdp_variables(arguments: argparse.Namespace) -> dict[str, str]:
 
     Raises:
         InvalidInputError: accelerate refuses them.
-        UnsupportedStepError: FSDP's first version.
     """
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    if str(getattr(arguments, "fsdp_version", 1)) != "2":
-        raise UnsupportedStepError(
-            _(
-                "--use_fsdp: FSDP's first version (FullyShardedDataParallel) is not followed; set fsdp_version: 2 in "
-                "accelerate's config file, or --fsdp_version 2, or start it with accelerate launch"
-            )
-        )
     named = copy.copy(arguments)  # it writes ports and addresses into them
     named.main_process_port = 0
     try:

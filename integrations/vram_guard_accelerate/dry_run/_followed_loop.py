@@ -69,16 +69,17 @@ class FollowedLoop:
     def prepare_sharded(
         self, process: ShardedProcess, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
     ) -> Any:
-        """The same under FSDP2."""
-        for model in models:
+        """The same under FSDP."""
+        new = [model for model in models if not any(known is model for known in self.models)]
+        for model in new:  # FSDP1 is put on by prepare_model, which prepare itself calls
             if self.models:
-                stopped(_("Accelerate's FSDP2 takes one model, and the script prepares another one"))
+                stopped(_("Accelerate's FSDP is followed with one model, and the script prepares another one"))
             self.models.append(model)
-            self.tracer.shard(model, self._run.shape.ranks)
+            self.tracer.shard(model, self._run.shape.ranks, flat=process.flat)
             process.wrap_blocks(model)
-        with process.around(self.accelerator, models):
+        with process.around(self.accelerator, new):
             prepared = original(self.accelerator, *args, **kwargs)
-        for model in models:
+        for model in new:
             self.tracer.sharded(model)
             self._watch(model)
         return prepared

@@ -47,7 +47,7 @@ class FollowingPhase(LoopPhase):
 
     def _forked(self, loader: Any) -> ForkedPhase:
         """Plan in the original, which does not return; the next phase in every copy."""
-        loop, copy = self.loop, self.run.sharding.copy
+        loop, copy, configured = self.loop, self.run.sharding.copy, self.run.sharding.configured
         with random_state_kept():
             sample = read_loader(loader)
         loop.tracer.train(loop.root)
@@ -65,7 +65,7 @@ class FollowingPhase(LoopPhase):
             self.run.sharding.server,
             self.run.proof_server,
             self._probe.requests,
-            sharded=self.run.sharding.configured is not None,
+            fsdp_plugin=None if configured is None else configured.plugin,
         )
         try:
             with loop.tracer.paused():

@@ -81,8 +81,9 @@ class ForkedPhase(LoopPhase):
     def _watch(self) -> None:
         """Find out whose forward must not run twice: blocks that may be checkpointed, and models that run in slices."""
         self.loop.tracer.watch(self.loop.root, [block.name for block in find_blocks(self.loop.root)])
-        for model in self.loop.models:
-            self.loop.tracer.watch(model, [""])
+        if self.run.sharding.configured is None:  # a model that is divided does not run in slices
+            for model in self.loop.models:
+                self.loop.tracer.watch(model, [""])
 
     # --- the places of the script ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The dry run under FSDP2, which Accelerate puts on the symbolic model where the script prepares it.
+"""The dry run under FSDP, which Accelerate puts on the symbolic model where the script prepares it.
 
 Either the launch is configured so: then all of the dry run is sharded as its plugin says. Or the plan asks for
 parameters on the host: other techniques are put on what ``prepare`` returned, at the first training batch. FSDP2 cannot
@@ -11,26 +11,32 @@ symbolic model, among as many pretended processes as the launch will have.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.language import _
+from vram_guard.capture.simulated_device import fully_sharded_by_number
 from vram_guard_accelerate._precision import ACCELERATES
+from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply import fsdp
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
-from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class Sharding:
-    """The server from which sharded copies begin; in a process that is sharded, what is different there."""
+    """The server from which sharded copies begin; in a process that is sharded, what is different there.
 
-    def __init__(self, *, may_shard: bool) -> None:
+    Args:
+        may_shard: whether the plan may keep parameters on the host, in copies.
+        change: of how the launch, or the script, shards the model.
+    """
+
+    def __init__(self, *, may_shard: bool, change: ShardingChange = AS_LAUNCHED) -> None:
         self.may_shard = may_shard
+        self.change = change
         self.server: ForkServer | None = None
         self.copy: ShardedCopy | None = None
         self.configured: ShardedProcess | None = None
@@ -41,9 +47,15 @@ class Sharding:
         return self.copy or self.configured
 
     def configure(self, accelerator: Any, plugin: Any) -> None:
-        """The launch, or the script, has chosen FSDP2 itself."""
+        """The launch, or the script, has chosen FSDP itself."""
         self.may_shard = False
-        self.configured = ShardedProcess(accelerator, plugin)
+        self.configured = ShardedProcess(accelerator, plugin, self.change)
+
+    def take_off(self) -> None:
+        """In a copy that trains for real, alone and on the CPU: the model stays whole, and computes the same."""
+        if self.configured is not None:
+            self.configured.take_off()
+            self.configured = None
 
     def start_server(self, accelerator: Any) -> None:
         """Leave a copy of the process here, for steps whose parameters are kept on the host; at the first place only.
@@ -59,18 +71,20 @@ class Sharding:
 
 
 class ShardedProcess:
-    """A process whose Accelerator takes itself for one of several that were launched with FSDP2.
+    """A process whose Accelerator takes itself for one of several that were launched with FSDP.
 
     Args:
         accelerator: the script's.
-        plugin: Accelerate's settings of FSDP2.
+        plugin: Accelerate's settings of FSDP.
+        change: what is in them that the launch, or the script, has not chosen.
     """
 
-    def __init__(self, accelerator: Any, plugin: Any) -> None:
+    def __init__(self, accelerator: Any, plugin: Any, change: ShardingChange) -> None:
         from accelerate import DistributedType
 
         self.plugin = plugin
-        state = accelerator.state
+        self.change = change
+        self.state = state = accelerator.state
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)
         state.fsdp_plugin = plugin
@@ -78,12 +92,22 @@ class ShardedProcess:
         kind = property(lambda _state: DistributedType.FSDP, lambda _state, _other: None)
         type(state).distributed_type = kind
 
+    @property
+    def flat(self) -> bool:
+        """True for FSDP's first version, which makes flat parameters of the model's own."""
+        return bool(self.plugin.fsdp_version == 1)
+
+    def take_off(self) -> None:
+        """The Accelerator takes itself for a process that is alone."""
+        del type(self.state).distributed_type
+        self.state.fsdp_plugin = None
+
     def wrap_blocks(self, model: nn.Module) -> None:
         """Say which blocks of this model are groups of their own, where the plugin does not."""
 
-    def around(self, _accelerator: Any, _models: list[nn.Module]) -> AbstractContextManager[None]:
-        """What is done around ``Accelerator.prepare`` in a real launch too."""
-        return nullcontext()
+    def around(self, accelerator: Any, models: list[nn.Module]) -> AbstractContextManager[None]:
+        """What is done around ``Accelerator.prepare``, in a real launch too: see :func:`.fsdp.sharding`."""
+        return fully_sharded_by_number() if self.flat else fsdp.sharding(accelerator, models, self.change)
 
 
 class ShardedCopy(ShardedProcess):
@@ -100,39 +124,15 @@ class ShardedCopy(ShardedProcess):
 
         self.task = task
         self.parent = parent
-        os.environ.update(fsdp.VARIABLES)
+        os.environ.update(fsdp.ON_HOST.variables)
         precision = ACCELERATES[task.request.precision]
         if precision != "no":
             accelerator.state._mixed_precision = precision  # noqa: SLF001 - see private_api.py
             accelerator.native_amp = True
-        super().__init__(accelerator, FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
+        plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+        super().__init__(accelerator, plugin, fsdp.ON_HOST)
 
     def wrap_blocks(self, model: nn.Module) -> None:
         """The blocks of this model that the task names are groups of their own."""
         blocks = self.task.request.recipe.parameters_on_host
         self.plugin.transformer_cls_names_to_wrap = list(fsdp.wrapped_classes(model, blocks))
-
-    def around(self, accelerator: Any, models: list[nn.Module]) -> AbstractContextManager[None]:
-        """See :func:`.fsdp.sharding`."""
-        return fsdp.sharding(accelerator, models)
-
-
-def plugin_of(given: Any) -> Any:
-    """The settings of FSDP that an Accelerator will have: the script's, or those of ``accelerate launch``; or None.
-
-    Args:
-        given: that the script passes to the Accelerator, if it does.
-    """
-    if given is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return None
-    from accelerate import FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin() if given is None else given
-    if getattr(plugin, "fsdp_version", 1) != 2:
-        stopped(
-            _(
-                "FSDP's first version (FullyShardedDataParallel) is not followed; set fsdp_version: 2 in Accelerate's "
-                "config, or --fsdp_version 2"
-            )
-        )
-    return plugin

@@ -64,13 +64,18 @@ class FirstBatch:
     """Makes copies that go on from ``prepare`` for real; None where nothing is proven by running."""
     request: int
     """The number of the batch that it asks for, among all since ``prepare``."""
-    sharded: bool = False
-    """The launch, or the script, shards the model by Accelerate's FSDP2."""
+    fsdp_plugin: Any = None
+    """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
 
     @property
     def root(self) -> nn.Module:
         """The model that the plan speaks of: the only one, or all of them by number."""
         return root_of(self.models)
+
+    @property
+    def sharded(self) -> bool:
+        """True if the launch, or the script, shards the model."""
+        return self.fsdp_plugin is not None
 
     @property
     def precision(self) -> str:

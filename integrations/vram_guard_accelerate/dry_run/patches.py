@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
+from vram_guard_accelerate.apply.fsdp import plugin_of, why_not_followed
 from vram_guard_accelerate.dry_run import side_effects
-from vram_guard_accelerate.dry_run._sharded_copy import plugin_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -25,7 +25,7 @@ def install(run: DryRun) -> None:
     """Report what the script does to the phase of its dry run, permanently: this process has no other purpose."""
     import accelerate.data_loader
     import accelerate.state
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     side_effects.discard_library_writes()
     side_effects.close_stdin(stopped)
@@ -48,6 +48,7 @@ def install(run: DryRun) -> None:
     wrap(DataLoader, "__init__", partial(_loader_made, run))
     wrap(DataLoader, "__iter__", lambda original, loader: BatchIterator(run, loader, original))
     wrap(accelerate.state.PartialState, "__init__", partial(_state_made, run))
+    wrap(FullyShardedDataParallelPlugin, "__post_init__", partial(_plugin_made, run))
 
 
 def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +60,11 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
         if given.get(plugin) is not None:
             stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin=plugin))
     sharded = plugin_of(given.get("fsdp_plugin"))
+    why = "" if sharded is None else why_not_followed(sharded)
+    if why:
+        stopped(why)
     if sharded is not None:
+        run.sharding.change.put_on(sharded)
         given["fsdp_plugin"] = sharded
     original(made, **{name: value for name, value in given.items() if name != "cpu"})
     if sharded is not None:
@@ -79,6 +84,11 @@ def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kw
         asker.use_cpu = False
         _take_for_distributed(type(asker), run.shape.ranks)
     original(state, False, **kwargs)  # planned for the GPU, wherever it will run
+
+
+def _plugin_made(run: DryRun, original: Any, plugin: Any, *args: Any, **kwargs: Any) -> None:
+    run.phase.state_made()  # FSDP1's settings ask for a GPU
+    original(plugin, *args, **kwargs)
 
 
 def _take_for_distributed(arguments: Any, ranks: int) -> None:

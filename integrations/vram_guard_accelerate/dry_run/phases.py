@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.language import _
+from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
@@ -36,6 +37,7 @@ class DryRun:
         shape: the launch that it stands for.
         decide: given the script at its first training batch: plans, and does not return.
         may_shard: whether the plan may keep parameters on the host (FSDP2).
+        sharding: what is changed of how the launch, or the script, shards the model.
         may_prove: whether a changed plan may be proven by running it.
     """
 
@@ -45,13 +47,14 @@ class DryRun:
         decide: Callable[[FirstBatch], NoReturn],
         *,
         may_shard: bool = False,
+        sharding: ShardingChange = AS_LAUNCHED,
         may_prove: bool = False,
     ) -> None:
         self.shape = shape
         self.decide = decide
         self.script = ScriptObservations()
         self.observer = LoopObserver()
-        self.sharding = Sharding(may_shard=may_shard)
+        self.sharding = Sharding(may_shard=may_shard, change=sharding)
         self.may_prove = may_prove
         self.proof_server: ForkServer | None = None
         self.phase = Phase(self)

@@ -35,10 +35,11 @@ class PreparingPhase(Phase):
                 self.run.proof_server = ForkServer()
             self.run.phase = FollowingPhase(self.run, accelerator, self._shim.end())
         except ForkEntered as entered:
+            self.run.sharding.take_off()
             self.run.phase = ProvingPhase(self.run, entered.task, entered.parent)
         return self.run.phase.prepare(original, accelerator, args, kwargs)
 
     def _may_be_proven(self, prepared: tuple[Any, ...]) -> bool:
         models = [thing for thing in prepared if isinstance(thing, nn.Module)]
         weights = sum(one.nbytes for model in models for one in (*model.parameters(), *model.buffers()))
-        return self.run.may_prove and self.run.sharding.process is None and weights <= LARGEST_PROVEN
+        return self.run.may_prove and self.run.sharding.copy is None and weights <= LARGEST_PROVEN

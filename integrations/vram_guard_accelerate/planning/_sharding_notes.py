@@ -1,48 +1,31 @@
-"""Parameters on the host by FSDP2, in a plan: where they are not possible, and what to know before choosing them."""
+"""FSDP2 that the guard switches on, in a plan: where it is not possible, and what to know before choosing it."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
 from vram_guard.plan import Plan
-from vram_guard.private_names import missing_in_words
-from vram_guard.techniques.sharding import check_torch
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-from vram_guard_accelerate.private_api import FSDP2
+from vram_guard_accelerate.relaunch.divisible import why_not_fsdp2
+
+#: Techniques that only a relaunch can have.
+SHARDINGS = ("reshard", "shard")
 
 
-def why_not_sharded(first: FirstBatch) -> str:
-    """The reason why parameters cannot be kept on the host in this script; "" where nothing is known against it.
-
-    What is not seen here (tied weights, lists of parameters that are clipped, averages of weights) is seen when a copy
-    of the script is followed.
-    """
-    try:
-        check_torch()  # Accelerate wants no other torch than we do (``FSDP2_PYTORCH_VERSION``)
-    except UnsupportedTechniqueError as error:
-        return str(error)
-    lacking = missing_in_words(FSDP2)
-    if lacking:
-        return _("FSDP2 needs Accelerate 1.6 or later; this one lacks {name}", name=lacking[0])
+def why_not_on_host(first: FirstBatch) -> str:
+    """The reason why FSDP2 cannot keep parameters on the host in this script; "" where nothing is known against it."""
     if first.sharded:
         return _("the launch shards the model already; --fsdp_offload_params true keeps it on the host")
     if first.fork_server is None:
         return _("it has to be known before the Accelerator is made: name it in --allow of vram-guard launch")
-    if len(first.models) != 1:
-        return _("Accelerate's FSDP2 takes one model, and the script prepares {count}", count=len(first.models))
-    if not any(parameter.requires_grad for parameter in first.root.parameters()):
-        return _("FSDP2 is prepared with an optimizer of the model, and this one is not trained")
     if first.precision == "16-mixed":
         return _("the GradScaler of fp16 unscales gradients on the GPU, and these would be on the host")
-    if first.compiled:
-        return _("torch.compile over FSDP2 is not followed")
-    return ""
+    return why_not_fsdp2(first)
 
 
 def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: str) -> list[str]:
@@ -57,19 +40,39 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
     if not plan.recipe.parameters_on_host:
         if why_not:
             return [Refusal("offload_parameters", why_not).words()]
-        if plan.fits or "offload_parameters" in settings.techniques or len(first.models) != 1:
+        if plan.fits or first.sharded or "offload_parameters" in settings.techniques or len(first.models) != 1:
             return []
+        notes = [] if first.shape.ranks == 1 or "shard" in settings.techniques else [_not_divided()]
         untried = _(
             "parameters on the host were not tried: they change what a script's checkpoints and state dicts hold, and "
             "are used only where they are named (--allow ...,offload_parameters)"
         )
-        return [untried]
-    notes = [
-        _(
-            "parameters on the host (Accelerate's FSDP2): the script sees the model's parameters as "
-            "DTensors; save_state writes FSDP's files, and load_state reads no others"
-        )
-    ]
+        return [*notes, untried]
+    on_host = _(
+        "parameters on the host (Accelerate's FSDP2): the script sees the model's parameters as "
+        "DTensors; save_state writes FSDP's files, and load_state reads no others"
+    )
+    return [on_host, *_of_shards(first, plan)]
+
+
+def _not_divided() -> str:
+    return _(
+        "FSDP2 was not tried in place of DistributedDataParallel: it changes what a script's checkpoints and state "
+        "dicts hold, and is used only where it is named (--allow ...,shard)"
+    )
+
+
+def divided_notes(first: FirstBatch, plan: Plan) -> list[str]:
+    """Notes on a script that FSDP2 was switched on for, for a reader of its plan."""
+    divided = _(
+        "FSDP2 in place of DistributedDataParallel: the script sees the model's parameters as DTensors; save_state "
+        "writes FSDP's files, and load_state reads no others"
+    )
+    return [divided, *_of_shards(first, plan)]
+
+
+def _of_shards(first: FirstBatch, plan: Plan) -> list[str]:
+    notes = []
     if plan.precision == "bf16-mixed":
         notes.append(
             _(

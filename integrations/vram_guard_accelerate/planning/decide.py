@@ -18,13 +18,14 @@ from vram_guard.simulate import TRACED_SIZES
 from vram_guard_accelerate._launch_plan import LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import NOT_HERE, Settings
-from vram_guard_accelerate.apply.fsdp import wrapped_classes
+from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
+from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.proofs import NAMED, Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.planning._proven import Judge, Verdict
-from vram_guard_accelerate.planning._sharding_notes import sharding_notes, why_not_sharded
+from vram_guard_accelerate.planning._sharding_notes import SHARDINGS, divided_notes, sharding_notes, why_not_on_host
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
@@ -96,8 +97,10 @@ def decide(
         notes += candidates.notes
     if current is None:
         return ScriptPlan(made, launch_plan, tuple(notes), relaunches)
+    if current.change.sharding.introduced:
+        notes += divided_notes(first, made)
     notes = [*current.notes(made), *notes]
-    return ScriptPlan(current.combined(made), current.change.applied_to(launch_plan), tuple(notes), relaunches)
+    return ScriptPlan(current.combined(made, first), current.change.applied_to(launch_plan), tuple(notes), relaunches)
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,13 @@ def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
         resumes_grown=script.resumed.factor not in (1.0, made.learning_rate_factor),
         models=len(first.models),
         recipe=made.recipe,
-        wrapped=wrapped_classes(first.root, made.recipe.parameters_on_host),
+        sharding=_sharding(first, made.recipe.parameters_on_host),
     )
+
+
+def _sharding(first: FirstBatch, on_host: tuple[str, ...]) -> ShardingChange:
+    """The change that parameters on the host are for a script that is not sharded."""
+    return replace(ON_HOST, wrapped=wrapped_classes(first.root, on_host)) if on_host else AS_LAUNCHED
 
 
 def _grows(made: Plan) -> bool:
@@ -224,16 +232,23 @@ def _refused(
     clips = _("the script clips gradients, which a fused optimizer unscales itself")
     reasons = {
         **{name: _(why) for name, why in NOT_HERE.items()},
-        "offload_parameters": why_not_sharded(first),
+        "offload_parameters": why_not_on_host(first),
         "precision": _why_not_mixed(first),
         "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",
         "accumulate": _why_not_sliced(first, traces, facts) if settings.asks("accumulate") else "",
     }
     if first.sharded:
-        reasons |= {**dict(beside_layout("FSDP2")), "offload_parameters": why_not_sharded(first)}
+        reasons |= _beside_shards(first)
         reasons["accumulate"] = _("the model is divided over the processes, and gathered again for every slice")
     return ((name, reason) for name, reason in reasons.items() if reason)
+
+
+def _beside_shards(first: FirstBatch) -> dict[str, str]:
+    """The techniques that cannot be put on a model which Accelerate has divided."""
+    if first.fsdp_plugin.fsdp_version == 2:
+        return {**dict(beside_layout("FSDP2", "checkpoint", *SHARDINGS)), "offload_parameters": why_not_on_host(first)}
+    return dict(beside_layout("FSDP1"))
 
 
 def _why_not_grown(first: FirstBatch) -> str:

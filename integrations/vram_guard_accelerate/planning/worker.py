@@ -17,6 +17,7 @@ from vram_guard.report.as_json import as_dict
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._script_files import imported_files
+from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
@@ -66,7 +67,8 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
     # As in vram_guard.plan: of an unnamed GPU, the oldest generation with bfloat16 is assumed.
     shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
     shards = "offload_parameters" in settings.techniques
-    run = DryRun(shape, decided, may_shard=shards, may_prove=settings.may_prove)
+    change = AS_LAUNCHED if request.relaunch is None else request.relaunch.change.sharding
+    run = DryRun(shape, decided, may_shard=shards, sharding=change, may_prove=settings.may_prove)
     forks.check_forks()
     run.phase = PreparingPhase(run)
     patches.install(run)

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
 from vram_guard.plan.techniques import mixed_precision, splits_of
+from vram_guard.techniques import find_blocks
 from vram_guard_accelerate._precision import ACCELERATES
+from vram_guard_accelerate._sharding_change import ShardingChange
+from vram_guard_accelerate.apply.fsdp import on_host, wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.proofs import Proof
 from vram_guard_accelerate.dry_run.results import FirstLook
+from vram_guard_accelerate.relaunch.divisible import why_not_divided
 from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
 
@@ -67,7 +72,7 @@ class RelaunchCandidates:
             current: the relaunch that this launch is itself.
         """
         if current is None:
-            baseline, change = Baseline.of(made, self._look.profile), LaunchChange()
+            baseline, change = Baseline.of(made, self._look.profile, self._first), LaunchChange()
         else:
             baseline, change = replace(current.baseline, profile=self._look.profile), current.change
         found = []
@@ -76,8 +81,30 @@ class RelaunchCandidates:
             found.append(Relaunch(replace(change, precision=self._mixed, precision_option=option), baseline))
         if change.splits == 1:
             smaller = self._smaller_batches(change, made, accumulated)
+            divided = [Relaunch(replace(change, sharding=one), baseline) for one in self._divided(change.sharding)]
+            found += [one for one in divided if not one.change.sharding.offload]
             found += [Relaunch(one, baseline, one.splits, self._halved().samples) for one in smaller]
+            found += [one for one in divided if one.change.sharding.offload]  # takes most time
         return tuple(found)
+
+    def _divided(self, present: ShardingChange) -> list[ShardingChange]:
+        """Other ways in which Accelerate divides the model."""
+        allowed, plugin = self._settings.techniques, self._first.fsdp_plugin
+        if plugin is None:
+            if "shard" not in allowed or self._first.shape.ranks == 1:
+                return []
+            why = why_not_divided(self._first, self._look.facts)
+            self.notes += [Refusal("shard", why).words()] if why else []
+            classes = wrapped_classes(self._first.root, [block.name for block in find_blocks(self._first.root)])
+            return [] if why else [ShardingChange(introduced=True, wrapped=classes)]
+        if plugin.fsdp_version != 2 or present.introduced:
+            return []
+        found = []
+        if "reshard" in allowed and plugin.reshard_after_forward is False:
+            found.append(replace(present, reshard=True))
+        if self._settings.may_offload_shards and not on_host(plugin):
+            found.append(replace(present, offload=True))
+        return found
 
     def _smaller_batches(self, change: LaunchChange, made: Plan, accumulated: Callable[[], Plan]) -> list[LaunchChange]:
         """Smaller batches, more of them: where slices would run forwards twice, or cannot be made."""

@@ -1,7 +1,8 @@
-"""A relaunch: the same script with other options of its own, or in another precision from its beginning.
+"""A relaunch: the same script with other options of its own, or in another precision or sharding from its beginning.
 
 What a script does with its options, or with the precision that it asks for, is the script's own business: it makes
-loaders, schedules and casts of it before it trains. So nothing is assumed. The changed command line is run dry in a
+loaders, schedules and casts of it before it trains. What it does with a model that is sharded, too. So nothing is
+assumed. The changed command line is run dry in a
 process of its own, which must turn out to be the same training (:mod:`.equivalence`), and which is then planned for as
 it is. The plan of the launch as written stands until a relaunch is cheaper.
 """
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.step_time import seconds_as_written
 from vram_guard.plan.techniques import uses_batch_norm
 from vram_guard.timeline import Estimate
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words
 from vram_guard_accelerate._precision import ACCELERATES
+from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 from vram_guard_accelerate.relaunch.equivalence import disagreement
+from vram_guard_accelerate.relaunch.step_time import launch_seconds
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
+    from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class LaunchChange:
     Attributes:
         precision: "fp16" or "bf16" from the script's beginning on; "" leaves it.
         precision_option: the script's own option for it; "": Accelerate's environment variable alone.
+        sharding: what is changed of how Accelerate divides the model.
         splits: by how much the script's batches are smaller, and its optimizer steps more batches long.
         batch_size: the script's own, under this change; 0 leaves it.
         batch_option: the option that is set for it.
@@ -42,6 +46,7 @@ class LaunchChange:
 
     precision: str = ""
     precision_option: str = ""
+    sharding: ShardingChange = AS_LAUNCHED
     splits: int = 1
     batch_size: int = 0
     batch_option: str = ""
@@ -49,9 +54,9 @@ class LaunchChange:
     accumulation_option: str = ""
 
     @property
-    def kind(self) -> Literal["options", "precision"]:
-        """The kind of change that was made last."""
-        return "options" if self.splits > 1 else "precision"
+    def kind(self) -> Literal["options", "precision", "shard", "offload", "reshard"]:
+        """The kind of change that was made last: of those that it has, the one that comes after all others."""
+        return "options" if self.splits > 1 else self.sharding.kind or "precision"
 
     @property
     def arguments(self) -> list[str]:
@@ -65,17 +70,18 @@ class LaunchChange:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the script's environment."""
-        return {"ACCELERATE_MIXED_PRECISION": self.precision} if self.precision else {}
+        precision = {"ACCELERATE_MIXED_PRECISION": self.precision} if self.precision else {}
+        return {**precision, **self.sharding.variables}
 
     @property
     def words(self) -> str:
         """The change as it would be typed."""
         typed = [] if self.precision_option or not self.precision else ["--mixed_precision", self.precision]
-        return " ".join([*typed, *self.arguments])
+        return " ".join([*typed, *self.sharding.options, *self.arguments])
 
     def applied_to(self, plan: LaunchPlan) -> LaunchPlan:
         """The launch plan of a relaunch, for a launch of the script as it was typed."""
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"sharding": self.sharding} if self.sharding.kind else {}
         if self.precision:
             own.update(precision=self.precision, precision_option=self.precision_option)
         if self.splits > 1:
@@ -102,7 +108,7 @@ class Baseline:
     """Of the launch from which the relaunch was made, which may be a relaunch itself."""
 
     @classmethod
-    def of(cls, plan: Plan, profile: LoopProfile) -> Baseline:
+    def of(cls, plan: Plan, profile: LoopProfile, first: FirstBatch) -> Baseline:
         """The baseline that a launch as it was typed makes."""
         return cls(
             plan.precision_before,
@@ -111,7 +117,7 @@ class Baseline:
             plan.effective_batch_size_before,
             plan.before,
             plan.reason_values[0],
-            seconds_as_written(plan),
+            launch_seconds(plan, first),
             profile,
         )
 
@@ -146,15 +152,23 @@ class Relaunch:
             raise UnsupportedStepError(
                 _("with these options it trains in {precision}, not in {wanted}", precision=found, wanted=wanted)
             )
-        # Another precision makes losses of other operators.
-        why = disagreement(self.baseline.profile, profile, self.splits, ranks, losses=self.splits > 1)
+        # Another precision makes losses of other operators, and under FSDP2 so does mixed precision.
+        losses = self.splits > 1 or (
+            bool(self.change.sharding.kind) and precision == self.baseline.precision == "32-true"
+        )
+        why = disagreement(self.baseline.profile, profile, self.splits, ranks, losses=losses)
         if why:
             raise UnsupportedStepError(_("with these options, {difference}", difference=why))
 
-    def combined(self, plan: Plan) -> Plan:
-        """A plan for the relaunch, as a plan for the launch as it was typed."""
+    def combined(self, plan: Plan, first: FirstBatch) -> Plan:
+        """A plan for the relaunch, as a plan for the launch as it was typed.
+
+        Args:
+            plan: for the relaunch.
+            first: the script that is launched so.
+        """
         written = self.baseline
-        slowdown = round((plan.slowdown or 1.0) * seconds_as_written(plan) / written.seconds, 4)
+        slowdown = round((plan.slowdown or 1.0) * launch_seconds(plan, first) / written.seconds, 4)
         own = [reason for reason in plan.reason_values if reason.kind is not Why.CHEAPEST] if plan.changed else []
         return replace(
             plan,

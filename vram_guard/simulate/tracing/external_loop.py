@@ -25,6 +25,7 @@ from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
+from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.replicas import reduction_of
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
@@ -54,6 +55,8 @@ class ExternalLoopTracer:
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
+        self._flat: nn.Module | None = None
+        """The model that FullyShardedDataParallel divides, if any: it stores gradients itself."""
 
     # --- setting up -------------------------------------------------------------------------------------------
 
@@ -99,12 +102,13 @@ class ExternalLoopTracer:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
-    def shard(self, model: nn.Module, ranks: int) -> None:
-        """From here on FSDP2 on this model, which lies in host memory, is traced; call it in place of adopting it.
+    def shard(self, model: nn.Module, ranks: int, *, flat: bool = False) -> None:
+        """From here on FSDP on this model, which lies in host memory, is traced; call it in place of adopting it.
 
         Args:
             model: real; what of it the loop had moved to the GPU before is symbolic already, and stays there.
             ranks: processes over which it will be sharded.
+            flat: by FullyShardedDataParallel, not by ``fully_shard``.
 
         Raises:
             UnsupportedTechniqueError: this torch lacks a private name that the trace of FSDP leans on.
@@ -120,6 +124,9 @@ class ExternalLoopTracer:
         self.recorder.users_own_meta = False
         self._stack.enter_context(replaced(torch.Tensor, {"data_ptr": address_of}))
         self._stack.enter_context(fsdp_traced(model, self.recorder, self._device, ranks))
+        if flat:
+            self._flat = model
+            self._stack.enter_context(flat_parameters_followed(self.recorder))
         model.register_forward_pre_hook(self._before_forward)
 
     def sharded(self, model: nn.Module) -> None:
@@ -187,6 +194,8 @@ class ExternalLoopTracer:
             finally:
                 self._in_backward -= 1
                 self.recorder.in_backward = False
+                for parameter in () if self._flat is None else self._flat.parameters():
+                    self.recorder.classify(inner_tensors(parameter.grad), "gradients")
 
         return backward
 

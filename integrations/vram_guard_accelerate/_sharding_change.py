@@ -1,0 +1,96 @@
+"""Changes of how Accelerate's FSDP2 divides a model over the processes, by the options that Accelerate itself reads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: What ``accelerate launch`` passes to a script (``accelerate.utils.launch``) where the guard switches FSDP2 on.
+INTRODUCED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    # Every process makes or loads its own model, as without FSDP: loading on the first alone unties tied weights of
+    # models without `tie_weights`, and fails on buffers (`fsdp2_load_full_state_dict`).
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    # Checkpoints of `save_state` hold whole tensors, in one file.
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
+@dataclass(frozen=True)
+class ShardingChange:
+    """A change of how the model is divided.
+
+    Attributes:
+        introduced: FSDP2 in place of DistributedDataParallel, or of one process alone.
+        wrapped: for that: the classes of the modules that are gathered one at a time; none: the model is one group.
+        reshard: gathered weights are freed after the forward, and gathered again for the backward pass.
+        offload: parameters, gradients and optimizer states lie in host memory.
+    """
+
+    introduced: bool = False
+    wrapped: tuple[str, ...] = ()
+    reshard: bool = False
+    offload: bool = False
+
+    @property
+    def kind(self) -> Literal["", "shard", "offload", "reshard"]:
+        """The part of it that changes most."""
+        return "shard" if self.introduced else "offload" if self.offload else "reshard" if self.reshard else ""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of a script's environment."""
+        found = dict(INTRODUCED) if self.introduced else {}
+        if self.introduced:
+            found["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP" if self.wrapped else "NO_WRAP"
+        if self.wrapped:
+            found["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(self.wrapped)
+        if self.reshard:
+            found["FSDP_RESHARD_AFTER_FORWARD"] = "true"
+        if self.offload:  # with both, Accelerate makes a process group that reduces tensors on the host too
+            found.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
+        return found
+
+    @property
+    def options(self) -> list[str]:
+        """The same, as options of ``accelerate launch``."""
+        words = ["--use_fsdp", "--fsdp_version", "2"] if self.introduced else []
+        words += ["--fsdp_transformer_layer_cls_to_wrap", ",".join(self.wrapped)] if self.wrapped else []
+        words += ["--fsdp_reshard_after_forward", "true"] if self.reshard else []
+        return [*words, "--fsdp_offload_params", "true"] if self.offload else words
+
+    def announce(self, environment: MutableMapping[str, str] | None = None) -> None:
+        """Set up Accelerate before the script makes its Accelerator, in every process of the launch.
+
+        Args:
+            environment: the process's variables so far; None: ``os.environ``.
+        """
+        environment = os.environ if environment is None else environment
+        environment.update(self.variables)
+        if self.introduced and "LOCAL_RANK" not in environment:
+            environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+            environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+
+    def put_on(self, plugin: Any) -> None:
+        """Change Accelerate's settings of FSDP2, wherever they come from: variables, a config, or the script itself."""
+        if self.reshard:
+            plugin.reshard_after_forward = True
+        if self.offload:
+            plugin.cpu_offload = True
+            plugin.set_cpu_offload()
+
+
+AS_LAUNCHED = ShardingChange()
+
+
+def _free_port() -> int:
+    """For the process group that FSDP2 needs, though it has one process only."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        port: int = tried.getsockname()[1]
+        return port

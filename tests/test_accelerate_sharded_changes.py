@@ -1,0 +1,188 @@
+"""Launches that shard themselves, changed where they do not fit: predicted, refused, and for real over gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+    pytest.skip("FSDP2 is public since torch 2.6", allow_module_level=True)
+
+import accelerate_cases as cases
+
+from vram_guard.codec import to_json
+from vram_guard.techniques import Recipe
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+from vram_guard_accelerate._sharding_change import ShardingChange
+
+DEPTH = 8
+BLOCKS = tuple(f"blocks.{at}" for at in range(DEPTH))
+#: Enough for the first of these and not for the second: weights gathered again, and kept.
+BETWEEN = "240MiB"
+#: Enough for parameters on the host.
+LITTLE = "150MiB"
+DEEP = ("--depth", DEPTH)
+LARGE = ("--batch_size", 1024, "--samples", 4096)
+FIRST = ("--version", 1)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Everything that is asked of dry runs here, answered in one process."""
+    asked = tmp_path_factory.mktemp("changed") / "asked"
+
+    def ask(name: str, loop: str, *more: object, **settings: Any) -> None:
+        settings = {"budget": LITTLE, "ranks": 2, **settings}
+        cases.request(asked / name, cases.SHARDED, loop, "--out", "never.pt", *more, **settings)
+
+    ask("reshard", "configured", *DEEP, "--strategy", "NO_SHARD", budget=BETWEEN)
+    ask("offload", "configured", *DEEP, allow=("offload",))
+    ask("shard", "clipping", *DEEP, budget=BETWEEN, allow=("shard",))
+    ask("not_named", "clipping", *DEEP, budget=BETWEEN)
+    ask("checkpoint", "configured", *LARGE, budget="180MiB", allow=("checkpoint",))
+    ask("accumulate", "configured", *LARGE, budget="180MiB", allow=("accumulate",))
+    for name in ("counting", "compressing", "tied"):
+        ask(name, name, allow=("shard",))
+    ask("first", "configured", *FIRST, "--from_first", budget="1GiB")
+    ask("first_keeps", "configured", *FIRST, "--strategy", "SHARD_GRAD_OP", budget="1GiB")
+    ask("first_offload", "configured", *FIRST, "--on_host")
+    ask("first_hybrid", "configured", *FIRST, "--strategy", "HYBRID_SHARD")
+    return cases.dry_runs(asked)
+
+
+def changed(answer: dict[str, Any]) -> dict[str, Any]:
+    assert "error" not in answer, answer
+    assert answer["fits"], answer["text"]
+    return answer["launch_plan"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "layout"),
+    [
+        ("reshard", {"reshard": True}, {}),
+        ("offload", {"offload": True}, {"offload": True}),
+        ("shard", {"introduced": True, "wrapped": ["Block"]}, {}),
+    ],
+)
+def test_a_change_is_predicted_as_the_same_layout_of_our_own(
+    answers: Any, name: str, change: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    from vram_guard import Parallel
+    from vram_guard.simulate import estimate
+
+    ours = estimate(cases.wide_step(DEPTH, parallel=Parallel(gpus=2, kind="fsdp2", blocks=BLOCKS, **layout)), 4)
+    plan, found = changed(answers[name]), answers[name]["plan"]["estimate"]
+    assert {key: value for key, value in plan["sharding"].items() if value} == change
+    # The loop loads a batch while the last one is still held.
+    assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
+    assert found["peak_reserved"] == ours.peak_reserved < answers[name]["plan"]["before"]["peak_reserved"]
+    assert any("seen in a dry run of its own" in note for note in answers[name]["notes"])
+
+
+def test_blocks_are_checkpointed_and_batches_made_smaller_beside_fsdp2(answers: Any) -> None:
+    plan = changed(answers["checkpoint"])
+    assert set(plan["recipe"]["checkpoint"]) <= set(BLOCKS[:3])
+    assert plan["recipe"]["checkpoint"]
+    plan = changed(answers["accumulate"])
+    assert (plan["batch_size"], plan["accumulation"]) == (512, 2)
+    for name in ("checkpoint", "accumulate"):
+        assert any("proven by running 4 samples" in note for note in answers[name]["notes"]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("not_named", "FSDP2 was not tried"),
+        ("counting", "buffers or attributes of the model (scale)"),
+        ("compressing", "comm_hook"),
+        ("tied", "would separate tied weights"),
+    ],
+)
+def test_a_launch_that_fsdp2_would_make_another_training_is_left(answers: Any, name: str, says: str) -> None:
+    answer = answers[name]
+    assert "error" not in answer, answer
+    assert (answer["fits"], answer["changed"]) == (False, False)
+    assert any(says in note for note in answer["notes"]), answer["notes"]
+
+
+@pytest.mark.parametrize(("name", "reshard"), [("first", True), ("first_keeps", False)])
+def test_the_first_version_of_fsdp_is_predicted_as_it_is_configured(answers: Any, name: str, *, reshard: bool) -> None:
+    from vram_guard import Parallel
+    from vram_guard.simulate import estimate
+
+    layout = Parallel(gpus=2, kind="fsdp1", blocks=BLOCKS[:3], reshard=reshard)
+    ours, answer = estimate(cases.wide_step(parallel=layout), 4), answers[name]
+    assert "error" not in answer, answer
+    found = answer["plan"]["before"]
+    for category in ("parameters", "gradients", "optimizer_states", "workspace", "buffers"):
+        assert found["breakdown"][category] == ours.breakdown[category], category
+    assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
+    assert found["peak_reserved"] == ours.peak_reserved
+
+
+def test_what_of_the_first_version_cannot_be_followed_is_refused_by_name(answers: Any) -> None:
+    assert "cpu_offload cannot be predicted" in answers["first_offload"]["message"]
+    assert "HYBRID_SHARD asks every node" in answers["first_hybrid"]["message"]
+
+
+# --- for real ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The training as written, with DistributedDataParallel. Each process begins with weights of its own."""
+    return trained(tmp_path_factory.mktemp("written"), "clipping", "--own_seed", ACCELERATE_USE_CPU="true")
+
+
+def trained(folder: Any, *arguments: object, plan: str = "", **environment: str) -> dict[str, Any]:
+    """Two processes over gloo, under a launch plan or as written."""
+    how = {VARIABLE: plan} if plan else {}
+    under = ("-m", "vram_guard_accelerate") if plan else ()
+    words = (*arguments, "--samples", 16, "--out", folder / "out.pt")
+    done = cases.launch(*cases.TWO, *under, cases.SHARDED, *words, cache=folder, guarded=False, **how, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = torch.load(folder / "out.pt")
+    assert found["processes"] == 2
+    return found
+
+
+def test_fsdp2_in_place_of_ddp_trains_to_equal_weights(answers: Any, written: Any, tmp_path: Any) -> None:
+    """From the weights of the first process, as DistributedDataParallel has it."""
+    found = trained(tmp_path, "clipping", "--own_seed", plan=json.dumps(changed(answers["shard"])))
+    assert (written["fsdp"], found["fsdp"]) == (False, True)
+    assert found["groups"] == [(True, False)] * 3
+    assert found["held"] * 2 == pytest.approx(written["held"], rel=0.001)
+    assert found["rates"] == written["rates"]
+    assert found["losses"] == pytest.approx(written["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(written["norms"], rel=1e-5)
+    assert cases.difference(written, found) < 1e-6
+
+
+def test_all_changes_of_a_launch_that_shards_itself_train_to_equal_weights(written: Any, tmp_path: Any) -> None:
+    """Parameters on the host, gathered twice, blocks checkpointed, half the batch twice as often."""
+    plan = LaunchPlan(
+        batch_size=2,
+        grown_batch_size=2,
+        micro_batch_size=2,
+        recipe=Recipe(checkpoint=BLOCKS[:2]),
+        sharding=ShardingChange(reshard=True, offload=True),
+        batch_option="--batch_size",
+        accumulation=2,
+        accumulation_option="--gradient_accumulation_steps",
+    )
+    own = ("configured", "--strategy", "NO_SHARD")
+    found = trained(tmp_path, *own, plan=to_json(plan), ACCELERATE_USE_FSDP="true")
+    assert found["groups"] == [(True, True)] * 3
+    assert [name == "method" for name in found["forwards"]] == [False, False, True]
+    assert len(found["losses"]) == 2 * len(written["losses"])
+    norms = [norm for norm in found["norms"] if norm]
+    assert norms == pytest.approx(written["norms"], rel=1e-5)
+    # Sums of half batches: what is nearly zero is divided by its own size in Adam's step.
+    assert cases.difference(written, found) < 1e-5
