@@ -28,11 +28,13 @@ from torch.utils.data import (
 )
 
 from vram_guard import TrainingStep
+from vram_guard.capture.loader import read_loader
 from vram_guard.errors import InvalidInputError
 from vram_guard.longest import longest_batch
 from vram_guard.longest._candidates import Sizes, candidates
-from vram_guard.longest._look import Question, look
 from vram_guard.longest._orders import orders_of
+from vram_guard.longest.choice import choose
+from vram_guard.longest.wish import Wish
 
 COUNT = 10_000
 
@@ -343,7 +345,7 @@ def test_a_share_that_makes_no_sense_is_refused(wrong):
 
 @pytest.mark.parametrize("wrong", [0, -1.0, "2", True, float("inf")])
 def test_seconds_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(InvalidInputError, match="longest_seconds"):
+    with pytest.raises(InvalidInputError, match="seconds must be a number"):
         longest_batch(DataLoader(Texts(), 2), seconds=wrong)
 
 
@@ -504,5 +506,5 @@ def test_a_data_set_that_cannot_be_looked_at_is_read_as_before():
 
 def test_a_look_tells_how_far_it_is():
     lines = []
-    look(Question(DataLoader(Slow(), 4), 4, seconds=2.5), lines.append)
+    choose(read_loader(DataLoader(Slow(), 4, collate_fn=padded)), Wish(seconds=2.5), progress=lines.append)
     assert any("of 10000 samples" in line for line in lines)

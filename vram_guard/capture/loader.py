@@ -62,17 +62,20 @@ class Reading:
         self.note = note
         self.endless = endless
         self.samples = samples
+        self.numbers: tuple[int, ...] = ()
+        """Of the samples, where they were chosen."""
         self._whole: tuple[microbatch.Layout, Any, int] | None = None
 
-    def take(self, samples: list[Any], size: int = 0) -> None:
+    def take(self, samples: list[Any], size: int = 0, numbers: tuple[int, ...] = ()) -> None:
         """From now on, make batches of these samples.
 
         Args:
             samples: the largest first; where there are fewer than asked for, they are repeated.
             size: samples of a batch as the loader makes it: smaller ones are cut from it, and padded as it is. 0: each
                 is collated by itself, for samples are alike.
+            numbers: of these samples, where they were chosen.
         """
-        self.samples, self._whole = samples, None
+        self.samples, self._whole, self.numbers = samples, None, numbers
         if not size:
             return
         try:

@@ -16,10 +16,11 @@ from vram_guard.plan.checks import (
     check_amounts,
     check_cudnn,
     check_growth,
-    check_longest,
     check_loss_weight,
     check_mode,
+    check_seconds,
     check_switches,
+    checked_longest,
 )
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS, checked_techniques
@@ -78,7 +79,8 @@ class PlanSettings:
         self._keep("allow", frozenset(names) - {""})
         check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
         check_growth(self.target_utilization, self.lr_rule)
-        check_longest(self.longest, self.longest_seconds)
+        self._keep("longest", checked_longest(self.longest))
+        check_seconds("longest_seconds", self.longest_seconds)
         check_switches(grow=self.grow, ignore_releases=self.ignore_releases)
         if not isinstance(self.releases, str | None):
             raise InvalidInputError(_("releases must be the path of a file, not {value}", value=repr(self.releases)))

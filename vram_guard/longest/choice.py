@@ -120,7 +120,7 @@ def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: b
     samples = _Samples(part)
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for k in numbers:
-        part.take(samples.of(found.batches[k]), found.whole[k])
+        part.take(samples.of(found.batches[k]), found.whole[k], found.batches[k])
         shapes[k] = _sizes(part.make(found.whole[k]))
     # Texts of different lengths, cut or padded to the same one, or not in the batch.
     if before is not None and all(_covers(before, one, first=True) for one in shapes.values()):
@@ -134,10 +134,10 @@ def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: b
         taken = {}
         for k in left:
             progress(_("comparing batches that may be the longest"))
-            part.take(samples.of(found.batches[k]), found.whole[k])
+            part.take(samples.of(found.batches[k]), found.whole[k], found.batches[k])
             taken[k] = peak(found.whole[k])
         best = max(left, key=lambda k: taken[k])
-    part.take(samples.of(found.batches[best]), found.whole[best])
+    part.take(samples.of(found.batches[best]), found.whole[best], found.batches[best])
     return best
 
 
