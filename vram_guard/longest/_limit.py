@@ -12,6 +12,9 @@ from typing import Any
 #: Seconds after which code that has caught the interruption is interrupted again.
 _AGAIN = 0.2
 
+#: Seconds of the shortest alarm: none at all would switch it off.
+_LEAST = 1e-4
+
 
 class TimeIsUpError(BaseException):
     """The limit is reached. No ``Exception``: code that goes on after every error must not go on after this one."""
@@ -39,12 +42,13 @@ def at_most(seconds: float, *, interrupt: bool = True) -> Iterator[TimeLimit]:
     """Leave the block when the time is up; what it has put into objects of its caller stays there.
 
     Args:
-        seconds: none are left where it is not positive.
+        seconds: where it is not positive, the block ends as soon as it begins.
         interrupt: by an alarm, where this thread may set one; False: only where the block checks the limit. An alarm
             that somebody else has set goes on.
     """
+    seconds = max(seconds, _LEAST)
     limit = TimeLimit(seconds)
-    on = interrupt and seconds > 0 and hasattr(signal, "setitimer")
+    on = interrupt and hasattr(signal, "setitimer")
     on = on and threading.current_thread() is threading.main_thread()
 
     def ring(_number: int, _frame: Any) -> None:
@@ -54,7 +58,6 @@ def at_most(seconds: float, *, interrupt: bool = True) -> Iterator[TimeLimit]:
     handler = signal.signal(signal.SIGALRM, ring) if on else None
     others = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN) if on else (0.0, 0.0)
     try:
-        limit.check()
         yield limit
     except TimeIsUpError:
         pass
