@@ -101,9 +101,8 @@ def main() -> int:
         "annotations": [(height, width, 1 + boxes // 40) for (height, width), boxes in zip(sides, tail, strict=True)],
     }
     wrong = 0
-    print(
-        f"{COUNT} samples\n{'sizes are told by':18}{'batches':12}{'seconds':>8}{'planned for':>24}{'largest of epochs':>20}"
-    )
+    print(f"{COUNT} samples")
+    print(f"{'sizes are told by':18}{'batches':12}{'seconds':>8}{'planned for':>24}{'largest of epochs':>20}")
     with tempfile.TemporaryDirectory() as name:
         os.environ["VRAM_GUARD_CACHE"] = str(Path(name) / "cache")
         folder = Path(name) / "pictures"

@@ -346,7 +346,12 @@ def _words(
     else:
         parts.append(_("a long batch is planned for: {samples} samples of up to {sizes}", **facts))
         parts.append(
-            _("{share} of {count} batches are no longer", share=f"{100 * question.quantile:.4g}%", count=looked_at)
+            _(
+                "{share} of {count} batches are no longer, and longer ones are left to the recovery from out-of-memory "
+                "errors",
+                share=f"{100 * question.quantile:.4g}%",
+                count=looked_at,
+            )
         )
     if orders.kind == "bound":
         parts.append(_("a bound, for {sampler} draws at random", sampler=sampler))
