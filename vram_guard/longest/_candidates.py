@@ -13,6 +13,9 @@ from vram_guard.longest._orders import EPOCHS, Orders, Pool
 #: Batches that are compared by tracing at most.
 MOST = 6
 
+#: Samples of an epoch whose batches are drawn, to find a share of them.
+_MOST_DRAWN = 200_000
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -107,8 +110,9 @@ def at_quantile(orders: Orders, sizes: Sizes, share: float) -> tuple[torch.Tenso
     """A batch than which this share of the batches of some epochs is no larger, and how many were looked at."""
     made = orders.made if orders.made and not (orders.pools and orders.kind == "exact") else list(_drawn(orders.pools))
     scores = _Scores.of(made, sizes)
-    by_size = sorted(range(len(made)), key=lambda k: (float(scores.padded[k]), float(scores.products[k])))
-    return _sorted(made[by_size[math.ceil(share * len(made)) - 1]], sizes), len(made)
+    by_products = scores.products.argsort(stable=True)
+    by_size = by_products[scores.padded[by_products].argsort(stable=True)]
+    return _sorted(made[int(by_size[math.ceil(share * len(made)) - 1])], sizes), len(made)
 
 
 def share_as_long(batch: torch.Tensor, orders: Orders, sizes: Sizes) -> int:
@@ -125,8 +129,9 @@ def share_as_long(batch: torch.Tensor, orders: Orders, sizes: Sizes) -> int:
 def _of_pool(pool: Pool, sizes: Sizes) -> Iterator[torch.Tensor]:
     """The largest that a pool can give: in each measure, in the product, and with the largest in each together."""
     values = sizes.values[pool.samples]
-    by_product = _descending(values.clamp(min=1).double().prod(1))
-    rankings = [by_product, *(_descending(column) for column in values.unbind(1))]
+    most = min(len(values), pool.size + values.shape[1])
+    by_product = values.clamp(min=1).double().prod(1).topk(most).indices
+    rankings = [by_product, *(column.topk(most).indices for column in values.unbind(1))]
     tops = [ranking[0] for ranking in rankings[1:]]
     mixed = torch.cat([torch.stack(tops), by_product])
     seen: dict[int, None] = dict.fromkeys(mixed.tolist())  # in order, each once
@@ -161,7 +166,8 @@ def _drawn(pools: Sequence[Pool]) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     for _epoch in range(EPOCHS):
         for pool in pools:
-            yield from pool.samples[torch.randperm(len(pool.samples), generator=generator)].split(pool.size)
+            order = torch.randperm(len(pool.samples), generator=generator)[:_MOST_DRAWN]
+            yield from pool.samples[order].split(pool.size)
 
 
 def _sorted(batch: torch.Tensor, sizes: Sizes) -> torch.Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 #: Seconds after which code that has caught the interruption is interrupted again.
@@ -37,8 +35,7 @@ class TimeLimit:
             raise TimeIsUpError
 
 
-@contextlib.contextmanager
-def at_most(seconds: float, *, interrupt: bool = True) -> Iterator[TimeLimit]:
+class at_most:  # noqa: N801 - reads as a statement
     """Leave the block when the time is up; what it has put into objects of its caller stays there.
 
     Args:
@@ -46,26 +43,33 @@ def at_most(seconds: float, *, interrupt: bool = True) -> Iterator[TimeLimit]:
         interrupt: by an alarm, where this thread may set one; False: only where the block checks the limit. An alarm
             that somebody else has set goes on.
     """
-    seconds = max(seconds, _LEAST)
-    limit = TimeLimit(seconds)
-    on = interrupt and hasattr(signal, "setitimer")
-    on = on and threading.current_thread() is threading.main_thread()
 
-    def ring(_number: int, _frame: Any) -> None:
-        if on:
-            raise TimeIsUpError
+    def __init__(self, seconds: float, *, interrupt: bool = True) -> None:
+        self._seconds = max(seconds, _LEAST)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._interrupts = interrupt and in_main_thread and hasattr(signal, "setitimer")
+        self._inside = False
+        self._handler: Any = None
+        self._others = (0.0, 0.0)
 
-    handler = signal.signal(signal.SIGALRM, ring) if on else None
-    others = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN) if on else (0.0, 0.0)
-    try:
-        yield limit
-    except TimeIsUpError:
-        pass
-    finally:
-        was_on, on = on, False
-        if was_on:
+    def __enter__(self) -> TimeLimit:
+        limit = self._limit = TimeLimit(self._seconds)
+        if self._interrupts:
+            self._handler = signal.signal(signal.SIGALRM, self._ring)
+            self._inside = True
+            self._others = signal.setitimer(signal.ITIMER_REAL, self._seconds, _AGAIN)
+        return limit
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: object) -> bool:
+        self._inside = False
+        if self._interrupts:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
-            if others[0]:
-                spent = seconds - limit.left
-                signal.setitimer(signal.ITIMER_REAL, max(others[0] - spent, 1e-3), others[1])
+            signal.signal(signal.SIGALRM, self._handler)
+            if self._others[0]:
+                spent = self._seconds - self._limit.left
+                signal.setitimer(signal.ITIMER_REAL, max(self._others[0] - spent, _LEAST), self._others[1])
+        return kind is not None and issubclass(kind, TimeIsUpError)
+
+    def _ring(self, _number: int, _frame: Any) -> None:
+        if self._inside:
+            raise TimeIsUpError

@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,10 +14,11 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from vram_guard.capture.loader import copied
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.longest._candidates import Sizes, at_quantile, candidates, share_as_long
 from vram_guard.longest._extents import Shape, by_name, shapes_of
-from vram_guard.longest._limit import TimeLimit, at_most
+from vram_guard.longest._limit import TimeIsUpError, TimeLimit, at_most
 from vram_guard.longest._orders import Orders, Pool, orders_of
 from vram_guard.longest._sources import Source, column_of, source_of
 from vram_guard.longest.file_sizes import FileSizes
@@ -88,9 +88,12 @@ def look(question: Question, progress: Callable[[str], None]) -> Found | None:
 
     Call it where random numbers may be drawn.
     """
-    if isinstance(question.loader.dataset, IterableDataset):
-        return _look_at_stream(question)
-    return _Look(question, progress).found()
+    try:
+        if isinstance(question.loader.dataset, IterableDataset):
+            return _look_at_stream(question)
+        return _Look(question, progress).found()
+    except TimeIsUpError:  # an alarm between the end of a block and its being switched off
+        raise UnsupportedStepError(_("it took longer than {seconds} s", seconds=question.seconds)) from None
 
 
 class _Look:
@@ -119,8 +122,10 @@ class _Look:
             sizes = self._sizes(source)
         elif self._alike():
             return None
+        if len(sizes.known) == 0:
+            raise UnsupportedStepError(_("no sample told its size within {seconds} s", seconds=question.seconds))
         sizes = sizes.distinct()
-        if not sizes.names or len(sizes.known) == 0:
+        if not sizes.names:
             return None
         seconds = _FOR_ORDERS * question.seconds if question.alone else 0.0
         orders = orders_of(question.loader, question.size, count, question.ranks, seconds)
@@ -130,7 +135,11 @@ class _Look:
             batch, looked_at = at_quantile(orders, sizes, question.quantile)
             chosen = [batch]
         read = self._answering(chosen)
-        if not any(read) or self._alike():
+        if not any(read):
+            raise UnsupportedStepError(
+                _("none of its samples could be read within {seconds} s", seconds=question.seconds)
+            )
+        if self._alike():
             return None
         return Found(
             tuple(numbers for numbers in read if numbers),
@@ -145,9 +154,11 @@ class _Look:
             learned=None if source.learned is None else source.learned(),
         )
 
-    def _at_most(self, share: float) -> AbstractContextManager[TimeLimit]:
+    def _at_most(self, share: float) -> at_most:
         """A share of the time, as far as it is left."""
         seconds = min(share * self._question.seconds, self._limit.left)
+        if share == 1:  # the last part: what went before may have taken longer than it should
+            seconds = max(seconds, _FOR_ORDERS * self._question.seconds)
         return at_most(seconds, interrupt=self._question.alone)
 
     def _alike(self) -> bool:
@@ -331,7 +342,8 @@ def _words(
 ) -> str:
     """One line: what is planned for, how often it occurs, and what it was found by."""
     largest = sizes.values[batch].clamp(min=0).amax(0).tolist()
-    named = ", ".join(f"{name or 'size'} {size}" for name, size in zip(sizes.names, largest, strict=True))
+    names = [f"size{name}" if name[:1] in ("", "[") else name for name in sizes.names]
+    named = ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True))
     facts = {"samples": len(batch), "sizes": named}
     known, count, sampler = len(sizes.known), len(sizes.values), type(_sampler_of(question.loader)).__name__
     parts = []
