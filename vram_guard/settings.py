@@ -44,6 +44,8 @@ KINDS: Final[Mapping[str, str]] = {
     "host_budget": "amount",
     "ignore_releases": "switch",
     "lang": "text",
+    "longest": "share",
+    "longest_seconds": "number",
     "lr_rule": "text",
     "margin": "number",
     "max_recoveries": "count",
@@ -204,7 +206,7 @@ def _read(kind: str, word: str) -> Any:
         return word.lower() in _ON
     if kind == "names":
         return [part.strip() for part in word.split(",") if part.strip()]
-    if kind in ("number", "count"):
+    if kind in ("number", "count", "share"):
         try:
             return int(word) if kind == "count" else float(word)
         except ValueError:
@@ -232,6 +234,7 @@ def _checked(source: str, name: str, value: Any) -> Any:
         "count": isinstance(value, int) and not isinstance(value, bool),
         "amount": isinstance(value, str) or (number and (isinstance(value, int) or name == "gpu_memory")),
         "text": isinstance(value, str),
+        "share": isinstance(value, str) or number,
         "names": isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
     }[kind]
     if not right:
@@ -256,5 +259,6 @@ def _advice(kind: str) -> str:
         "count": _("write a whole number"),
         "amount": _('write an amount such as "24GiB"'),
         "text": _("write text in quotes"),
+        "share": _("write a number or text in quotes"),
         "names": _("write a list of names"),
     }[kind]

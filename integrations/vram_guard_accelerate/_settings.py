@@ -117,6 +117,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=_("how the model's loss is reduced over the batch: mean or sum (default: read from the loss)"),
     )
     group.add_argument(
+        "--longest",
+        metavar="SHARE",
+        help=_("the batch that is planned for: largest, first, or a share such as 0.99 (default: largest)"),
+    )
+    group.add_argument(
+        "--longest-seconds",
+        type=float,
+        metavar="SECONDS",
+        help=_("time for looking for the longest batch (default: 2)"),
+    )
+    group.add_argument(
         "--proof-seconds",
         type=float,
         metavar="SECONDS",

@@ -101,6 +101,8 @@ class VramGuard(CallbackBase):
         remember: bool = True,
         proof_seconds: float = 20.0,
         whole_job: bool = True,
+        longest: float | str = "largest",
+        longest_seconds: float = 2.0,
         monitor: float | None = None,
     ) -> None:
         super().__init__()
@@ -125,6 +127,8 @@ class VramGuard(CallbackBase):
             remember=remember,
             proof_seconds=proof_seconds,
             whole_job=whole_job,
+            longest=longest,
+            longest_seconds=longest_seconds,
             monitor=monitor,
         )
         self.plan: Plan | None = None

@@ -48,6 +48,7 @@ def read(loaders: Any) -> Sample:
         distinct=lambda size: pytree.tree_unflatten([sample.distinct(size) for sample in samples], structure),
         growable=next((sample.growable for sample in samples if sample.growable), ""),
         notes=tuple(dict.fromkeys(note for sample in samples for note in sample.notes)),
+        parts=tuple(part for sample in samples for part in sample.parts),
     )
 
 

@@ -226,6 +226,11 @@ def read_layout(batch: Any, size: int) -> Layout:
     return layout
 
 
+def first_samples(layout: Layout, batch: Any, count: int) -> Any:
+    """The first samples of a batch of a known layout."""
+    return _take(layout, batch, 0, count)
+
+
 class _OtherStructureError(Exception):
     """A batch does not have the structure that a layout was read from."""
 

@@ -7,6 +7,7 @@ every random number generator is put back.
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,55 @@ class Sample:
     growable: str = ""
     """The reason for which the loader's batch size cannot be changed; "" where it can."""
     notes: tuple[str, ...] = ()
+    parts: tuple[Reading, ...] = ()
+    """The samples of each loader behind it, of those that deliver samples."""
+
+
+class Reading:
+    """Samples of one loader, and the batches that its ``collate_fn`` makes of them.
+
+    Args:
+        loader: a DataLoader.
+        samples: those that batches are made of.
+        note: what is said of them.
+        endless: the loader's sampler starts over when it has been through the data set.
+    """
+
+    def __init__(self, loader: Any, samples: list[Any], note: tuple[str, ...] = (), *, endless: bool = False) -> None:
+        self.loader = loader
+        self.note = note
+        self.endless = endless
+        self.samples = samples
+        self.numbers: tuple[int, ...] = ()
+        """Of the samples, where they were chosen."""
+        self._whole: tuple[microbatch.Layout, Any, int] | None = None
+
+    def take(self, samples: list[Any], size: int = 0, numbers: tuple[int, ...] = ()) -> None:
+        """From now on, make batches of these samples.
+
+        Args:
+            samples: the largest first; where there are fewer than asked for, they are repeated.
+            size: samples of a batch as the loader makes it: smaller ones are cut from it, and padded as it is. 0: each
+                is collated by itself, for samples are alike.
+            numbers: of these samples, where they were chosen.
+        """
+        self.samples, self._whole, self.numbers = samples, None, numbers
+        if not size:
+            return
+        try:
+            layout = microbatch.probe_layout(self.make)
+            whole = self.make(size)
+            microbatch.first_samples(layout, whole, 1)
+        except Exception:  # noqa: BLE001 - the user's own code makes the batches; who cuts them says what is wrong
+            return
+        self._whole = layout, whole, size
+
+    def make(self, size: int) -> Any:
+        """A batch of so many samples, repeated where there are fewer."""
+        if self._whole is not None and size < self._whole[2]:
+            return microbatch.first_samples(self._whole[0], self._whole[1], size)
+        with random_state_kept():
+            return self.loader.collate_fn([self.samples[index % len(self.samples)] for index in range(size)])
 
 
 def read_loader(loader: Any, *, endless: bool = False) -> Sample:
@@ -81,7 +131,8 @@ def _read_map(loader: Any, endless: bool) -> Sample:
         return loader.collate_fn([loader.dataset[number * length // count] for number in range(count)])
 
     size = size if endless else min(size, length)
-    return Sample(_collated(loader, samples), size, length, loader, distinct, growable, note)
+    part = Reading(loader, samples, note, endless=endless)
+    return Sample(part.make, size, length, loader, distinct, growable, note, (part,))
 
 
 def _batch_size(loader: Any) -> tuple[int, str]:
@@ -90,25 +141,37 @@ def _batch_size(loader: Any) -> tuple[int, str]:
     if isinstance(size, int):
         return size, ""
     kind = type(loader.batch_sampler).__name__
-    first = next(iter(copy.copy(loader.batch_sampler)), None)
+    first = next(iter(_drawing_alike(loader.batch_sampler)), None)
     if not first:
         raise UnsupportedStepError(_("the batch sampler {kind} delivers no batch", kind=kind))
     return len(first), _("the batch sampler {kind} has no batch_size that could be changed", kind=kind)
 
 
+def _drawing_alike(sampler: Any) -> Any:
+    """A copy that draws what the sampler is going to draw, from generators of its own."""
+    clone = copy.copy(sampler)
+    for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
+        if isinstance(value, torch.Generator):
+            setattr(clone, name, torch.Generator(value.device).set_state(value.get_state()))
+        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+            setattr(clone, name, copy.deepcopy(value))
+    return clone
+
+
 def _read_stream(loader: Any) -> Sample:
     """A stream: the first samples of a copy, so that the stream itself stays where it is."""
     size = int(loader.batch_size)
-    stream = iter(_copied(loader.dataset))
+    stream = iter(copied(loader.dataset))
     few = list(islice(stream, FEW))
     if not few:
         raise UnsupportedStepError(_("the train dataset is a stream that delivers no sample"))
     samples, note = _representative(_Appending(few, stream), sys.maxsize, size)
 
     def distinct(count: int) -> Any:
-        return loader.collate_fn(list(islice(iter(_copied(loader.dataset)), count)))
+        return loader.collate_fn(list(islice(iter(copied(loader.dataset)), count)))
 
-    return Sample(_collated(loader, samples), size, None, loader, distinct, "", note)
+    part = Reading(loader, samples, note)
+    return Sample(part.make, size, None, loader, distinct, "", note, (part,))
 
 
 class _Appending:
@@ -123,7 +186,7 @@ class _Appending:
         return self._seen[index]
 
 
-def _copied(dataset: Any) -> Any:
+def copied(dataset: Any) -> Any:
     """A copy whose iteration does not move the original; its arrays are shared, for they are only read.
 
     Raises:
@@ -171,20 +234,12 @@ def _elements(sample: Any) -> int:
     return sum(int(torch.Size(leaf.shape).numel()) if hasattr(leaf, "shape") else 1 for leaf in leaves)
 
 
-def _collated(loader: Any, samples: list[Any]) -> Callable[[int], Any]:
-    def make(size: int) -> Any:
-        with random_state_kept():
-            return loader.collate_fn([samples[index % len(samples)] for index in range(size)])
-
-    return make
-
-
 def _read_ready_batches(loader: Any, source: Any) -> Sample:
     """A loader of whole batches: one of them, its samples repeated or left out for other sizes."""
     from vram_guard.simulate.tracing.batches import resized
 
     if isinstance(source, IterableDataset):
-        source = _copied(source)
+        source = copied(source)
     if isinstance(loader, DataLoader) and not isinstance(source, IterableDataset):
         batch = loader.collate_fn(source[0])
     else:

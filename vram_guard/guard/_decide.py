@@ -14,10 +14,12 @@ from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_p
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
+from vram_guard.longest.choice import choose, peak_of
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.prove import Proof, prove, prove_cut
 from vram_guard.releases.required import RequiredReleases
+from vram_guard.simulate import DEFAULT_CAPABILITY
 from vram_guard.watch.corrections import Corrections, subject
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.guard.settings import GuardSettings, PlanSettings
     from vram_guard.guard.training import CapturedTraining, Training
+    from vram_guard.longest.file_sizes import FileSizes
     from vram_guard.plan import Plan
     from vram_guard.watch.memory import MemoryReader
 
@@ -107,6 +110,7 @@ def decide_alone(
     """
     # On the device that trains, the releases that train are those that predict.
     required = RequiredReleases.find(settings.releases, ignore=settings.ignore_releases or gpu is not None)
+    captured, learned = longest_batch_of(captured, settings, budget, progress)
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
     graph = LossGraph(step, captured.loaded)
     captured = replace(captured, step=graph.step)
@@ -139,7 +143,29 @@ def decide_alone(
         collectives=collectives_of(plan.timeline_before),
         loss_weight=weight,
         unproven=unproven,
+        learned=learned,
     )
+
+
+def longest_batch_of(
+    captured: CapturedTraining, settings: PlanSettings, budget: Budget, progress: Progress
+) -> tuple[CapturedTraining, tuple[FileSizes, ...]]:
+    """The training with the longest batch that its loader makes, and what was learned of its data set."""
+    layout, peak = captured.step.layout, peak_of(captured.step, budget.compute_capability or DEFAULT_CAPABILITY)
+
+    def in_symbolic_run(size: int) -> object:
+        with captured.symbolic_run():
+            return peak(size)
+
+    chosen = choose(
+        captured.sample,
+        settings.wish,
+        ranks=1 if layout is None else layout.data_ranks,
+        peak=in_symbolic_run,
+        progress=progress,
+    )
+    notes = [one for one in captured.notes if one not in captured.sample.notes]
+    return replace(captured, sample=chosen.sample, notes=(*chosen.sample.notes, *notes)), chosen.learned
 
 
 def _proven_plan(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.longest.wish import Wish
 from vram_guard.plan.checks import (
     Mode,
     check_amounts,
@@ -17,7 +18,9 @@ from vram_guard.plan.checks import (
     check_growth,
     check_loss_weight,
     check_mode,
+    check_seconds,
     check_switches,
+    checked_longest,
 )
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS, checked_techniques
@@ -46,6 +49,10 @@ class PlanSettings:
         releases: the lock file or requirements whose releases are compared with the installed ones, where the training
             will run elsewhere; None: those in the current folder.
         ignore_releases: True: they are not compared.
+        longest: the batch that is planned for, where samples differ in size: "largest" that the loader can make, as far
+            as the sizes of samples can be known; a share such as 0.99: 99% of the batches are no longer, and the others
+            are left to the recovery from out-of-memory errors; "first": the largest of the first samples.
+        longest_seconds: that looking for it may take.
 
     Raises:
         InvalidInputError: a setting makes no sense.
@@ -62,6 +69,8 @@ class PlanSettings:
     host_budget: str | int | None = None
     releases: str | None = None
     ignore_releases: bool = False
+    longest: float | str = "largest"
+    longest_seconds: float = 2.0
 
     def __post_init__(self) -> None:
         allow = DEFAULT_ALLOW if self.allow is None else self.allow
@@ -70,6 +79,8 @@ class PlanSettings:
         self._keep("allow", frozenset(names) - {""})
         check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
         check_growth(self.target_utilization, self.lr_rule)
+        self._keep("longest", checked_longest(self.longest))
+        check_seconds("longest_seconds", self.longest_seconds)
         check_switches(grow=self.grow, ignore_releases=self.ignore_releases)
         if not isinstance(self.releases, str | None):
             raise InvalidInputError(_("releases must be the path of a file, not {value}", value=repr(self.releases)))
@@ -77,6 +88,11 @@ class PlanSettings:
     def _keep(self, name: str, value: object) -> None:
         """Replace a value by its checked form."""
         object.__setattr__(self, name, value)
+
+    @property
+    def wish(self) -> Wish:
+        """The batch that is planned for."""
+        return Wish(self.longest, self.longest_seconds)
 
     @property
     def techniques(self) -> frozenset[str]:

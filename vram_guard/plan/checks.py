@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vram_guard.checks import one_of
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["fit", "report", "strict"]
 MODES: tuple[str, ...] = get_args(Mode)
+LONGEST: tuple[str, ...] = ("largest", "first")
 
 
 def check_amounts(
@@ -49,6 +51,40 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
             _("target_utilization must be above 0 and at most 1 (0.8 for 80%), not {value}", value=repr(share))
         )
     one_of("lr_rule", lr_rule, LEARNING_RATE_RULES)
+
+
+def checked_longest(longest: object) -> float | str:
+    """The batch that is to be planned for, a share as a number.
+
+    Raises:
+        InvalidInputError: neither a word that is known nor a share in (0, 1].
+    """
+    if isinstance(longest, str):
+        with contextlib.suppress(ValueError):  # an option's
+            longest = float(longest)
+    if isinstance(longest, str) and longest in LONGEST:
+        return longest
+    if isinstance(longest, bool) or not isinstance(longest, int | float) or not 0 < longest <= 1:
+        raise InvalidInputError(
+            _(
+                'longest must be "largest", "first" or a share of the batches above 0 and at most 1 (0.99 for 99%), '
+                "not {value}",
+                value=repr(longest),
+            )
+        )
+    return float(longest)
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    """Check a time limit.
+
+    Raises:
+        InvalidInputError: no number of seconds above 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise InvalidInputError(
+            _("{name} must be a number of seconds above 0, not {value}", name=name, value=repr(seconds))
+        )
 
 
 def check_cudnn(cudnn: object) -> None:

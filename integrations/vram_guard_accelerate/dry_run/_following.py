@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
+from vram_guard_accelerate.dry_run.forked_traces import longest_again, longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 
@@ -28,6 +30,7 @@ class FollowingPhase(LoopPhase):
     def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
         super().__init__(run, FollowedLoop(run, accelerator, moved))
         self._probe = TrainingProbe()
+        self._sample: Sample
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""
@@ -51,13 +54,14 @@ class FollowingPhase(LoopPhase):
         """Plan in the original, which does not return; the next phase in every copy."""
         loop, copy, configured = self.loop, self.run.sharding.copy, self.run.sharding.configured
         with random_state_kept():
-            sample = read_loader(loader)
+            self._sample = sample = read_loader(loader)
         loop.tracer.train(loop.root)
         if self.run.sharding.process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
             handler = getattr(loop.accelerator, "ddp_handler", None)
             loop.tracer.reduce(loop.models, self.run.shape.ranks, {} if handler is None else handler.to_kwargs())
         if copy is not None:
-            return self._copy(sample, copy.task, copy.parent)
+            self._sample = longest_again(sample, copy.task)
+            return self._copy(copy.task, copy.parent)
         first = FirstBatch(
             self.run.shape,
             self.run.script,
@@ -72,9 +76,11 @@ class FollowingPhase(LoopPhase):
         )
         try:
             with loop.tracer.paused():
+                first = replace(first, sample=longest_of(first, self.run.wish))
+                self._sample = first.sample
                 self.run.decide(first)
         except ForkEntered as entered:
-            return self._copy(sample, entered.task, entered.parent)
+            return self._copy(entered.task, entered.parent)
 
-    def _copy(self, sample: Sample, task: ForkTask, parent: ParentPipe) -> ForkedPhase:
-        return ForkedPhase(self.run, self.loop, sample, task, parent)
+    def _copy(self, task: ForkTask, parent: ParentPipe) -> ForkedPhase:
+        return ForkedPhase(self.run, self.loop, self._sample, task, parent)

@@ -17,5 +17,9 @@ class ForkTask:
     """True if the loop as written compares the samples of its batch."""
     layouts: tuple[Layout | None, ...] = ()
     """How the arguments of the models are cut into slices, where they are."""
+    longest: tuple[int, ...] = ()
+    """Numbers of the samples of which batches are made; empty: those that were read."""
+    batch_size: int = 0
+    """Samples of a batch as the loader makes it, where they are given."""
     first_look: bool = False
     """True if the profile of the loop is wanted too: as written, at its own batch size."""

@@ -6,10 +6,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from vram_guard.apply.microbatch import Layout
+from vram_guard.capture.loader import Sample
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
+from vram_guard.longest.choice import choose
+from vram_guard.longest.wish import Wish
 from vram_guard.plan.source import TraceRequest
 from vram_guard.simulate import TRACED_SIZES
+from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
@@ -83,10 +87,37 @@ class ForkedTraces:
 
     def _fork(self, request: TraceRequest) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
-        task = ForkTask(request, self._compares_samples, self.layouts)
+        sample = self._first.sample
+        numbers = next((part.numbers for part in sample.parts), ())
+        task = ForkTask(request, self._compares_samples, self.layouts, numbers, sample.batch_size)
         if request.recipe.parameters_on_host and self._first.fork_server is not None:
             return self._first.fork_server.fork(task)
         return forks.fork(task)
+
+
+def longest_of(first: FirstBatch, wish: Wish) -> Sample:
+    """The sample with the longest batch that the script's loader makes, called where the script's process may change.
+
+    Args:
+        first: the script.
+        wish: which batch is meant.
+    """
+
+    def peak(size: int) -> tuple[int, int]:
+        taken = ForkedTraces(first).trace(TraceRequest(size, first.precision)).at(size)
+        return taken.peak_reserved, taken.peak_allocated
+
+    return choose(first.sample, wish, ranks=first.shape.ranks, peak=peak, in_copy=False).sample
+
+
+def longest_again(sample: Sample, task: ForkTask) -> Sample:
+    """The same in a copy that was made before the script had read anything."""
+    if not task.longest:
+        return sample
+    for part in sample.parts:
+        with random_state_kept():
+            part.take([part.loader.dataset[number] for number in task.longest], task.batch_size, task.longest)
+    return replace(sample, batch_size=task.batch_size)
 
 
 def _answer_of(copy: Fork, kind: type[T]) -> T:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.language import _
+from vram_guard.longest.wish import Wish
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
@@ -39,6 +40,7 @@ class DryRun:
         may_shard: whether the plan may keep parameters on the host (FSDP2).
         sharding: what is changed of how the launch, or the script, shards the model.
         may_prove: whether a changed plan may be proven by running it.
+        wish: the batch that is planned for.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class DryRun:
         may_shard: bool = False,
         sharding: ShardingChange = AS_LAUNCHED,
         may_prove: bool = False,
+        wish: Wish = Wish(),  # noqa: B008 - a value
     ) -> None:
         self.shape = shape
         self.decide = decide
@@ -56,6 +59,7 @@ class DryRun:
         self.observer = LoopObserver()
         self.sharding = Sharding(may_shard=may_shard, change=sharding)
         self.may_prove = may_prove
+        self.wish = wish
         self.proof_server: ForkServer | None = None
         self.phase = Phase(self)
 

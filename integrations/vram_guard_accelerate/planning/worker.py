@@ -68,7 +68,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
     shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
     shards = "offload_parameters" in settings.techniques
     change = AS_LAUNCHED if request.relaunch is None else request.relaunch.change.sharding
-    run = DryRun(shape, decided, may_shard=shards, sharding=change, may_prove=settings.may_prove)
+    run = DryRun(shape, decided, may_shard=shards, sharding=change, may_prove=settings.may_prove, wish=settings.wish)
     forks.check_forks()
     run.phase = PreparingPhase(run)
     patches.install(run)

@@ -1,0 +1,84 @@
+"""The longest batch that a loader can make: a step that fits it fits every other one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.checks import checked_count
+
+if TYPE_CHECKING:
+    from vram_guard.step import TrainingStep
+
+__all__ = ["LongestBatch", "longest_batch"]
+
+
+@dataclass(frozen=True)
+class LongestBatch:
+    """The longest batch of a loader, at any batch size: give it to a :class:`vram_guard.TrainingStep` as ``batch``."""
+
+    make: Callable[[int], Any]
+    """batch size -> a batch; a smaller one than the loader's is cut from it, and padded as it is."""
+    size: int
+    """Samples of it."""
+    notes: tuple[str, ...]
+    """What it is, how often it occurs, and by what it was found; empty where all samples are alike."""
+
+    def __call__(self, size: int) -> Any:
+        """A batch of so many samples."""
+        return self.make(size)
+
+
+def longest_batch(
+    loader: Any,
+    *,
+    longest: float | str = "largest",
+    seconds: float = 2.0,
+    ranks: int = 1,
+    step: TrainingStep | None = None,
+) -> LongestBatch:
+    """Find the longest batch that a DataLoader can make.
+
+    The sizes of samples are taken from where the data set tells them (``lengths``, annotations, Arrow columns, heads of
+    picture files), else from samples that are read; the batches from its sampler. This happens in a copy of the
+    process where that is possible; here only the samples of the batch are read, and random generators are put back.
+
+    Args:
+        loader: a DataLoader, or anything that is iterated over batch by batch.
+        longest: "largest", or the share of batches that are to be no longer, such as 0.99.
+        seconds: that the look may take.
+        ranks: processes among which the samples will be shared out.
+        step: compares batches that are the largest in different ways (pictures and boxes) by tracing; its own batch
+            does not count. None: the one that is the largest when it is padded.
+
+    Raises:
+        InvalidInputError: an argument makes no sense.
+        UnsupportedStepError: batches of a known size cannot be had without disturbing the training.
+
+    Example:
+        >>> texts = [torch.ones(length) for length in (5, 9, 4, 7)]
+        >>> pad = torch.nn.utils.rnn.pad_sequence
+        >>> loader = torch.utils.data.DataLoader(texts, 2, collate_fn=lambda batch: pad(batch, batch_first=True))
+        >>> batch = longest_batch(loader)
+        >>> batch(2).shape, batch(1).shape
+        (torch.Size([2, 9]), torch.Size([1, 9]))
+        >>> batch.notes[0]
+        'the longest batch is planned for: 2 samples of up to size 9; at most 1 of 2 batches ...'
+    """
+    from vram_guard.capture.loader import read_loader
+    from vram_guard.longest.choice import choose, peak_of
+    from vram_guard.longest.wish import Wish
+    from vram_guard.plan.checks import check_seconds, checked_longest
+    from vram_guard.state.random_generators import random_state_kept
+
+    wish = Wish(checked_longest(longest), seconds)
+    check_seconds("seconds", seconds)
+    ranks = checked_count("ranks", ranks)
+    with random_state_kept():
+        sample = read_loader(loader)
+    peak = None if step is None else peak_of(step.with_(batch=sample.make))
+    chosen = choose(sample, wish, ranks=ranks, peak=peak)
+    for one in chosen.learned:
+        one.save()
+    return LongestBatch(chosen.sample.make, chosen.sample.batch_size, chosen.sample.notes)
