@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 SlicedBy = Literal["loop", "loader", "model"]
 
 
+#: What is followed. "whole": two optimizer steps; "first": the first of them; "weights": two, with a loss that uses
+#: each weight once instead of the step's own, where only the optimizer is asked about.
+Part = Literal["whole", "first", "weights"]
+
+
 @dataclass(frozen=True)
 class TraceRequest:
     """One way to run a training step, to be followed at one size."""
@@ -37,6 +42,8 @@ class TraceRequest:
     """Of no meaning for one slice."""
     forward_again: bool = False
     """True if slices run their forward once more in the backward pass."""
+    part: Part = "whole"
+    """Others than the whole are asked of a source with marks alone."""
 
     @property
     def slices_of_model(self) -> int:
@@ -74,6 +81,8 @@ class Source:
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     most_seconds: float | None = None
     """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
+    marks: bool = False
+    """True if its timelines have marks, so that others can be composed of them."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
 
@@ -109,10 +118,19 @@ def source_of(
         changes: dict[str, Any] = {"accumulate": request.slices, "whole_batch": True} if request.slices > 1 else {}
         if built.parallel is not None:
             changes["parallel"] = _in_precision(built.parallel, request.precision, step.precision)
+        if request.part == "weights":
+            changes["loss"] = _sum_of_weights
         changed = built.with_(precision=request.precision, recipe=request.recipe, **changes)
         size = request.batch_size if topology is not None else first.batch_size
         is_first = request == replace(first, batch_size=size)
-        return run_step(changed, request.batch_size, capability, watched(built.model) if is_first else ())
+        return run_step(
+            changed,
+            request.batch_size,
+            capability,
+            watched(built.model) if is_first else (),
+            marked=True,
+            steps=1 if request.part == "first" else 2,
+        )
 
     return Source(
         model=built.model,  # type: ignore[arg-type]
@@ -123,8 +141,19 @@ def source_of(
         trains=step.optimizer is not None,
         clips=step.clip_grad_norm is not None or step.clip_grad_value is not None,
         topology=topology,
+        marks=True,
         batch_slices=step.accumulate if step.whole_batch else 1,
     )
+
+
+def _sum_of_weights(model: torch.nn.Module, _batch: Any) -> torch.Tensor:
+    """A loss that gives every weight a gradient."""
+    total: Any = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            total = total + parameter.sum()
+    loss: torch.Tensor = total
+    return loss
 
 
 def _in_precision(layout: Parallel, precision: str, written: str) -> Parallel:

@@ -25,6 +25,7 @@ from vram_guard.timeline._values import (
     Deferred,
     Frees,
     HostBlock,
+    Marks,
     Note,
     Phase,
     Tier,
@@ -88,6 +89,8 @@ class Timeline:
     """The cuDNN that was asked for workspaces; None: none was."""
     parallel: Parallel | None = None
     """The layout over several GPUs, one rank of which this is; None: one GPU."""
+    marks: Marks | None = field(default=None, repr=False, compare=False)
+    """Where parts of it begin and end; None where that was not asked for."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 

@@ -111,6 +111,23 @@ class Phase(NamedTuple):
     start: int
 
 
+class Border(NamedTuple):
+    """A place in the timeline where the forward of a module begins or ends; those of a recomputation as well."""
+
+    at: int
+    """So many events precede it."""
+    module: str
+    entered: bool
+
+
+class Marks(NamedTuple):
+    """Places of a timeline that parts of it can be cut at."""
+
+    borders: tuple[Border, ...]
+    accumulated: tuple[tuple[int, int], ...]
+    """Where a gradient is stored or added up: events that precede it, and its block."""
+
+
 class Deferred(NamedTuple):
     """A free of memory that another stream uses (``Tensor.record_stream``): the GPU decides when it happens."""
 

@@ -17,7 +17,7 @@ from vram_guard.scratch import Rule
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.simulate.memory.streams import Issued, StreamLog
-from vram_guard.timeline import Affine, Block, Category, Collective, Deferred, Note, Phase, Scratch, Tier
+from vram_guard.timeline import Affine, Block, Border, Category, Collective, Deferred, Marks, Note, Phase, Scratch, Tier
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder, as code objects have it (links and all); the file is at
@@ -79,6 +79,9 @@ class Recorder:
         self._side_nodes = False
         """True if any node's forward ran on another stream than the default one."""
         self._labels: dict[CodeType, str | None] = {}
+        self.borders: list[Border] | None = None
+        """Where forwards of modules begin and end; None: that is not asked for."""
+        self._accumulated: list[tuple[int, int]] = []
         self._closed = False
 
     # --- phases -------------------------------------------------------------------------------------------
@@ -304,6 +307,17 @@ class Recorder:
                 ref = self._live.get(tensor.untyped_storage()._cdata)
                 if ref is not None:
                     self._categories[ref.block] = category
+
+    def accumulated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A gradient was stored, or added to the one that was there."""
+        if self.borders is not None:
+            blocks = (self.block_of(tensor.untyped_storage()._cdata) for tensor in tensors)
+            self._accumulated += [(len(self.events), block) for block in blocks if block is not None]
+
+    @property
+    def marks(self) -> Marks | None:
+        """Where parts of the timeline begin and end, where that is asked for."""
+        return None if self.borders is None else Marks(tuple(self.borders), tuple(self._accumulated))
 
     # --- host tensors -------------------------------------------------------------------------------------
 

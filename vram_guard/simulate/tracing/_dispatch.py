@@ -346,6 +346,7 @@ class SymbolicMode(TorchDispatchMode):
             deferred=recorder.deferred(),
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),
+            marks=recorder.marks,
         )
 
     # --- helpers ---------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class Run(Protocol):
     mode: SymbolicMode
     input_dtype: torch.dtype | None
     """The dtype that numbers of a batch get on the device; None: their own."""
+    steps: int
+    """Optimizer steps."""
 
 
 class Loop:
@@ -52,6 +54,7 @@ class Loop:
         self.source = batch_source(run.step.batch)
         self.batch_size = run.batch_size
         self.input_dtype = run.input_dtype
+        self.numbers = range(1, run.steps + 1)
         fp16 = run.step.precision == "16-mixed" and optimizer is not None
         self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
         self.batch: Any = None
@@ -60,7 +63,7 @@ class Loop:
         """The result of the loss callable, where the step keeps more of it than the loss."""
 
     def run(self) -> None:
-        """Two optimizer steps; two forwards where nothing is trained."""
+        """The optimizer steps; forwards alone where nothing is trained."""
         if self.step.keeps != "outputs":
             return self._run()
         # ``outputs = model(batch)``: the old ones die where the new ones are there, and not only once the loss is.
@@ -76,7 +79,7 @@ class Loop:
         if _needs_closure(self.optimizer):
             return self._run_with_closure(self.optimizer)
         rounds = traced_micro_batches(self.step)
-        for number in (1, 2):
+        for number in self.numbers:
             if self.step.zero_grad == "before_forward":
                 self._zero_grad(number)
             for micro in range(rounds):
@@ -109,7 +112,7 @@ class Loop:
             self._backward(number, first=True)
             return self.loss
 
-        for number in (1, 2):
+        for number in self.numbers:
             self._load(number)
             self.recorder.phase("optimizer", number)
             optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
@@ -118,7 +121,7 @@ class Loop:
 
     def _infer(self) -> None:
         with torch.no_grad():
-            for number in (1, 2):
+            for number in self.numbers:
                 self._load(number)
                 self._forward(number)
                 self._ends()
