@@ -25,6 +25,14 @@ class Timelines(Protocol):
         ...
 
     def exact(self, option: Option, size: int) -> Timeline:
+        """The option's timeline for this very micro-batch size, composed of those of others or traced."""
+        ...
+
+    def composed(self, option: Option, size: int) -> bool:
+        """True if what is known of the option at this size is composed, and has not been traced."""
+        ...
+
+    def direct(self, option: Option, size: int) -> Timeline:
         """The option's timeline as traced at this very micro-batch size."""
         ...
 
