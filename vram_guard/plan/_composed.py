@@ -111,7 +111,7 @@ class Composer:
         return timeline
 
     def _optimizer(self, request: TraceRequest) -> Timeline:
-        """A timeline with the form of the optimizer that is asked for, of the weights alone where they are not divided."""
+        """A timeline with the form of the optimizer that is asked for; of the weights alone where one GPU has them."""
         changed = replace(request, recipe=request.recipe.with_(checkpoint=()))
         if self._source.topology is None and not changed.recipe.parameters_on_host:
             changed = replace(changed, part="weights")
