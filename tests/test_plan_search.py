@@ -66,6 +66,9 @@ class Source:
     def composed(self, option: Option, size: int) -> bool:
         return False
 
+    def distrust(self, option: Option) -> None:
+        raise AssertionError
+
     def direct(self, option: Option, size: int) -> Timeline:
         return self(option)
 

@@ -58,6 +58,9 @@ class Halves:
     def composed(self, option: Option, size: int) -> bool:
         return False
 
+    def distrust(self, option: Option) -> None:
+        raise AssertionError
+
     def direct(self, option: Option, size: int) -> Timeline:
         return self.exact(option, size)
 

@@ -43,19 +43,20 @@ class BlockMixture:
         numbers = [list(range(offset)), [pairs.get(at, at + offset) for at in range(len(treated.blocks))]]
         self._runs = [list(_renumbered(cut, known)) for cut, known in zip((one, other), numbers, strict=True)]
         self._freed = [
-            {known[block]: segment for block, segment in cut.freed.items()}
+            {known[block]: place for block, place in cut.freed.items()}
             for cut, known in zip((one, other), numbers, strict=True)
         ]
+        self._host = treated.host_blocks, treated.host_events, other.on_host()
 
     def of(self, treated: Collection[str]) -> Timeline:
         """The timeline in which these blocks are treated. It has no work and no collectives."""
         chosen = [segment.unit in treated for segment in self._segments]
         runs = [self._runs[which][index] for index, which in enumerate(chosen)]
-        made, late = self._matched(runs, chosen)
+        made = self._matched(runs, chosen)
         events: list[int] = []
         phases: list[Phase] = []
         accumulated: list[tuple[int, int]] = []
-        for index, (segment, run) in enumerate(zip(self._segments, made, strict=True)):
+        for segment, run in zip(self._segments, made, strict=True):
             if len(phases) == segment.phase:
                 phases.append(self._timeline.phases[segment.phase]._replace(start=len(events)))
             for event in run:
@@ -65,9 +66,15 @@ class BlockMixture:
                     events.append(event)
                 else:
                     accumulated.append((len(events), event - _ACCUMULATED))
-            events += late.get(index, ())
+        on_host, moves, owners = self._host
         return replace(
             self._timeline,
+            host_blocks=on_host,
+            host_events=tuple(
+                event
+                for event in moves
+                if (unit := owners.get(event if event >= 0 else ~event)) is None or unit in treated
+            ),
             blocks=self._blocks,
             events=tuple(events),
             phases=tuple(phases),
@@ -76,10 +83,8 @@ class BlockMixture:
             marks=Marks((), tuple(accumulated)),
         )
 
-    def _matched(
-        self, runs: Sequence[list[int]], chosen: Sequence[bool]
-    ) -> tuple[list[list[int | None]], dict[int, list[int]]]:
-        """The runs with one free for each block, and the frees that neither has: segment -> frees at its end."""
+    def _matched(self, runs: Sequence[list[int]], chosen: Sequence[bool]) -> list[list[int | None]]:
+        """The runs with one free for each block."""
         made: list[list[int | None]] = [list(run) for run in runs]
         allocated: dict[int, int] = {}
         freed: dict[int, tuple[list[int | None], int]] = {}
@@ -96,13 +101,34 @@ class BlockMixture:
                         earlier, place = freed[~event]
                         earlier[place] = None
                     freed[~event] = run, at
-        late: dict[int, list[int]] = {}
         for block, index in allocated.items():
             if block not in freed:
-                own = self._freed[chosen[index]].get(block)
-                if own is not None:
-                    late.setdefault(own, []).append(~block)
-        return made, late
+                self._free(block, chosen[index], made)
+        return made
+
+    def _free(self, block: int, own: bool, made: Sequence[list[int | None]]) -> None:
+        """Free a tensor where the trace that it comes from does, though that segment comes from the other one.
+
+        Where a block does that in its backward pass, which in the other way does not need the tensor: where the program
+        lets it go there.
+        """
+        place, other = self._freed[own].get(block), self._freed[not own].get(block)
+        if place is None:
+            return
+        if self._segments[place.segment].unit and other is not None and not self._segments[other.segment].unit:
+            place = other
+        run = made[place.segment]
+        if self._segments[place.segment].unit:
+            run.append(~block)
+            return
+        left = place.allocations
+        for at, event in enumerate(run):
+            if event is not None and 0 <= event < _ACCUMULATED:
+                if not left:
+                    run.insert(at, ~block)
+                    return
+                left -= 1
+        run.append(~block)
 
 
 def _cut(timeline: Timeline, units: Collection[str]) -> Cut:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
-from vram_guard.timeline import Marks, Timeline
+from vram_guard.timeline import Border, Marks, Timeline
 
 
 class Segment(NamedTuple):
@@ -27,6 +28,15 @@ class Segment(NamedTuple):
         return self.unit, self.phase, self.number
 
 
+class Place(NamedTuple):
+    """A place in a segment."""
+
+    segment: int
+    """Its index."""
+    allocations: int
+    """So many allocations of the segment precede it."""
+
+
 class Cut:
     """A timeline and its segments.
 
@@ -40,17 +50,18 @@ class Cut:
         self.timeline = timeline
         self._units = frozenset(units)
         self._owners: dict[str, str] = {}
-        self.segments = tuple(self._numbered(_borders_by_phase(timeline, marks)))
+        self._borders = _borders_by_phase(timeline, marks)
+        self.segments = tuple(self._numbered())
         self.accumulated = marks.accumulated
-        self.allocated: dict[int, int] = {}
-        """Block of the timeline -> index of the segment that allocates it."""
-        self.freed: dict[int, int] = {}
+        self.freed: dict[int, Place] = {}
+        """Block of the timeline -> where it is freed."""
         for index, segment in enumerate(self.segments):
+            allocations = 0
             for event in timeline.events[segment.start : segment.end]:
                 if event >= 0:
-                    self.allocated[event] = index
+                    allocations += 1
                 else:
-                    self.freed[~event] = index
+                    self.freed[~event] = Place(index, allocations)
 
     @property
     def called_once(self) -> bool:
@@ -67,7 +78,7 @@ class Cut:
         for event in self.timeline.events[segment.start : segment.end]:
             if event >= 0:
                 freed = self.freed.get(event)
-                if not segment.unit or freed is None or self.segments[freed].unit != segment.unit:
+                if not segment.unit or freed is None or self.segments[freed.segment].unit != segment.unit:
                     found.append(event)
         return found
 
@@ -79,53 +90,64 @@ class Cut:
             owner = self._owners[path] = min(inside, key=len, default="")
         return owner
 
-    def _numbered(self, borders: list[list[tuple[int, str | None]]]) -> Iterator[Segment]:
+    def on_host(self) -> dict[int, str]:
+        """Block of the host -> the block of the model whose forward put it there; others are not in it."""
+        owners: dict[int, str] = {}
+        for phase, borders in enumerate(self._borders):
+            if self.timeline.phases[phase].name != "forward":
+                continue
+            changes = list(self._forward(borders))
+            for (border, unit), (following, _unit) in pairwise(changes):
+                inside = self.timeline.host_events[border.on_host : following.on_host]
+                owners.update({event: unit for event in inside if unit and event >= 0})
+        return owners
+
+    def _numbered(self) -> Iterator[Segment]:
         """The segments: every phase begins with one that belongs to no block."""
         ends = [*(phase.start for phase in self.timeline.phases[1:]), len(self.timeline.events)]
-        for phase, end in enumerate(ends):
+        for index, (phase, end) in enumerate(zip(self.timeline.phases, ends, strict=True)):
             seen: Counter[str] = Counter()
-            if self.timeline.phases[phase].name == "backward":
-                places = self._backward(self.timeline.phases[phase].start, end)
+            places = [(phase.start, "")]
+            if phase.name == "backward":
+                places += self._backward(phase.start, end)
             else:
-                places = [(self.timeline.phases[phase].start, ""), *self._forward(borders[phase])]
+                places += [(border.at, unit) for border, unit in self._forward(self._borders[index])]
             stops = [*(at for at, _unit in places[1:]), end]
             for (at, unit), stop in zip(places, stops, strict=True):
-                yield Segment(unit, phase, seen[unit], at, stop)
+                yield Segment(unit, index, seen[unit], at, stop)
                 seen[unit] += 1
 
-    def _forward(self, borders: list[tuple[int, str | None]]) -> Iterator[tuple[int, str]]:
-        """Where blocks are entered and left; ``borders`` have None where a module is left."""
+    def _forward(self, borders: list[Border]) -> Iterator[tuple[Border, str]]:
+        """Where blocks are entered and left, and which block runs from there on."""
         stack: list[str] = []
-        for at, module in borders:
+        for border in borders:
             before = stack[-1] if stack else ""
-            if module is not None:
-                stack.append(before or (module if module in self._units else ""))
+            if border.entered:
+                stack.append(before or (border.module if border.module in self._units else ""))
             elif stack:
                 stack.pop()
             now = stack[-1] if stack else ""
             if now != before:
-                yield at, now
+                yield border, now
 
-    def _backward(self, start: int, end: int) -> list[tuple[int, str]]:
+    def _backward(self, start: int, end: int) -> Iterator[tuple[int, str]]:
         """A block's part of the backward pass begins just before the first allocation of its own."""
-        places, current = [(start, "")], ""
-        blocks = self.timeline.blocks
+        blocks, current = self.timeline.blocks, ""
         for at, event in enumerate(self.timeline.events[start:end], start):
             if event >= 0 and (owner := self.owner(blocks[event].module)) != current:
-                places.append((at, owner))
+                yield at, owner
                 current = owner
-        return places
 
 
-def _borders_by_phase(timeline: Timeline, marks: Marks) -> list[list[tuple[int, str | None]]]:
+def _borders_by_phase(timeline: Timeline, marks: Marks) -> list[list[Border]]:
     """The borders of each phase. One between two phases belongs to the earlier if a module is left there."""
     starts = [phase.start for phase in timeline.phases]
-    made: list[list[tuple[int, str | None]]] = [[] for _ in starts]
+    made: list[list[Border]] = [[] for _ in starts]
     phase = 0
     for border in marks.borders:
         while border.entered and phase + 1 < len(starts) and border.at >= starts[phase + 1]:
             phase += 1
-        made[phase].append((border.at, border.module if border.entered else None))
+        made[phase].append(border)
     return made
 
 

@@ -213,7 +213,7 @@ def plan(
     # Errors of the step as written come before all others.
     changes = traces(Option(source.precision, 1)).changes
     parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
-    traces.compose_with(parts.checkpointable)
+    traces.compose_with(parts.checkpointable, parts.blocks)
     check_pinned_blocks(pins, parts.blocks, changes)
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}

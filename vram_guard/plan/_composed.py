@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.compose import BlockMixture, CannotComposeError, in_micro_batches, with_optimizer_of
 
@@ -19,6 +19,13 @@ _log = logging.getLogger(__name__)
 _FORMS = ("as-written", "for-loop")
 
 
+class Treatable(NamedTuple):
+    """The blocks that options treat."""
+
+    checkpoint: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+
+
 class Composer:
     """Composes the timeline of a request; what it is composed of is asked for as requests as well.
 
@@ -30,89 +37,99 @@ class Composer:
     def __init__(self, source: Source, base: Callable[[TraceRequest], Timeline]) -> None:
         self._source = source
         self._base = base
-        self.blocks: tuple[str, ...] | None = None
-        """Blocks that options checkpoint; nothing is composed before they are known."""
-        self._mixtures: dict[TraceRequest, BlockMixture] = {}
+        self.blocks: Treatable | None = None
+        """Nothing is composed before they are known."""
+        self._mixtures: dict[tuple[TraceRequest, TraceRequest], BlockMixture] = {}
         self._cuts = source.accumulate == 1
         """False where a trace of one micro-batch does not show what two do."""
-        self._why_not: dict[TraceRequest, str] = {}
+        self._refused: set[TraceRequest] = set()
         self._made: dict[TraceRequest, Timeline] = {}
 
     def __call__(self, request: TraceRequest) -> Timeline | None:
         """The timeline; None where it has to be traced."""
-        if not self._composes(request):
+        if self.blocks is None or not self._composes(request, self.blocks):
             return None
-        group = self._plain(request)
-        if group in self._why_not:
+        if self._bases(request, self.blocks)[-1] in self._refused:
             return None
         if request not in self._made:
             try:
-                self._made[request] = self._compose(request)
+                self._made[request] = self._compose(request, self.blocks)
             except CannotComposeError as error:
-                self._refuse(group, str(error))
+                self.refuse(request, str(error))
                 return None
             except Exception as error:  # noqa: BLE001 - the user's code runs here; with fewer blocks it may not fail
-                self._refuse(group, f"{type(error).__name__}: {error}")
+                self.refuse(request, f"{type(error).__name__}: {error}")
                 return None
         return self._made[request]
 
-    def _composes(self, request: TraceRequest) -> bool:
+    def refuse(self, request: TraceRequest, why: str) -> None:
+        """From now on the request is traced, and so are those that were composed of the same timelines."""
+        if self.blocks is not None:
+            group = self._bases(request, self.blocks)[-1]
+            self._refused.add(group)
+            _log.info("%s: each option is traced: %s", group, why)
+
+    def _composes(self, request: TraceRequest, blocks: Treatable) -> bool:
         recipe = request.recipe
-        return (
-            self._source.marks
-            and self.blocks is not None
-            and recipe.optimizer in _FORMS
-            and not recipe.offload_activations
-            and set(recipe.checkpoint) <= set(self.blocks)
-            and (request.slices == 1 or request.sliced_by == "loop")
-        )
+        if not self._source.marks or recipe.optimizer not in _FORMS:
+            return False
+        if request.slices > 1 and request.sliced_by != "loop":
+            return False
+        checkpointed, offloaded = frozenset(recipe.checkpoint), frozenset(recipe.offload_activations)
+        if checkpointed and offloaded:
+            return checkpointed | offloaded == blocks.checkpoint
+        return checkpointed <= blocks.checkpoint and offloaded <= blocks.offload
 
-    def _refuse(self, group: TraceRequest, why: str) -> None:
-        self._why_not[group] = why
-        _log.info("%s is traced for each option: %s", group, why)
+    def _bases(self, request: TraceRequest, blocks: Treatable) -> tuple[TraceRequest, TraceRequest]:
+        """The two ends of a mixture of blocks, with the optimizer as written: no block treated, and every one.
 
-    @staticmethod
-    def _plain(request: TraceRequest) -> TraceRequest:
-        """The same without what is composed."""
-        return replace(request, recipe=request.recipe.with_(checkpoint=(), optimizer="as-written"))
+        Where some are offloaded and all others checkpointed: every one checkpointed, and every one offloaded.
+        """
 
-    def _compose(self, request: TraceRequest) -> Timeline:
+        def every(*, checkpoint: frozenset[str] = frozenset(), offload: frozenset[str] = frozenset()) -> TraceRequest:
+            treated = {"checkpoint": tuple(sorted(checkpoint)), "offload_activations": tuple(sorted(offload))}
+            return replace(request, recipe=request.recipe.with_(optimizer="as-written", **treated))
+
+        recipe = request.recipe
+        if recipe.checkpoint and recipe.offload_activations:
+            return every(checkpoint=blocks.checkpoint), every(offload=blocks.checkpoint)
+        if recipe.offload_activations:
+            return every(), every(offload=blocks.offload)
+        return every(), every(checkpoint=blocks.checkpoint) if recipe.checkpoint else every()
+
+    def _compose(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         if request.slices > 1 and self._cuts:
             try:
-                return in_micro_batches(self._of_blocks(replace(request, slices=1)))
+                return in_micro_batches(self._whole(replace(request, slices=1), blocks))
             except CannotComposeError as error:
                 self._cuts = False
                 _log.info("micro-batches are traced: %s", error)
-        return self._of_blocks(request)
+        return self._whole(request, blocks)
 
-    def _of_blocks(self, request: TraceRequest) -> Timeline:
-        """The timeline with the blocks that are checkpointed, and the form of the optimizer."""
-        plain, checkpoint = self._plain(request), frozenset(request.recipe.checkpoint)
-        if not checkpoint:
-            timeline = self._based_on(plain)
-        elif checkpoint == set(self.blocks or ()):
-            timeline = self._based_on(self._every(plain))
-        else:
-            if plain not in self._mixtures:
-                none, every = self._based_on(plain), self._based_on(self._every(plain))
-                self._mixtures[plain] = BlockMixture(none, every, self.blocks or ())
-            timeline = self._mixtures[plain].of(checkpoint)
+    def _whole(self, request: TraceRequest, blocks: Treatable) -> Timeline:
+        """The timeline with its blocks and the form of its optimizer."""
+        timeline = self._of_blocks(request, blocks)
         if request.recipe.optimizer != "as-written":
-            return with_optimizer_of(timeline, self._optimizer(request))
+            return with_optimizer_of(timeline, self._base(self._optimizer(request)))
         return timeline
 
-    def _every(self, plain: TraceRequest) -> TraceRequest:
-        return replace(plain, recipe=plain.recipe.with_(checkpoint=tuple(sorted(self.blocks or ()))))
+    def _of_blocks(self, request: TraceRequest, blocks: Treatable) -> Timeline:
+        bases = none, every = self._bases(request, blocks)
+        treated = frozenset(request.recipe.offload_activations or request.recipe.checkpoint)
+        if none == every or treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
+            return self._law(every)
+        if bases not in self._mixtures:
+            self._mixtures[bases] = BlockMixture(self._law(none), self._law(every), blocks.checkpoint | blocks.offload)
+        return self._mixtures[bases].of(treated)
 
-    def _based_on(self, request: TraceRequest) -> Timeline:
+    def _law(self, request: TraceRequest) -> Timeline:
         timeline = self._base(request)
         if timeline.retrace is not None:
             raise CannotComposeError("the sequence differs between batch sizes")
         return timeline
 
-    def _optimizer(self, request: TraceRequest) -> Timeline:
-        """A timeline with the form of the optimizer that is asked for; of the weights alone where one GPU has them."""
-        changed = replace(request, recipe=request.recipe.with_(checkpoint=()))
-        if self._source.topology is None and not changed.recipe.parameters_on_host:
-            changed = replace(changed, part="weights")
-        return self._base(changed)
+    def _optimizer(self, request: TraceRequest) -> TraceRequest:
+        """A step with the same form of the optimizer; of the weights alone where one GPU has all of them."""
+        plain = replace(request, recipe=request.recipe.with_(checkpoint=(), offload_activations=()))
+        divided = self._source.topology is not None or bool(plain.recipe.parameters_on_host)
+        return plain if divided else replace(plain, part="weights")

@@ -79,16 +79,30 @@ class _Trial:
             self.progress(line)
 
     def prove(self, option: Option, group: _Group) -> bool:
-        """Trace an option that was composed: what the trace says replaces what was known. True if it fits."""
-        known = self.misses.get(group)
-        if known is not None and known[0] == option.unordered:
-            del self.misses[group]
-        self.composed_misses.pop(option, None)
+        """Trace an option that was composed: what the trace says replaces what was known of it.
+
+        Returns:
+            True if the trace says the same: that it fits, or does not. Otherwise nothing is known any more of options
+            that were composed of the same timelines.
+        """
+        before = self.tried.get((option, True)) is not None
+        composed = {known for known, _exact in self.tried if self.is_composed(known)}
+        self._forget({option})
         found = self._try(option, group, exact=True, proof=True)
-        if found is not None:
-            self.infeasible.discard(group)
         self.tried[option, False] = self.tried[option, True] = found
-        return found is not None
+        if before == (found is not None):
+            return True
+        self.timelines.distrust(option)
+        self.infeasible.clear()
+        self._forget({known for known in composed if known != option and not self.is_composed(known)})
+        return False
+
+    def _forget(self, options: set[Option]) -> None:
+        """Nothing is known of these options."""
+        unordered = {option.unordered for option in options}
+        self.tried = {key: found for key, found in self.tried.items() if key[0] not in options}
+        self.composed_misses = {key: miss for key, miss in self.composed_misses.items() if key not in options}
+        self.misses = {key: miss for key, miss in self.misses.items() if miss[0] not in unordered}
 
     def is_composed(self, option: Option) -> bool:
         """True if nothing but composition says what the option takes."""
@@ -293,7 +307,7 @@ class _Best(NamedTuple):
 def _proven(trial: _Trial) -> _Best | None:
     """The first option that fits, as traced; the nearest miss before it has been traced too.
 
-    A composed peak that is too low or too high is found so: then the search goes on, with what the trace has said.
+    A composed peak that is too low or too high is found so: then the search goes on, with what traces say.
     """
     checked = False
     while True:
@@ -304,7 +318,7 @@ def _proven(trial: _Trial) -> _Best | None:
         miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)
         if miss is None:
             return best
-        checked = not trial.prove(*miss)
+        checked = trial.prove(*miss)
 
 
 def _cheapest(trial: _Trial) -> _Best | None:

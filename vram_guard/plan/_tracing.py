@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
-from vram_guard.plan._composed import Composer
+from vram_guard.plan._composed import Composer, Treatable
 from vram_guard.plan.descriptions import recipe_words
 from vram_guard.plan.techniques import resident_batch, splits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vram_guard.plan._option import Option
     from vram_guard.plan.source import Source, TraceRequest
@@ -50,9 +50,9 @@ class Traces:
         self._exact: dict[TraceRequest, Timeline] = {}
         self._compose = Composer(source, self._base)
 
-    def compose_with(self, blocks: tuple[str, ...]) -> None:
-        """From now on timelines may be composed; these blocks are what options checkpoint."""
-        self._compose.blocks = blocks
+    def compose_with(self, checkpoint: Iterable[str], offload: Iterable[str]) -> None:
+        """From now on timelines may be composed; options checkpoint some of these blocks, and offload some of those."""
+        self._compose.blocks = Treatable(frozenset(checkpoint), frozenset(offload))
 
     def __call__(self, option: Option) -> Timeline:
         """The option's timeline, over the micro-batch size."""
@@ -69,6 +69,11 @@ class Traces:
     def composed(self, option: Option, size: int) -> bool:
         """True if the option has not been traced at this size, as another trace has been taken for it."""
         return self._request(option, size) not in self._exact and self._composed(option, size) is not None
+
+    def distrust(self, option: Option) -> None:
+        """What the option was composed of is not what it is made of: from now on it is traced, and others like it."""
+        size = self._batch_size // option.splits if self._directly else 0
+        self._compose.refuse(self._request(option, size), "a direct trace says otherwise")
 
     def direct(self, option: Option, size: int) -> Timeline:
         """The option's timeline after a direct trace at the micro-batch size that will run.

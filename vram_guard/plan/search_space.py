@@ -32,6 +32,10 @@ class Timelines(Protocol):
         """True if what is known of the option at this size is composed, and has not been traced."""
         ...
 
+    def distrust(self, option: Option) -> None:
+        """Compose nothing any more of what this option was composed of: a trace says otherwise."""
+        ...
+
     def direct(self, option: Option, size: int) -> Timeline:
         """The option's timeline as traced at this very micro-batch size."""
         ...

@@ -118,6 +118,8 @@ class Border(NamedTuple):
     """So many events precede it."""
     module: str
     entered: bool
+    on_host: int = 0
+    """So many events of the host precede it."""
 
 
 class Marks(NamedTuple):

@@ -418,7 +418,7 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
 def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """While the block runs, the recorder knows which module's forward is running."""
     paths = {id(module): path for path, module in model.named_modules()}
-    stack, borders, events = recorder.modules, recorder.borders, recorder.events
+    stack, borders, events, on_host = recorder.modules, recorder.borders, recorder.events, recorder.host.events
     original = nn.Module.__call__
 
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -433,11 +433,11 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(self), "")
-        borders.append(Border(len(events), path, entered=True))  # type: ignore[union-attr]
+        borders.append(Border(len(events), path, True, len(on_host)))  # type: ignore[union-attr]
         try:
             return called(self, *args, **kwargs)
         finally:
-            borders.append(Border(len(events), path, entered=False))  # type: ignore[union-attr]
+            borders.append(Border(len(events), path, False, len(on_host)))  # type: ignore[union-attr]
 
     with replaced(nn.Module, {"__call__": called if borders is None else marked}):
         yield
