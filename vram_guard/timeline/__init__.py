@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
+from vram_guard.timeline._estimate import FOLLOWED_STEPS, Estimate, OutOfMemoryPoint
 from vram_guard.timeline._law import merge_affine
 from vram_guard.timeline._timeline import Timeline, largest_that_fits
 from vram_guard.timeline._values import (
     ASSUMED_CARD,
     CATEGORIES,
+    PHASE_NAMES,
+    STEP_PHASES,
     SYNCHRONISED_NORM,
     Affine,
     Block,
@@ -19,22 +21,31 @@ from vram_guard.timeline._values import (
     CudnnAnswers,
     Deferred,
     Frees,
+    Growth,
     HostBlock,
+    Leak,
     Marks,
     Note,
     Phase,
     PhaseName,
+    PhasePeak,
     Scratch,
+    Stretch,
+    StretchName,
     Tier,
     Unit,
     UpperReason,
     Work,
     Workspaces,
 )
+from vram_guard.timeline._words import phase_and_step, phase_words
 
 __all__ = [
     "ASSUMED_CARD",
     "CATEGORIES",
+    "FOLLOWED_STEPS",
+    "PHASE_NAMES",
+    "STEP_PHASES",
     "SYNCHRONISED_NORM",
     "Affine",
     "Block",
@@ -47,13 +58,18 @@ __all__ = [
     "Deferred",
     "Estimate",
     "Frees",
+    "Growth",
     "HostBlock",
+    "Leak",
     "Marks",
     "Note",
     "OutOfMemoryPoint",
     "Phase",
     "PhaseName",
+    "PhasePeak",
     "Scratch",
+    "Stretch",
+    "StretchName",
     "Tier",
     "Timeline",
     "Unit",
@@ -62,4 +78,6 @@ __all__ = [
     "Workspaces",
     "largest_that_fits",
     "merge_affine",
+    "phase_and_step",
+    "phase_words",
 ]

@@ -52,6 +52,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         cudnn=low.cudnn,
         parallel=low.parallel,
         marks=low.marks if low.marks == high.marks else None,
+        growth=low.growth,
     )
 
 

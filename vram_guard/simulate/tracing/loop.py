@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
+from vram_guard.techniques.optimizers import needs_closure
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -38,8 +38,6 @@ class Run(Protocol):
     mode: SymbolicMode
     input_dtype: torch.dtype | None
     """The dtype that numbers of a batch get on the device; None: their own."""
-    steps: int
-    """Optimizer steps."""
 
 
 class Loop:
@@ -54,7 +52,6 @@ class Loop:
         self.source = batch_source(run.step.batch)
         self.batch_size = run.batch_size
         self.input_dtype = run.input_dtype
-        self.numbers = range(1, run.steps + 1)
         fp16 = run.step.precision == "16-mixed" and optimizer is not None
         self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
         self.batch: Any = None
@@ -62,24 +59,29 @@ class Loop:
         self.returned: Any = None
         """The result of the loss callable, where the step keeps more of it than the loss."""
 
-    def run(self) -> None:
-        """The optimizer steps; forwards alone where nothing is trained."""
+    def change(self, **changes: Any) -> None:
+        """Fields of the step that differ from here on."""
+        self.step = self.step.with_(**changes)
+        self.source = batch_source(self.step.batch)
+
+    def run(self, numbers: Iterable[int] = (1, 2)) -> None:
+        """Optimizer steps; forwards where nothing is trained."""
         if self.step.keeps != "outputs":
-            return self._run()
+            return self._run(numbers)
         # ``outputs = model(batch)``: the old ones die where the new ones are there, and not only once the loss is.
         handle = self.model.register_forward_hook(lambda *_: setattr(self, "returned", None))
         try:
-            return self._run()
+            return self._run(numbers)
         finally:
             handle.remove()
 
-    def _run(self) -> None:
+    def _run(self, numbers: Iterable[int]) -> None:
         if self.optimizer is None:
-            return self._infer()
-        if _needs_closure(self.optimizer):
-            return self._run_with_closure(self.optimizer)
+            return self._infer(numbers)
+        if needs_closure(self.optimizer):
+            return self._run_with_closure(self.optimizer, numbers)
         rounds = traced_micro_batches(self.step)
-        for number in self.numbers:
+        for number in numbers:
             if self.step.zero_grad == "before_forward":
                 self._zero_grad(number)
             for micro in range(rounds):
@@ -95,7 +97,7 @@ class Loop:
                 self.optimizer.zero_grad()
         return None
 
-    def _run_with_closure(self, optimizer: torch.optim.Optimizer) -> None:
+    def _run_with_closure(self, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
         """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
         self.recorder.note(
             Message(
@@ -112,16 +114,16 @@ class Loop:
             self._backward(number, first=True)
             return self.loss
 
-        for number in self.numbers:
+        for number in numbers:
             self._load(number)
             self.recorder.phase("optimizer", number)
             optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
             self._ends()
             classify_states(self.recorder, optimizer)
 
-    def _infer(self) -> None:
+    def _infer(self, numbers: Iterable[int]) -> None:
         with torch.no_grad():
-            for number in self.numbers:
+            for number in numbers:
                 self._load(number)
                 self._forward(number)
                 self._ends()
@@ -143,9 +145,10 @@ class Loop:
         # The old batch dies first: ``for batch in loader`` gives its name to a batch on the host, and Lightning's and
         # MMEngine's loops end the function that held it.
         self.batch = None
-        self.batch = map_tensors(self._to_device, real)
+        self.batch = map_tensors(self.to_device, real)
 
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of a batch on the device."""
         if tensor.is_nested:
             raise UnsupportedStepError(_("the batch holds a nested tensor: its rows have no common size"))
         dtype = self.input_dtype if tensor.is_floating_point() else None
@@ -158,12 +161,15 @@ class Loop:
         self.mode.meter.loaded(moved)
         return moved.requires_grad_() if tensor.requires_grad else moved
 
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The region in which the step's precision runs a forward."""
+        dtype = _AUTOCAST.get(self.step.precision)
+        return torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
+
     def _forward(self, number: int) -> None:
         self.recorder.phase("forward", number)
-        dtype = _AUTOCAST.get(self.step.precision)
-        region = torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
         before = self.mode.operations
-        with region:
+        with self.autocast():
             returned = self.step.loss(self.model, self.batch)
             self.loss = scalar_loss(returned)
         self.returned = None if self.step.keeps == "loss" else returned
@@ -222,11 +228,6 @@ class Loop:
 def traced_micro_batches(step: TrainingStep) -> int:
     """Two show all there is to see: the first makes gradients, every other one adds to them."""
     return min(step.accumulate, 2)
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def scalar_loss(result: Any) -> Any:
