@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.compose._segments import Cut
+from vram_guard.compose._steps import repeated
 from vram_guard.timeline import Block, Marks, Phase, Timeline
 
 #: Added to a block's number where its gradient is stored or added up: events have smaller numbers.
@@ -23,7 +24,7 @@ class BlockMixture:
 
     Args:
         plain: no block is treated.
-        treated: every block is.
+        treated: every block is; the first of its two steps suffices.
         units: the blocks.
 
     Raises:
@@ -31,6 +32,8 @@ class BlockMixture:
     """
 
     def __init__(self, plain: Timeline, treated: Timeline, units: Collection[str]) -> None:
+        if len(treated.phases) < len(plain.phases):
+            treated = repeated(treated)
         one, other = _cut(plain, units), _cut(treated, units)
         if [segment.key for segment in one.segments] != [segment.key for segment in other.segments]:
             raise CannotComposeError("the traces have other segments")
@@ -146,19 +149,17 @@ def _pairs(plain: Cut, treated: Cut) -> Mapping[int, int]:
     """Block of the treated trace -> the same tensor in the plain one.
 
     A tensor that passes from a block to others in one trace alone (a cast that autocast keeps is saved for the block's
-    own backward pass in the other) has none.
+    own backward pass in the other) has none, nor has what a loop or an optimizer makes in its first step alone.
     """
     pairs: dict[int, int] = {}
-    for index, segment in enumerate(plain.segments):
+    for index in range(len(plain.segments)):
         one, other = plain.crossing(index), treated.crossing(index)
         kinds = [_kind(plain, block) for block in one], [_kind(treated, block) for block in other]
         if kinds[0] == kinds[1]:
             pairs.update(zip(other, one, strict=True))
-        elif segment.unit:
+        else:
             for at, there, length in SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
                 pairs.update(zip(other[there : there + length], one[at : at + length], strict=True))
-        else:
-            raise CannotComposeError(f"other tensors in phase {segment.phase}: {len(one)} and {len(other)}")
     return pairs
 
 

@@ -116,10 +116,15 @@ class Composer:
     def _of_blocks(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         bases = none, every = self._bases(request, blocks)
         treated = frozenset(request.recipe.offload_activations or request.recipe.checkpoint)
-        if none == every or treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
-            return self._law(every)
+        if none == every:
+            return self._law(none)
         if bases not in self._mixtures:
-            self._mixtures[bases] = BlockMixture(self._law(none), self._law(every), blocks.checkpoint | blocks.offload)
+            # The first step of the other end suffices, where this one is known anyhow.
+            first = not none.recipe and not every.recipe.offload_activations
+            if not first and treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
+                return self._law(every)
+            other = self._law(replace(every, part="first")) if first else self._law(every)
+            self._mixtures[bases] = BlockMixture(self._law(none), other, blocks.checkpoint | blocks.offload)
         return self._mixtures[bases].of(treated)
 
     def _law(self, request: TraceRequest) -> Timeline:
