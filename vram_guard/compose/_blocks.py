@@ -33,7 +33,7 @@ class BlockMixture:
 
     def __init__(self, plain: Timeline, treated: Timeline, units: Collection[str]) -> None:
         if len(treated.phases) < len(plain.phases):
-            treated = repeated(treated)
+            treated = replace(repeated(treated), host_blocks=plain.host_blocks, host_events=plain.host_events)
         one, other = _cut(plain, units), _cut(treated, units)
         if [segment.key for segment in one.segments] != [segment.key for segment in other.segments]:
             raise CannotComposeError("the traces have other segments")

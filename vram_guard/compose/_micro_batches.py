@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from vram_guard.compose._errors import CannotComposeError
@@ -28,7 +29,7 @@ def in_micro_batches(timeline: Timeline) -> Timeline:
         timeline: of two steps, a micro-batch each, with marks.
 
     Raises:
-        CannotComposeError: the two steps have not the same tensors.
+        CannotComposeError: a step has no marks, or not one micro-batch.
     """
     return _Doubled(timeline).made()
 
@@ -61,23 +62,20 @@ class _Doubled:
         self.freed: set[int] = set()
 
     def _same_name(self) -> dict[int, int]:
-        """Block of the first step -> the same tensor's in the second one."""
+        """Block of the first step -> the same tensor's in the second one, where that makes it too."""
         names: dict[int, int] = {}
         for kind in _REPEATED:
             first, second = (
                 [block for block, phase in self.home.items() if (phase.name, phase.step) == (kind, step)]
                 for step in (1, 2)
             )
-            if len(first) != len(second):  # library workspaces are taken once
-                first, second = (self._without_workspaces(blocks) for blocks in (first, second))
-            if list(map(self._kind, first)) != list(map(self._kind, second)):
-                raise CannotComposeError(f"the second {kind} pass is another than the first")
-            names.update(zip(first, second, strict=True))
+            kinds = list(map(self._kind, first)), list(map(self._kind, second))
+            if kinds[0] == kinds[1]:
+                names.update(zip(first, second, strict=True))
+                continue
+            for at, there, length in SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
+                names.update(zip(first[at : at + length], second[there : there + length], strict=True))
         return names
-
-    def _without_workspaces(self, blocks: list[int]) -> list[int]:
-        ends = {~event for event in self.timeline.events if event < 0}
-        return [block for block in blocks if self.timeline.blocks[block].category != "workspace" or block in ends]
 
     def _kind(self, block: int) -> tuple[object, ...]:
         made = self.timeline.blocks[block]

@@ -12,11 +12,12 @@ from vram_guard.timeline import Marks, Phase, Timeline
 def repeated(timeline: Timeline) -> Timeline:
     """The timeline with its one step run again, as far as its blocks are concerned: their forward and backward pass.
 
-    The second step frees nothing of the set-up, and takes no workspace of a library that the first one has kept.
+    The second step frees nothing of the set-up, and takes no workspace of a library that the first one has kept. What
+    lies in host memory is that of the first one.
     """
     marks = timeline.marks
-    if marks is None or timeline.host_events:
-        raise CannotComposeError("a trace of one step has no marks, or keeps something in host memory")
+    if marks is None:
+        raise CannotComposeError("a trace of one step has no marks")
     start = next((phase.start for phase in timeline.phases if phase.step == 1), len(timeline.events))
     freed = {~event for event in timeline.events if event < 0}
     kept = (block for block in timeline.events[start:] if block >= 0 and not _once(timeline, block, freed))

@@ -40,8 +40,8 @@ class Composer:
         self.blocks: Treatable | None = None
         """Nothing is composed before they are known."""
         self._mixtures: dict[tuple[TraceRequest, TraceRequest], BlockMixture] = {}
-        self._cuts = source.accumulate == 1
-        """False where a trace of one micro-batch does not show what two do."""
+        self._cuts = source.accumulate == 1 and source.topology is None
+        """False where a trace of one micro-batch does not show what two do: layouts add up gradients by themselves."""
         self._refused: set[TraceRequest] = set()
         self._made: dict[TraceRequest, Timeline] = {}
 
@@ -98,12 +98,8 @@ class Composer:
         return every(), every(checkpoint=blocks.checkpoint) if recipe.checkpoint else every()
 
     def _compose(self, request: TraceRequest, blocks: Treatable) -> Timeline:
-        if request.slices > 1 and self._cuts:
-            try:
-                return in_micro_batches(self._whole(replace(request, slices=1), blocks))
-            except CannotComposeError as error:
-                self._cuts = False
-                _log.info("micro-batches are traced: %s", error)
+        if request.slices > 1 and self._cuts and not request.recipe.parameters_on_host:
+            return in_micro_batches(self._whole(replace(request, slices=1), blocks))
         return self._whole(request, blocks)
 
     def _whole(self, request: TraceRequest, blocks: Treatable) -> Timeline:
