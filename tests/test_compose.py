@@ -23,6 +23,9 @@ from vram_guard.techniques.recipe import Recipe
 AMPERE = (8, 0)
 BATCH = 12
 
+#: Bytes of a segment for small requests (``kSmallBuffer`` in c10/cuda/CUDACachingAllocator.cpp).
+SMALL_SEGMENT = 2 * 2**20
+
 
 class Layer(nn.Module):
     """A transformer's layer without its heads."""
@@ -132,7 +135,8 @@ def test_what_is_composed_takes_what_a_trace_says(model: Any, data: st.DataObjec
     option = Option(precision, data.draw(st.sampled_from([1, 2, 3, 6])), Recipe(checkpoint=checkpoint, optimizer=form))
     if traces.composed(option, BATCH // option.splits):  # not drawn before
         composed, direct = compared(traces, option)
-        assert composed == direct
+        # The loss, divided by the number of micro-batches, is not composed: it may need a small segment more or less.
+        assert abs(composed - direct) <= (0 if option.splits == 1 else SMALL_SEGMENT)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])

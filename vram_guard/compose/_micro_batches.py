@@ -23,7 +23,7 @@ def in_micro_batches(timeline: Timeline) -> Timeline:
     """The timeline in which a loaded batch of twice the size runs in two micro-batches.
 
     The second one repeats forward and backward pass of the second step; each gradient that it makes is added to the
-    first one's and dies where that happens.
+    first one's and dies where that happens. What is left out is a scalar: the loss divided by their number.
 
     Args:
         timeline: of two steps, a micro-batch each, with marks.

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
-    from vram_guard.plan.over_gpus import GpusRequest, PlanSource
+    from vram_guard.plan.gpus_request import GpusRequest
+    from vram_guard.plan.over_gpus import PlanSource
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
@@ -137,7 +138,7 @@ def plan(
     choice = checked_choice(cudnn)
     over = None
     if gpus is not None:
-        from vram_guard.plan.over_gpus import GpusRequest, check_step
+        from vram_guard.plan.gpus_request import GpusRequest, check_step
 
         over = GpusRequest.of(gpus, node, link, layouts, compare_gpus)
         step = check_step(step, over, grow=grow)
@@ -196,7 +197,7 @@ def plan(
     elif layout is not None:
         from vram_guard.parallel.links import topology
         from vram_guard.parallel.outside import outside_allocator
-        from vram_guard.plan.over_gpus import less_nccl
+        from vram_guard.plan.layout_facts import less_nccl
 
         wires = topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=resolved.gpu)
         resolved = less_nccl(resolved, outside_allocator(layout, wires))
@@ -245,6 +246,7 @@ def plan(
         dearest=None if source.most_seconds is None else source.most_seconds / cost_model.written.seconds,
         host_usable=host_usable,
         correction=correction,
+        thorough=source.thorough,
     )
     made = search(request, traces, cost_model, report)
     if source.job is None or source.whole is None:

@@ -309,7 +309,7 @@ def _proven(trial: _Trial) -> _Best | None:
 
     A composed peak that is too low or too high is found so: then the search goes on, with what traces say.
     """
-    checked = False
+    checked = not trial.request.thorough
     while True:
         best = _cheapest(trial)
         if best is not None and trial.is_composed(best.option):

@@ -163,6 +163,8 @@ class Request:
     """Options that cost more are not tried; None: all are."""
     host_usable: int | None = None
     """Bytes of host memory that techniques may take; None: not known, not limited."""
+    thorough: bool = True
+    """True: where timelines are composed, the nearest miss is traced as well as the option that is taken."""
     correction: float = 1.0
     """The factor for predicted peaks, at least 1: earlier runs took more than predicted."""
 

@@ -83,6 +83,8 @@ class Source:
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     most_seconds: float | None = None
     """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
+    thorough: bool = True
+    """False: the nearest miss of a plan that rests on composed timelines is not traced; the plan itself always is."""
     marks: bool = False
     """True if its timelines have marks, so that others can be composed of them."""
     job: Job | None = None
