@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from plan_gpus_cases import LINK, a_step, planned, spread  # noqa: E402
 
 from vram_guard import Parallel, plan, trace  # noqa: E402
+from vram_guard.plan.layout_facts import shares  # noqa: E402
 from vram_guard.plan.layouts import LAYOUTS, layout_name, layouts_of  # noqa: E402
-from vram_guard.plan.over_gpus import shares  # noqa: E402
 
 # --- the training stays ---------------------------------------------------------------------------------------------
 

@@ -63,6 +63,15 @@ class Source:
     def exact(self, option: Option, size: int) -> Timeline:
         return self(option)
 
+    def composed(self, option: Option, size: int) -> bool:
+        return False
+
+    def distrust(self, option: Option) -> None:
+        raise AssertionError
+
+    def direct(self, option: Option, size: int) -> Timeline:
+        return self(option)
+
 
 BLOCKS = tuple(f"h.{number}" for number in range(8))
 

@@ -55,6 +55,15 @@ class Halves:
     def exact(self, option: Option, size: int) -> Timeline:
         return self(option)
 
+    def composed(self, option: Option, size: int) -> bool:
+        return False
+
+    def distrust(self, option: Option) -> None:
+        raise AssertionError
+
+    def direct(self, option: Option, size: int) -> Timeline:
+        return self.exact(option, size)
+
 
 class Prices:
     """Half precision is faster, micro-batches cost a little."""

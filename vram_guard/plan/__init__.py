@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
-    from vram_guard.plan.over_gpus import GpusRequest, PlanSource
+    from vram_guard.plan.gpus_request import GpusRequest
+    from vram_guard.plan.over_gpus import PlanSource
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
@@ -138,7 +139,7 @@ def plan(
     choice = checked_choice(cudnn)
     over = None
     if gpus is not None:
-        from vram_guard.plan.over_gpus import GpusRequest, check_step
+        from vram_guard.plan.gpus_request import GpusRequest, check_step
 
         over = GpusRequest.of(gpus, node, link, layouts, compare_gpus)
         step = check_step(step, over, grow=grow)
@@ -196,7 +197,7 @@ def plan(
         source = step
     elif layout is not None:
         from vram_guard.parallel.outside import outside_allocator
-        from vram_guard.plan.over_gpus import less_nccl
+        from vram_guard.plan.layout_facts import less_nccl
 
         links = topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=resolved.gpu)
         resolved = less_nccl(resolved, outside_allocator(layout, links))
@@ -220,6 +221,7 @@ def plan(
         wires = topology(link, gpus=source.ranks, node=node, gpu=resolved.gpu)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires)
     parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
+    traces.compose_with(parts.checkpointable, parts.blocks)
     check_pinned_blocks(pins, parts.blocks, changes)
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}
@@ -251,6 +253,7 @@ def plan(
         dearest=None if source.most_seconds is None else source.most_seconds / cost_model.written.seconds,
         host_usable=host_usable,
         correction=correction,
+        thorough=source.thorough,
     )
     made = search(request, traces, cost_model, report)
     if source.job is None or source.whole is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.language import _
 from vram_guard.plan._activations import peak_outside
@@ -56,11 +56,65 @@ class _Trial:
     too_much_for_the_host: dict[_Group, tuple[Option, Rejected]] = field(default_factory=dict)
     infeasible: set[_Group] = field(default_factory=set)
     tried: dict[tuple[Option, bool], Candidate | None] = field(default_factory=dict)
+    composed_misses: dict[Option, tuple[_Group, int]] = field(default_factory=dict)
+    """Options that do not fit as composed: their group, and the bytes that are missing."""
+    said: set[str] = field(default_factory=set)
 
-    def candidate(self, option: Option, *, exact: bool = False) -> Candidate:
-        size = self.request.batch_size // option.splits
-        timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
+    def size(self, option: Option) -> int:
+        """Samples of a micro-batch."""
+        return self.request.batch_size // option.splits
+
+    def candidate(self, option: Option, *, exact: bool = False, proof: bool = False) -> Candidate:
+        size = self.size(option)
+        if proof:
+            timeline = self.timelines.direct(option, size)
+        else:
+            timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
         return Candidate(timeline, timeline.at(size, settings=self.request.settings))
+
+    def say(self, line: str) -> None:
+        """A line of progress, once."""
+        if line not in self.said:
+            self.said.add(line)
+            self.progress(line)
+
+    def prove(self, option: Option, group: _Group) -> bool:
+        """Trace an option that was composed: what the trace says replaces what was known of it.
+
+        Returns:
+            True if the trace says the same: that it fits, or does not. Otherwise nothing is known any more of options
+            that were composed of the same timelines.
+        """
+        before = self.tried.get((option, True)) is not None
+        composed = {known for known, _exact in self.tried if self.is_composed(known)}
+        self._forget({option})
+        found = self._try(option, group, exact=True, proof=True)
+        self.tried[option, False] = self.tried[option, True] = found
+        if before == (found is not None):
+            return True
+        self.timelines.distrust(option)
+        self.infeasible.clear()
+        self._forget({known for known in composed if known != option and not self.is_composed(known)})
+        return False
+
+    def _forget(self, options: set[Option]) -> None:
+        """Nothing is known of these options."""
+        unordered = {option.unordered for option in options}
+        self.tried = {key: found for key, found in self.tried.items() if key[0] not in options}
+        self.composed_misses = {key: miss for key, miss in self.composed_misses.items() if key not in options}
+        self.misses = {key: miss for key, miss in self.misses.items() if miss[0] not in unordered}
+
+    def is_composed(self, option: Option) -> bool:
+        """True if nothing but composition says what the option takes."""
+        return self.timelines.composed(option, self.size(option))
+
+    def nearest_composed_miss(self, best: Key | None) -> tuple[Option, _Group] | None:
+        """Of the options before ``best`` that do not fit as composed, the one that is missing least."""
+        before = [option for option in self.composed_misses if best is None or self.key(option) < best]
+        if not before:
+            return None
+        nearest = min(before, key=lambda option: (self.composed_misses[option][1], self.key(option)))
+        return nearest, self.composed_misses[nearest][0]
 
     def key(self, option: Option) -> Key:
         """The option's place in the fixed order."""
@@ -75,18 +129,23 @@ class _Trial:
             self.tried[option, exact] = self._try(option, group, exact=exact)
         return self.tried[option, exact]
 
-    def _try(self, option: Option, group: _Group, *, exact: bool) -> Candidate | None:
+    def _try(self, option: Option, group: _Group, *, exact: bool, proof: bool = False) -> Candidate | None:
         if self._lower_bound_exceeds(option, group):
             return None
         try:
             if self._optimizer_form_useless(option, group, exact=exact):
                 return None
-            candidate = self.candidate(option, exact=exact)
+            candidate = self.candidate(option, exact=exact, proof=proof)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             self.infeasible.add(group)  # it would fail again
             self._miss(option, group, Reason(Why.FAILS, error=f"{type(error).__name__}: {error}"), 0)
             return None
-        return None if self.misses_budget(option, group, candidate.estimate) else candidate
+        if not self.misses_budget(option, group, candidate.estimate):
+            return candidate
+        if not proof and self.is_composed(option):
+            over = self.request.corrected(candidate.estimate) - self.request.usable(candidate.estimate)
+            self.composed_misses[option] = group, over
+        return None
 
     def _lower_bound_exceeds(self, option: Option, group: _Group) -> bool:
         bound = self.costs.lower_bound(option)
@@ -227,35 +286,59 @@ def search(
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
     # A step that could not be followed: neither could any change of it.
-    best = None if before.estimate.tier == "formula" else _cheapest(trial)
+    best = None if before.estimate.tier == "formula" else _proven(trial)
     if best is None:
         return nothing_fits(request, before, trial.rejected())
-    option, after = best
+    option, after = best.option, best.candidate
     cost = trial.costs.relative(option)
     rejected = (*trial.rejected(), *_costlier(trial, option, cost))
     return changed(request, before, option, after, rejected, round(cost, 4))
 
 
-def _cheapest(trial: _Trial) -> tuple[Option, Candidate] | None:
+class _Best(NamedTuple):
+    """The first option that fits."""
+
+    key: Key
+    option: Option
+    candidate: Candidate
+    group: _Group
+
+
+def _proven(trial: _Trial) -> _Best | None:
+    """The first option that fits, as traced; the nearest miss before it has been traced too.
+
+    A composed peak that is too low or too high is found so: then the search goes on, with what traces say.
+    """
+    checked = not trial.request.thorough
+    while True:
+        best = _cheapest(trial)
+        if best is not None and trial.is_composed(best.option):
+            trial.prove(best.option, best.group)
+            continue
+        miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)
+        if miss is None:
+            return best
+        checked = trial.prove(*miss)
+
+
+def _cheapest(trial: _Trial) -> _Best | None:
     families = sorted(((trial.key(f.option(f.lengths[0])), f) for f in trial.request.space.families()), key=_first)
-    best: tuple[Key, Option, Candidate] | None = None
+    best: _Best | None = None
     limit = None if trial.request.dearest is None else (trial.request.dearest, 0, 0, 0, "")
     for number, (key, family) in enumerate(families, 1):
         if limit is not None and key >= limit:
             break
         if family.group not in trial.infeasible:
             cheapest = family.option(family.lengths[0]).words(trial.request.batch_size)
-            trial.progress(
-                _("trying {number} of {count} ways: {words}", number=number, count=len(families), words=cheapest)
-            )
+            trial.say(_("trying {number} of {count} ways: {words}", number=number, count=len(families), words=cheapest))
         found = trial.smallest(family, limit)
         if found is None:
             continue
         option = family.option(found[0])
         reached = trial.key(option)
         if limit is None or reached < limit:
-            best, limit = (reached, option, found[1]), reached
-    return None if best is None else (best[1], best[2])
+            best, limit = _Best(reached, option, found[1], family.group), reached
+    return best
 
 
 def _first(pair: tuple[Key, OptionFamily]) -> Key:

@@ -1,4 +1,4 @@
-"""Timelines of one source under every option that is asked for, each traced once."""
+"""Timelines of one source under every option that is asked for: composed where that can be, else each traced once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.plan._composed import Composer, Treatable
 from vram_guard.plan.descriptions import recipe_words
 from vram_guard.plan.techniques import resident_batch, splits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from vram_guard.plan._option import Option
     from vram_guard.plan.source import Source, TraceRequest
@@ -47,55 +48,92 @@ class Traces:
         self._directly = source.topology is not None and sizes <= _LAW_SIZES
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
+        self._compose = Composer(source, self._base)
+
+    def compose_with(self, checkpoint: Iterable[str], offload: Iterable[str]) -> None:
+        """From now on timelines may be composed; options checkpoint some of these blocks, and offload some of those."""
+        self._compose.blocks = Treatable(frozenset(checkpoint), frozenset(offload))
 
     def __call__(self, option: Option) -> Timeline:
         """The option's timeline, over the micro-batch size."""
-        from vram_guard.simulate import law
-
         if self._directly:
             return self.exact(option, self._batch_size // option.splits)
         request = self._request(option)
-        if request not in self._traced:
-            source = self.source
-            written = request.precision == source.precision and request.slices == 1 and not request.recipe
-            micro_batches = [_("in micro-batches")] if request.slices > 1 else []
-            words = ", ".join([request.precision, *micro_batches, *recipe_words(request.recipe)])
-            self._progress(_("tracing {words}", words=words))
-            # The law is checked where it is used: here for the step as written, for others once they are chosen.
-            self._traced[request] = law(self._at(request), check_at=self._batch_size, checked=written)
-        return self._resident(self._traced[request], option)
+        return self._resident(self._compose(request) or self._law(request), option)
 
     def exact(self, option: Option, size: int) -> Timeline:
+        """The option's timeline for the micro-batch size that will run: composed, or traced there."""
+        composed = self._composed(option, size)
+        return self.direct(option, size) if composed is None else self._resident(composed, option)
+
+    def composed(self, option: Option, size: int) -> bool:
+        """True if the option has not been traced at this size, as another trace has been taken for it."""
+        return self._request(option, size) not in self._exact and self._composed(option, size) is not None
+
+    def distrust(self, option: Option) -> None:
+        """What the option was composed of is not what it is made of: from now on it is traced, and others like it."""
+        size = self._batch_size // option.splits if self._directly else 0
+        self._compose.refuse(self._request(option, size), "a direct trace says otherwise")
+
+    def direct(self, option: Option, size: int) -> Timeline:
         """The option's timeline after a direct trace at the micro-batch size that will run.
 
         By the law where there is one and the direct trace confirms it; else the direct trace, which traces every other
         size that it is asked for.
         """
-        request = self._request(option, size)
-        if request not in self._exact:
-            self._exact[request] = self._confirmed(request, option)
-        return self._resident(self._exact[request], option)
+        return self._resident(self._confirmed(self._request(option, size)), option)
 
     def _request(self, option: Option, size: int = 0) -> TraceRequest:
         """The request that has to be traced for an option."""
         return self.source.request(option.precision, option.splits, option.unordered.recipe, size)
 
+    def _composed(self, option: Option, size: int) -> Timeline | None:
+        return self._compose(self._request(option, size if self._directly else 0))
+
+    def _base(self, request: TraceRequest) -> Timeline:
+        """What others are composed of: a law, or where no law is needed a trace."""
+        if request.part == "weights":  # no size of the batch matters to the optimizer
+            request = replace(request, batch_size=2)
+        if request.batch_size:
+            return replace(self._confirmed(request), retrace=None)
+        return self._law(request)
+
+    def _law(self, request: TraceRequest) -> Timeline:
+        from vram_guard.simulate import law
+
+        if request not in self._traced:
+            source = self.source
+            written = request.precision == source.precision and request.slices == 1 and not request.recipe
+            self._progress(_("tracing {words}", words=_words(request)))
+            # The law is checked where it is used: here for the step as written, for others once they are chosen.
+            self._traced[request] = law(self._at(request), check_at=self._batch_size, checked=written)
+        return self._traced[request]
+
     def _at(self, request: TraceRequest) -> Callable[[int], Timeline]:
         return lambda size: self.source.trace(replace(request, batch_size=size)).on(self._multiprocessors)
 
-    def _confirmed(self, request: TraceRequest, option: Option) -> Timeline:
+    def _confirmed(self, request: TraceRequest) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at
 
+        if request in self._exact:
+            return self._exact[request]
         size = request.batch_size
         known = self._traced.get(replace(request, batch_size=0))
-        if known is not None and (size in known.traced or known.retrace is not None):
-            return known
-        self._progress(_("tracing {words}", words=option.words(option.splits * size)))
-        direct = traced_at(self._at(request), size)
-        return known if known is not None and holds_at(direct, known, size) else direct
+        if known is None or not (size in known.traced or known.retrace is not None):
+            self._progress(_("tracing {words}", words=_words(request)))
+            direct = traced_at(self._at(request), size)
+            known = known if known is not None and holds_at(direct, known, size) else direct
+        self._exact[request] = known
+        return known
 
     def _resident(self, timeline: Timeline, option: Option) -> Timeline:
         """The timeline with the whole of a loaded batch on the device, where the loop cuts it."""
         if option.splits == 1 or self.source.sliced_by != "loop":
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
+
+
+def _words(request: TraceRequest) -> str:
+    size = [_("batch {count}", count=request.batch_size)] if request.batch_size else []
+    micro_batches = [_("in micro-batches")] if request.slices > 1 else []
+    return ", ".join([request.precision, *size, *micro_batches, *recipe_words(request.recipe)])

@@ -10,29 +10,40 @@ without a search where it takes longer as it is than another one that fits alrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
-from vram_guard.checks import checked_count
-from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
 from vram_guard.parallel.links import Topology, topology
-from vram_guard.parallel.outside import OutsideAllocator, outside_allocator
-from vram_guard.parallel.spec import GPUS_OF_A_NODE, MOST_GPUS, Parallel
+from vram_guard.parallel.outside import outside_allocator
+from vram_guard.parallel.spec import MOST_GPUS, Parallel
 from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Reason, Why, recipe_words
-from vram_guard.plan.layouts import LayoutText, ModelSize, checked_layouts, layouts_of
+from vram_guard.plan.gpus_request import GpusRequest
+from vram_guard.plan.layout_facts import (
+    divides_layers,
+    failure,
+    less_nccl,
+    remembered,
+    seconds_of,
+    shares,
+    spread_reason,
+    trial_order,
+    why_not,
+)
+from vram_guard.plan.layouts import LayoutText, ModelSize, layouts_of
 from vram_guard.plan.model import Plan
 from vram_guard.plan.roofline import Communication
 from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.spread import Spread, Way
-from vram_guard.plan.step_time import card_of, step_seconds
+from vram_guard.plan.step_time import card_of
 from vram_guard.plan.techniques import OFFLOADS
 from vram_guard.step import TrainingStep
 from vram_guard.techniques.recipe import AS_WRITTEN
-from vram_guard.units import Amount, format_bytes
+from vram_guard.units import Amount
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -44,91 +55,11 @@ TIME_STEP = 0.001
 PlanSource = Callable[[Source, int, "Budget", "frozenset[str]"], Plan]
 
 
-@dataclass(frozen=True)
-class GpusRequest:
-    """The GPUs that a plan may use.
+class SpreadPlan(NamedTuple):
+    """The plan of a rank, and how the training lies on all of them."""
 
-    Attributes:
-        gpus: how many; "auto": as few as suffice.
-        node: GPUs of a node.
-        link: as in :func:`vram_guard.parallel.links.topology`.
-        layouts: names of :data:`vram_guard.plan.layouts.LAYOUTS`.
-        compare: other numbers of GPUs that are planned as well.
-    """
-
-    gpus: int | Literal["auto"]
-    node: int
-    link: str | Topology | None
-    layouts: tuple[str, ...]
-    compare: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        gpus: object,
-        node: int | None,
-        link: str | Topology | None,
-        layouts: Iterable[str] | None,
-        compare: Iterable[int],
-    ) -> GpusRequest:
-        """The request, checked.
-
-        Raises:
-            InvalidInputError: a number makes no sense or does not divide, or a link or layout is not known.
-        """
-        if not isinstance(compare, Iterable):
-            raise InvalidInputError(
-                _("compare_gpus must be a list of numbers of GPUs, not {value}", value=repr(compare)[:60])
-            )
-        counts = tuple(_checked_gpus("compare_gpus", one) for one in compare)
-        number = gpus if gpus == "auto" else _checked_gpus("gpus", gpus)
-        per_node = GPUS_OF_A_NODE if node is None else checked_count("node", node)
-        for one in (*counts, *([] if isinstance(number, str) else [number])):
-            Parallel(gpus=one, node=per_node)  # says so where nodes are not full
-        topology(link, gpus=per_node, node=per_node)
-        return cls(number, per_node, link, checked_layouts(layouts), counts)  # type: ignore[arg-type]
-
-
-def _checked_gpus(name: str, value: object) -> int:
-    count = checked_count(name, value)
-    if count > MOST_GPUS:
-        raise InvalidInputError(_("{name} must be at most {most}, not {value}", name=name, most=MOST_GPUS, value=count))
-    return count
-
-
-def check_step(step: TrainingStep | Source, request: GpusRequest, *, grow: bool) -> TrainingStep:
-    """Check that a step can be spread.
-
-    Raises:
-        InvalidInputError: it is spread already, or does not train.
-    """
-    if not isinstance(step, TrainingStep):
-        raise InvalidInputError(_("gpus is for a TrainingStep: a loop that is followed has its own processes"))
-    if step.parallel is not None:
-        raise InvalidInputError(
-            _("the step is spread over GPUs already (step.parallel): leave that out, or leave gpus out")
-        )
-    if step.optimizer is None:
-        raise InvalidInputError(_("gpus is for trainings: this step has no optimizer"))
-    if step.data_parallel_ranks not in (1, request.gpus):
-        raise InvalidInputError(
-            _(
-                "the step says data_parallel_ranks={ranks} and gpus is {gpus}: leave one of them out",
-                ranks=step.data_parallel_ranks,
-                gpus=request.gpus,
-            )
-        )
-    if grow:
-        raise InvalidInputError(_("grow and gpus do not go together: the batch of all GPUs stays as it is"))
-    return step.with_(data_parallel_ranks=1)
-
-
-def less_nccl(budget: Budget, taken: OutsideAllocator) -> Budget:
-    """A card's budget without what NCCL takes of it; an amount that PyTorch may reserve stays."""
-    if budget.source == "explicit" or not taken.high:
-        return budget
-    note = _("less {amount} for NCCL (estimate)", amount=format_bytes(taken.high))
-    return replace(budget, available=max(0, budget.available - taken.high), notes=(*budget.notes, note))
+    rank: Plan
+    spread: Spread
 
 
 @dataclass
@@ -169,12 +100,11 @@ class SpreadSearch:
             total = batch_size * self.request.gpus
             made = self.on(self.request.gpus, total)
         counts = tuple(self._counted(count, total, made) for count in self.request.compare)
-        assert made.spread is not None
-        return replace(made, spread=replace(made.spread, counts=counts))
+        return replace(made.rank, spread=replace(made.spread, counts=counts))
 
-    def _counted(self, gpus: int, total: int, known: Plan) -> Way:
+    def _counted(self, gpus: int, total: int, known: SpreadPlan) -> Way:
         """The best way on another number of GPUs."""
-        if known.spread is not None and known.spread.gpus == gpus:
+        if known.spread.gpus == gpus:
             return best_way(known)
         if not any(shares(gpus, layout, total) for layout in self._layouts(gpus)):
             why = Message("{samples} samples do not divide over {gpus} GPUs", samples=total, gpus=gpus)
@@ -186,7 +116,7 @@ class SpreadSearch:
 
     # --- one number of GPUs ---------------------------------------------------------------------------------------
 
-    def on(self, gpus: int, total: int) -> Plan:
+    def on(self, gpus: int, total: int) -> SpreadPlan:
         """The cheapest layout that fits on so many GPUs, for ``total`` samples loaded at once over all of them."""
         wires = self._topology(gpus)
         known = self._layouts(gpus)
@@ -213,7 +143,9 @@ class SpreadSearch:
         plans: dict[Parallel | None, Plan] = {}
         ways: dict[Parallel | None, Way] = {}
         best: float | None = None
-        for layout in sorted(layouts, key=_trial_order):
+        bounds: dict[Parallel | None, float | None] = {}
+        for layout in sorted(layouts, key=trial_order):
+            bounds[layout] = best
             plan, ways[layout] = self._try(gpus, layout, total, wires, best)
             if plan is not None:
                 plans[layout] = plan
@@ -224,7 +156,10 @@ class SpreadSearch:
             layout = min(layouts, key=self.size.least)
             plan, ways[layout] = self._planned(gpus, layout, total, wires)
             plans[layout] = plan
-        return self._chosen(gpus, total, wires, [(layout, ways[layout]) for layout in layouts], plans)
+        ordered = {layout: ways[layout] for layout in layouts}
+        layout = _cheapest(ordered, plans)
+        plans[layout], ordered[layout] = self._planned(gpus, layout, total, wires, bounds[layout], thorough=True)
+        return self._spread(plans[layout], gpus, total, wires, layout, _compared(ordered, layout))
 
     def _topology(self, gpus: int) -> Topology:
         return topology(self.request.link, gpus=gpus, node=min(gpus, self.request.node), gpu=self.budget.gpu)
@@ -232,7 +167,7 @@ class SpreadSearch:
     def _source(self, layout: Parallel | None, wires: Topology) -> Source:
         if layout not in self.sources:
             made = self.source_for(self.step.with_(parallel=layout), None if layout is None else wires)
-            self.sources[layout] = replace(made, trace=_remembered(made.trace))
+            self.sources[layout] = replace(made, trace=remembered(made.trace))
         return self.sources[layout]
 
     def _try(
@@ -247,11 +182,11 @@ class SpreadSearch:
         try:
             source = self._source(layout, wires)
             written = source.trace(TraceRequest(batch, source.precision))
-            if layout is not None and layout.tensor > 1 and not _divides_layers(written):
+            if layout is not None and layout.tensor > 1 and not divides_layers(written):
                 why = Message("no layer of this model is divided over GPUs of a node")
                 return None, Way(gpus, layout, fits=False, why=why)
             self._learn_states(written, layout)
-            seconds = _seconds(written, batch, self.budget, wires, self.step.accumulate)
+            seconds = seconds_of(written, batch, self.budget, wires, self.step.accumulate)
             # Only another precision than float32 can be faster than the step as it is written.
             least_time = source.precision != "32-true" or written.at(batch).fits(self._budget(layout, wires))
             if least_time and best is not None and seconds is not None and seconds > best * (1 + TIME_STEP):
@@ -262,23 +197,30 @@ class SpreadSearch:
                 return None, Way(gpus, layout, fits, peak=taken.peak_reserved, seconds=seconds, why=slower)
             return self._planned(gpus, layout, total, wires, best)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            return None, Way(gpus, layout, fits=False, why=_failure(error))
+            return None, Way(gpus, layout, fits=False, why=failure(error))
 
     def _planned(
-        self, gpus: int, layout: Parallel | None, total: int, wires: Topology, best: float | None = None
+        self,
+        gpus: int,
+        layout: Parallel | None,
+        total: int,
+        wires: Topology,
+        best: float | None = None,
+        *,
+        thorough: bool = False,
     ) -> tuple[Plan, Way]:
         """The plan of one layout, with the time that a step takes under it; nothing that takes longer than ``best``."""
         batch = shares(gpus, layout, total)
-        source = replace(self._source(layout, wires), most_seconds=best)
+        source = replace(self._source(layout, wires), most_seconds=best, thorough=thorough)
         plan = self.plan_source(source, batch, self._budget(layout, wires), self.allowed)
         taken = None
         if plan.timeline is not None:
-            taken = _seconds(plan.timeline, plan.micro_batch_size, self.budget, wires, plan.accumulate)
+            taken = seconds_of(plan.timeline, plan.micro_batch_size, self.budget, wires, plan.accumulate)
         changes = Option(plan.precision, plan.splits, plan.recipe)
         said = changes.words(batch, plan.precision_before) if plan.changed else ""
         why: Reason | str = ""
         if not plan.fits:
-            why = _why_not(plan) if best is None else Reason(Why.NOT_FASTER)
+            why = why_not(plan) if best is None else Reason(Why.NOT_FASTER)
         return plan, Way(gpus, layout, plan.fits, said, plan.peak, taken, why)
 
     def _budget(self, layout: Parallel | None, wires: Topology) -> Budget:
@@ -297,36 +239,6 @@ class SpreadSearch:
             # Padding makes shards a little larger than their part; states and weights alike.
             self.size = replace(self.size, states=0.99 * held["optimizer_states"] / held["parameters"])
 
-    def _chosen(
-        self,
-        gpus: int,
-        total: int,
-        wires: Topology,
-        ways: list[tuple[Parallel | None, Way]],
-        plans: Mapping[Parallel | None, Plan],
-    ) -> Plan:
-        """The plan of the cheapest way that fits; of the one that comes closest where none does."""
-        fitting = [(layout, way) for layout, way in ways if way.fits and layout in plans]
-        fastest = min((way.seconds for _layout, way in fitting if way.seconds is not None), default=None)
-
-        def cost(item: tuple[Parallel | None, Way]) -> float:
-            seconds = item[1].seconds
-            return float("inf") if seconds is None or not fastest else round(seconds / fastest / TIME_STEP)
-
-        # Of equal ones the first, which is the simplest.
-        layout = min(fitting, key=cost)[0] if fitting else min(plans, key=lambda one: plans[one].peak)
-        made = plans[layout]
-        taken = dict(ways)[layout]
-        others = []
-        for one, way in ways:
-            if one == layout:
-                others.append(way)
-                continue
-            if way.fits and way.seconds is not None and taken.seconds:
-                way = replace(way, why=Reason(Why.COSTS_MORE_THAN, factor=f"{way.seconds / taken.seconds:.2f}"))  # noqa: PLW2901
-            others.append(way)
-        return self._spread(made, gpus, total, wires, layout, taken, tuple(others))
-
     def _spread(
         self,
         made: Plan,
@@ -334,9 +246,8 @@ class SpreadSearch:
         total: int,
         wires: Topology,
         layout: Parallel | None,
-        taken: Way,
-        ways: tuple[Way, ...],
-    ) -> Plan:
+        ways: Mapping[Parallel | None, Way],
+    ) -> SpreadPlan:
         node = 1 if layout is None else layout.gpus_of_a_node
         card = card_of(self.budget.gpu, made.budget.compute_capability)
         exchanged = Communication()
@@ -349,26 +260,27 @@ class SpreadSearch:
             topology=wires,
             batch_size=total // gpus if total % gpus == 0 else total,
             samples=total * self.step.accumulate,
-            seconds=taken.seconds,
+            seconds=ways[layout].seconds,
             communication=exchanged,
             outside=None if layout is None else outside_allocator(layout, wires),
             host_per_node=made.estimate.host_peak * node,
-            ways=ways,
+            ways=tuple(ways.values()),
         )
         if layout is None:
-            return replace(made, spread=spread)
+            return SpreadPlan(made, spread)
         first = [Reason(Why.SPREAD, layout=LayoutText(layout))] if made.fits else []
-        why = (*first, *map(_spread_reason, made.reason_values))
-        return replace(made, spread=spread, reason_values=why)
+        why = (*first, *map(spread_reason, made.reason_values))
+        return SpreadPlan(replace(made, reason_values=why), spread)
 
     # --- as few as suffice ----------------------------------------------------------------------------------------
 
-    def _fewest(self, total: int) -> Plan:
+    def _fewest(self, total: int) -> SpreadPlan:
         """The plan on the fewest GPUs that suffice without host memory."""
         request, allowed = self.request, self.allowed
         within = tuple(name for name in request.layouts if name != "offload") or request.layouts
         self.request, self.allowed = replace(request, layouts=within), allowed - set(OFFLOADS)
-        made, most = None, 1
+        made: SpreadPlan | None = None
+        most = 1
         for gpus in _counts(request.node, total):
             layouts = [layout for layout in self._layouts(gpus) if shares(gpus, layout, total)]
             wires = self._topology(gpus)
@@ -378,12 +290,11 @@ class SpreadSearch:
             if not any(self._may_fit(layout, total, gpus, wires) for layout in layouts):
                 continue
             made = self.on(gpus, total)
-            if made.fits:
+            if made.rank.fits:
                 break
         made = self.on(most, total) if made is None else made
         self.request, self.allowed = request, allowed
-        assert made.spread is not None
-        return replace(made, spread=replace(made.spread, found=made.fits))
+        return made._replace(spread=replace(made.spread, found=made.rank.fits))
 
     def _may_fit(self, layout: Parallel | None, total: int, gpus: int, wires: Topology) -> bool:
         """True if a layout may fit: samples one by one, and everything checkpointed, leave it within the budget."""
@@ -406,13 +317,6 @@ class SpreadSearch:
         return taken.replay(1).peak_reserved <= budget.usable
 
 
-def shares(gpus: int, layout: Parallel | None, total: int) -> int:
-    """Samples that a rank loads at once, of ``total`` over all GPUs; 0 where they do not divide."""
-    tensor = 1 if layout is None else layout.tensor
-    share, rest = divmod(total * tensor, gpus)
-    return 0 if rest else share
-
-
 def _counts(node: int, total: int) -> Iterator[int]:
     """Numbers of GPUs that may suffice, ascending: parts of a node, then whole nodes, while there are samples."""
     yield from (count for count in range(1, node + 1) if node % count == 0 and count <= total * node)
@@ -422,69 +326,35 @@ def _counts(node: int, total: int) -> Iterator[int]:
         count += node
 
 
-def _trial_order(layout: Parallel | None) -> tuple[bool, bool, bool]:
-    """FSDP2 first: it fits where most others do not, and tells how large the optimizer states are."""
-    if layout is None:
-        return False, False, False
-    plain = layout.kind == "fsdp2" and layout.reshard is True and layout.tensor == 1
-    return layout.offload, layout.tensor > 1, not (plain and not layout.offload)
+def _cheapest(ways: Mapping[Parallel | None, Way], plans: Mapping[Parallel | None, Plan]) -> Parallel | None:
+    """The layout that fits and takes least time; the one that comes closest where none does."""
+    fitting = {layout: way for layout, way in ways.items() if way.fits and layout in plans}
+    if not fitting:
+        return min(plans, key=lambda one: plans[one].peak)
+    fastest = min((way.seconds for way in fitting.values() if way.seconds is not None), default=None)
+
+    def cost(layout: Parallel | None) -> float:
+        seconds = fitting[layout].seconds
+        return float("inf") if seconds is None or not fastest else round(seconds / fastest / TIME_STEP)
+
+    # Of equal ones the first, which is the simplest.
+    return min(fitting, key=cost)
 
 
-def _remembered(trace: Callable[[TraceRequest], Timeline]) -> Callable[[TraceRequest], Timeline]:
-    """The same, each request traced once."""
-    known: dict[TraceRequest, Timeline] = {}
-
-    def remembered(request: TraceRequest) -> Timeline:
-        if request not in known:
-            known[request] = trace(request)
-        return known[request]
-
-    return remembered
-
-
-def _seconds(timeline: Timeline, size: int, budget: Budget, wires: Topology, micro_batches: int) -> float | None:
-    """One optimizer step on every GPU; None where the timeline says nothing of its work."""
-    try:
-        time = step_seconds(timeline, size, budget.gpu, micro_batches=micro_batches)
-    except InvalidInputError:
-        return None
-    card = card_of(budget.gpu, timeline.compute_capability)
-    waited = communication(timeline, size, card, wires, micro_batches=micro_batches)
-    return (time + waited.step_time).seconds
+def _compared(ways: Mapping[Parallel | None, Way], taken: Parallel | None) -> dict[Parallel | None, Way]:
+    """The ways, with what those that fit as well cost more than the one that is taken."""
+    least = ways[taken].seconds
+    return {
+        layout: replace(way, why=Reason(Why.COSTS_MORE_THAN, factor=f"{way.seconds / least:.2f}"))
+        if layout != taken and way.fits and way.seconds is not None and least
+        else way
+        for layout, way in ways.items()
+    }
 
 
-def _divides_layers(timeline: Timeline) -> bool:
-    """True if tensor parallelism does something: the ranks that share a layer talk to each other."""
-    return any(one.dimension == "tensor" for one in timeline.collectives)
-
-
-def _failure(error: Exception) -> Message | str:
-    if isinstance(error, VramGuardError):
-        return str(error)
-    return Reason(Why.FAILS, error=f"{type(error).__name__}: {error}")
-
-
-def _spread_reason(reason: Reason) -> Reason:
-    """The same reason where "as written" means: spread in the way that was chosen."""
-    kinds = {Why.FITS: Why.FITS_SPREAD, Why.SHORTAGE: Why.SHORTAGE_SPREAD}
-    return Reason(kinds[reason.kind], **dict(reason.values)) if reason.kind in kinds else reason
-
-
-def _why_not(plan: Plan) -> Reason:
-    missing = plan.nearest_miss
-    over = min(
-        (amount for amount in (plan.peak - plan.budget.usable, missing.missing if missing else 0) if amount > 0),
-        default=0,
-    )
-    if over:
-        return Reason(Why.NOTHING_FITS, missing=Amount(over))
-    return Reason(Why.LOWER_BOUND, peak=Amount(plan.peak))
-
-
-def best_way(made: Plan) -> Way:
+def best_way(made: SpreadPlan) -> Way:
     """The way that a plan takes, for a table of several numbers of GPUs."""
-    assert made.spread is not None
     spread = made.spread
     way = next(way for way in spread.ways if way.layout == spread.layout)
-    words = [*recipe_words(made.recipe)]
+    words = [*recipe_words(made.rank.recipe)]
     return way if way.changes or not words else replace(way, changes="; ".join(words))

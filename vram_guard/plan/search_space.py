@@ -25,6 +25,18 @@ class Timelines(Protocol):
         ...
 
     def exact(self, option: Option, size: int) -> Timeline:
+        """The option's timeline for this very micro-batch size, composed of those of others or traced."""
+        ...
+
+    def composed(self, option: Option, size: int) -> bool:
+        """True if what is known of the option at this size is composed, and has not been traced."""
+        ...
+
+    def distrust(self, option: Option) -> None:
+        """Compose nothing any more of what this option was composed of: a trace says otherwise."""
+        ...
+
+    def direct(self, option: Option, size: int) -> Timeline:
         """The option's timeline as traced at this very micro-batch size."""
         ...
 
@@ -151,6 +163,8 @@ class Request:
     """Options that cost more are not tried; None: all are."""
     host_usable: int | None = None
     """Bytes of host memory that techniques may take; None: not known, not limited."""
+    thorough: bool = True
+    """True: where timelines are composed, the nearest miss is traced as well as the option that is taken."""
     correction: float = 1.0
     """The factor for predicted peaks, at least 1: earlier runs took more than predicted."""
 

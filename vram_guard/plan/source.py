@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 SlicedBy = Literal["loop", "loader", "model"]
 
 
+#: What is followed. "whole": two optimizer steps; "first": the first of them; "weights": two, with a loss that uses
+#: each weight once instead of the step's own, where only the optimizer is asked about.
+Part = Literal["whole", "first", "weights"]
+
+
 @dataclass(frozen=True)
 class TraceRequest:
     """One way to run a training step, to be followed at one size."""
@@ -39,6 +44,8 @@ class TraceRequest:
     """Of no meaning for one slice."""
     forward_again: bool = False
     """True if slices run their forward once more in the backward pass."""
+    part: Part = "whole"
+    """Others than the whole are asked of a source with marks alone."""
 
     @property
     def slices_of_model(self) -> int:
@@ -76,6 +83,10 @@ class Source:
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     most_seconds: float | None = None
     """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
+    thorough: bool = True
+    """False: the nearest miss of a plan that rests on composed timelines is not traced; the plan itself always is."""
+    marks: bool = False
+    """True if its timelines have marks, so that others can be composed of them."""
     job: Job | None = None
     """What the run does besides its steps; None: nothing."""
     whole: Callable[[Job], Callable[[TraceRequest], Timeline]] | None = None
@@ -121,10 +132,19 @@ def source_of(
             changes["data_parallel_ranks"] = 1
         elif layout is not None:
             changes["parallel"] = _in_precision(layout, request.precision, step.precision)
+        if request.part == "weights":
+            changes["loss"] = _sum_of_weights
         changed = built.with_(precision=request.precision, recipe=request.recipe, job=job, **changes)
         size = request.batch_size if topology is not None else first.batch_size
         is_first = request == replace(first, batch_size=size)
-        return run_step(changed, request.batch_size, capability, watched(built.model) if is_first else ())
+        return run_step(
+            changed,
+            request.batch_size,
+            capability,
+            watched(built.model) if is_first else (),
+            marked=job is None,
+            steps=1 if request.part == "first" else 2,
+        )
 
     return Source(
         model=built.model,  # type: ignore[arg-type]
@@ -135,11 +155,22 @@ def source_of(
         trains=step.optimizer is not None,
         clips=step.clip_grad_norm is not None or step.clip_grad_value is not None,
         topology=topology,
+        marks=True,
         job=step.job,
         whole=None if step.job is None else lambda job: partial(run, job=job),
         batch_slices=step.accumulate if step.whole_batch else 1,
         shardings=step.shardings,
     )
+
+
+def _sum_of_weights(model: torch.nn.Module, _batch: Any) -> torch.Tensor:
+    """A loss that gives every weight a gradient."""
+    total: Any = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            total = total + parameter.sum()
+    loss: torch.Tensor = total
+    return loss
 
 
 def _in_precision(layout: Parallel, precision: str, written: str) -> Parallel:

@@ -29,6 +29,7 @@ from vram_guard.timeline._values import (
     Growth,
     HostBlock,
     Leak,
+    Marks,
     Note,
     Phase,
     PhasePeak,
@@ -97,6 +98,8 @@ class Timeline:
     """The layout over several GPUs, one rank of which this is; None: one GPU."""
     growth: tuple[Growth, ...] = ()
     """The blocks that each further step would leave behind, of the last step; empty also where that was not asked."""
+    marks: Marks | None = field(default=None, repr=False, compare=False)
+    """Where parts of it begin and end; None where that was not asked for."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 

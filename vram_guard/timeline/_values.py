@@ -177,6 +177,25 @@ class Leak(NamedTuple):
     operator: str
 
 
+class Border(NamedTuple):
+    """A place in the timeline where the forward of a module begins or ends; those of a recomputation as well."""
+
+    at: int
+    """So many events precede it."""
+    module: str
+    entered: bool
+    on_host: int = 0
+    """So many events of the host precede it."""
+
+
+class Marks(NamedTuple):
+    """Places of a timeline that parts of it can be cut at."""
+
+    borders: tuple[Border, ...]
+    accumulated: tuple[tuple[int, int], ...]
+    """Where a gradient is stored or added up: events that precede it, and its block."""
+
+
 class Deferred(NamedTuple):
     """A free of memory that another stream uses (``Tensor.record_stream``): the GPU decides when it happens."""
 

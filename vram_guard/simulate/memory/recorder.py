@@ -23,10 +23,12 @@ from vram_guard.timeline import (
     STEP_PHASES,
     Affine,
     Block,
+    Border,
     Category,
     Collective,
     Deferred,
     Growth,
+    Marks,
     Note,
     Phase,
     Scratch,
@@ -104,6 +106,9 @@ class Recorder:
         self._side_nodes = False
         """True if any node's forward ran on another stream than the default one."""
         self._labels: dict[CodeType, str | None] = {}
+        self.borders: list[Border] | None = None
+        """Where forwards of modules begin and end; None: that is not asked for."""
+        self._accumulated: list[tuple[int, int]] = []
         self._closed = False
 
     # --- phases -------------------------------------------------------------------------------------------
@@ -398,6 +403,17 @@ class Recorder:
                 ref = self._live.get(tensor.untyped_storage()._cdata)
                 if ref is not None:
                     self._categories[ref.block] = category
+
+    def accumulated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A gradient was stored, or added to the one that was there."""
+        if self.borders is not None:
+            blocks = (self.block_of(tensor.untyped_storage()._cdata) for tensor in tensors)
+            self._accumulated += [(len(self.events), block) for block in blocks if block is not None]
+
+    @property
+    def marks(self) -> Marks | None:
+        """Where parts of the timeline begin and end, where that is asked for."""
+        return None if self.borders is None else Marks(tuple(self.borders), tuple(self._accumulated))
 
     # --- host tensors -------------------------------------------------------------------------------------
 

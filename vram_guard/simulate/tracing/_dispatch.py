@@ -359,6 +359,7 @@ class SymbolicMode(TorchDispatchMode):
             deferred=recorder.deferred(),
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),
+            marks=recorder.marks,
         )
         return expanded(traced, recorder.repeats)
 

@@ -54,7 +54,7 @@ from vram_guard.state.reached import reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
-from vram_guard.timeline import Growth, Note, Timeline
+from vram_guard.timeline import Border, Growth, Note, Timeline
 
 #: Where torch's compiler keeps its results; torch's own default where nobody has set it.
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -70,6 +70,9 @@ def run_step(
     capability: tuple[int, int],
     watched: Iterable[str] = (),
     rank: int | None = None,
+    *,
+    marked: bool = False,
+    steps: int = 2,
 ) -> Timeline:
     """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
 
@@ -79,6 +82,8 @@ def run_step(
         capability: of the GPU that is meant.
         watched: modules whose forwards are watched: what they change is in the result.
         rank: of the ranks that the step's layout has, the one that is traced; None: one that holds most.
+        marked: whether the result has marks.
+        steps: optimizer steps; one is a part of a timeline alone.
 
     Raises:
         InvalidInputError: the setting ``cudnn`` makes no sense.
@@ -87,12 +92,12 @@ def run_step(
     """
     with asked_as_chosen(capability), _alone() as interrupts:
         try:
-            return _Run(step, batch_size, capability, interrupts, watched, rank).timeline()
+            return _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps).timeline()
         except replicas.UnusedParametersError:
             if step.parallel is not None:
                 raise
         found = step.with_(ddp_options={**step.ddp_options, "find_unused_parameters": True})
-        timeline = _Run(found, batch_size, capability, interrupts, watched, rank).timeline()
+        timeline = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps).timeline()
         return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
 
 
@@ -183,6 +188,8 @@ class _Run:
         interrupts: Interrupts,
         watched: Iterable[str] = (),
         rank: int | None = None,
+        marked: bool = False,
+        steps: int = 2,
     ) -> None:
         self.written = step
         self.step = as_an_engine_takes_it(step)
@@ -195,7 +202,9 @@ class _Run:
         self.batch_size = batch_size
         self.capability = capability
         self.interrupts = interrupts
+        self.steps = steps
         self.recorder = Recorder()
+        self.recorder.borders = [] if marked else None
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.growth: tuple[Growth, ...] = ()
@@ -296,7 +305,7 @@ class _Run:
     def _play(self, loop: Loop, model: nn.Module) -> None:
         """The steps, or the whole job."""
         if self.step.job is None:
-            loop.run()
+            loop.run(range(1, self.steps + 1))
         else:
             played = PlayedRun(loop, lambda: self._watch_gradients(model))
             played.play(self.step.job)
@@ -379,6 +388,7 @@ class _Run:
 
     def _new_gradient(self, parameter: torch.Tensor) -> None:
         self.recorder.classify(inner_tensors(parameter.grad), "gradients")
+        self.recorder.accumulated(inner_tensors(parameter.grad))
 
     def _optimizer(self, model: nn.Module, mesh: Any) -> torch.optim.Optimizer | None:
         """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
@@ -453,7 +463,7 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
 def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """While the block runs, the recorder knows which module's forward is running."""
     paths = {id(module): path for path, module in model.named_modules()}
-    stack = recorder.modules
+    stack, borders, events, on_host = recorder.modules, recorder.borders, recorder.events, recorder.host.events
     original = nn.Module.__call__
 
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -466,7 +476,15 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         finally:
             stack.pop()
 
-    with replaced(nn.Module, {"__call__": called}):
+    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = paths.get(id(self), "")
+        borders.append(Border(len(events), path, True, len(on_host)))  # type: ignore[union-attr]
+        try:
+            return called(self, *args, **kwargs)
+        finally:
+            borders.append(Border(len(events), path, False, len(on_host)))  # type: ignore[union-attr]
+
+    with replaced(nn.Module, {"__call__": called if borders is None else marked}):
         yield
 
 

@@ -1,0 +1,260 @@
+"""Timelines composed of a few traces, held against direct ones; and plans that rest on them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from vram_guard import Parallel, TrainingStep, plan
+from vram_guard.parallel.links import topology
+from vram_guard.plan._option import Option
+from vram_guard.plan._tracing import Traces
+from vram_guard.plan.source import source_of
+from vram_guard.techniques.blocks import find_blocks
+from vram_guard.techniques.recipe import Recipe
+
+AMPERE = (8, 0)
+BATCH = 12
+
+#: Bytes of a segment for small requests (``kSmallBuffer`` in c10/cuda/CUDACachingAllocator.cpp).
+SMALL_SEGMENT = 2 * 2**20
+
+
+class Layer(nn.Module):
+    """A transformer's layer without its heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Convolutions(nn.Module):
+    """A residual block with running statistics, whose result is saved by its own activation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.one, self.other = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.other(self.second(torch.relu(self.one(self.first(x))))))
+
+
+class Hourglass(nn.Module):
+    """Blocks on the way down whose results are used again on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(Layer(96) for _ in range(3))
+        self.up = nn.ModuleList(Layer(96) for _ in range(3))
+        self.head = nn.Linear(96, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+        for layer in self.up:
+            x = layer(x + kept.pop())
+        return self.head(x)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 128), *(Layer(128) for _ in range(5)), nn.Linear(128, 8))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 24, 3), *(Convolutions(24) for _ in range(4)), nn.Flatten(), nn.Linear(21600, 8))
+
+
+MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "layers": (layers, (40, 32)),
+    "convolutions": (convolutions, (3, 32, 32)),
+    "hourglass": (Hourglass, (40, 96)),
+}
+
+
+def step(model: Any, shape: tuple[int, ...], **changes: Any) -> TrainingStep:
+    made = TrainingStep(
+        model=model,
+        batch=lambda size: torch.zeros(size, *shape),
+        loss=lambda net, x: net(x).float().square().mean(),
+        optimizer=torch.optim.AdamW,
+    )
+    return made.with_(**changes)
+
+
+def ready(asked: TrainingStep, batch: int = BATCH, **changes: Any) -> tuple[Traces, tuple[str, ...]]:
+    """Timelines that may be composed, and the blocks."""
+    source = replace(source_of(asked, AMPERE, **changes))
+    traces = Traces(source, batch, lambda _line: None)
+    blocks = tuple(block.name for block in find_blocks(source.model))
+    traces.compose_with(blocks, blocks)
+    return traces, blocks
+
+
+def compared(traces: Traces, option: Option, batch: int = BATCH) -> tuple[int, int]:
+    """Reserved peaks of an option as composed and as traced."""
+    size = batch // option.splits
+    assert traces.composed(option, size)
+    composed = traces.exact(option, size).at(size).peak_reserved
+    direct = traces.direct(option, size).at(size).peak_reserved
+    assert not traces.composed(option, size)
+    return composed, direct
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest) -> dict[tuple[str, bool], tuple[Traces, tuple[str, ...]]]:
+    """Of one model, by what frees gradients and whether they are clipped."""
+    made, shape = MODELS[request.param]
+    return {
+        ("after_step", False): ready(step(made, shape)),
+        ("before_backward", True): ready(step(made, shape, zero_grad="before_backward", clip_grad_norm=1.0)),
+    }
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_what_is_composed_takes_what_a_trace_says(model: Any, data: st.DataObject) -> None:
+    traces, blocks = model[data.draw(st.sampled_from(sorted(model)))]
+    checkpoint = tuple(data.draw(st.lists(st.sampled_from(blocks), unique=True)))
+    form: Any = data.draw(st.sampled_from(["as-written", "for-loop"]))
+    precision = data.draw(st.sampled_from(["32-true", "bf16-mixed", "16-mixed"]))
+    option = Option(precision, data.draw(st.sampled_from([1, 2, 3, 6])), Recipe(checkpoint=checkpoint, optimizer=form))
+    if traces.composed(option, BATCH // option.splits):  # not drawn before
+        composed, direct = compared(traces, option)
+        # The loss, divided by the number of micro-batches, is not composed: it may need a small segment more or less.
+        assert abs(composed - direct) <= (0 if option.splits == 1 else SMALL_SEGMENT)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_activations_on_the_host_are_composed_of_a_chain(count: int) -> None:
+    traces, blocks = ready(step(*MODELS["layers"]))
+    offloaded = Option("32-true", 1, Recipe(offload_activations=blocks[:count]))
+    both = Option("32-true", 1, Recipe(offload_activations=blocks[:count], checkpoint=blocks[count:]))
+    for option in (offloaded, both):
+        composed, direct = compared(traces, option)
+        assert composed == direct
+        assert traces.exact(option, BATCH).host_peak(BATCH) > 0
+    assert traces.exact(offloaded, BATCH).host_peak(BATCH) == traces.direct(offloaded, BATCH).host_peak(BATCH)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "zero1"])
+def test_one_rank_of_several_is_composed(kind: Any) -> None:
+    layout = Parallel(gpus=4, kind=kind)
+    wires = topology(None, gpus=4, node=4)
+    traces, blocks = ready(step(*MODELS["layers"], parallel=layout), batch=3, topology=wires)
+    for recipe in (Recipe(checkpoint=blocks[:2]), Recipe(checkpoint=blocks[1:4], optimizer="for-loop")):
+        for option in (Option("32-true", 1, recipe), Option("32-true", 3, recipe)):
+            composed, direct = compared(traces, option, 3)
+            assert composed == direct
+
+
+# --- what cannot be composed ---
+
+
+class Twice(nn.Module):
+    """Each layer runs two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(96) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return x
+
+
+class Skipping(nn.Module):
+    """Each layer runs, or does not, as chance has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(96) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if random.random() < 0.6:
+                x = layer(x)
+        return x + sum(parameter.sum() for parameter in self.parameters())
+
+
+class Nested(nn.Module):
+    """Layers within layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(nn.Sequential(Layer(96), Layer(96)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.outer:
+            x = layer(x)
+        return x
+
+
+CHEAP = ["checkpoint", "accumulate", "foreach"]
+NESTED = ("outer.0", "outer.0.1", "outer.1", "outer.2.0")
+
+
+@pytest.mark.parametrize(
+    ("made", "how"),
+    [
+        (lambda: nn.Sequential(nn.Linear(96, 900), nn.ReLU(), nn.Linear(900, 96)), {}),
+        (Twice, {}),
+        (Skipping, {"allow": ["checkpoint"]}),
+        (Nested, {"blocks": NESTED}),
+    ],
+    ids=["no repeated block", "called twice", "skipped", "nested"],
+)
+def test_what_cannot_be_composed_is_planned_as_before(made: Any, how: dict[str, Any]) -> None:
+    written = step(made, (40, 96))
+    source = source_of(written, AMPERE)
+    random.seed(3)
+    whole = source.trace(source.request("32-true", 1, Recipe(), BATCH)).at(BATCH).peak_reserved
+    found = []
+    for marks in (True, False):
+        random.seed(3)
+        found.append(plan(replace(source, marks=marks), BATCH, int(whole * 0.8), margin=0, **{"allow": CHEAP, **how}))
+    composed, direct = found
+    assert (composed.fits, composed.precision, composed.splits, composed.recipe) == (
+        direct.fits,
+        direct.precision,
+        direct.splits,
+        direct.recipe,
+    )
+    assert composed.estimate.peak_reserved == direct.estimate.peak_reserved
+
+
+def test_a_plan_of_few_traces_is_the_one_of_many() -> None:
+    """And what it says of the chosen option is what a direct trace of that size says."""
+    source = source_of(step(*MODELS["hourglass"]), AMPERE)
+    budget = int(source.trace(source.request("32-true", 1, Recipe(), 48)).at(48).peak_reserved * 0.6)
+    asked: dict[bool, int] = {}
+    found = {}
+    for marks in (True, False):
+
+        def counted(request: Any, marks: bool = marks) -> Any:
+            asked[marks] = asked.get(marks, 0) + 1
+            return source.trace(request)
+
+        found[marks] = plan(replace(source, trace=counted, marks=marks), 48, budget, margin=0, allow=CHEAP)
+    assert found[True].changed
+    assert found[True].recipe == found[False].recipe
+    assert found[True].splits == found[False].splits
+    assert found[True].estimate == found[False].estimate
+    assert found[True].timeline is not None
+    assert found[True].timeline.work, "a trace's, not a composed one's"
+    assert asked[True] < asked[False]

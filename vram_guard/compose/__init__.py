@@ -1,0 +1,15 @@
+"""Timelines of options, composed from those of a few others instead of being traced (pure over timelines).
+
+What is composed is what a trace would show as long as the parts do not depend on each other: a block runs the same
+operators whether its neighbours are checkpointed or not, every micro-batch runs the same ones, and so on. That is not
+proven here: a composed timeline decides what is worth a trace, and the trace decides.
+"""
+
+from __future__ import annotations
+
+from vram_guard.compose._blocks import BlockMixture
+from vram_guard.compose._errors import CannotComposeError
+from vram_guard.compose._micro_batches import in_micro_batches
+from vram_guard.compose._optimizer import with_optimizer_of
+
+__all__ = ["BlockMixture", "CannotComposeError", "in_micro_batches", "with_optimizer_of"]

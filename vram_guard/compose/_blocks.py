@@ -1,0 +1,184 @@
+"""Some blocks run another way (checkpointed), the others as written: composed from a trace of all and one of none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+
+from vram_guard.compose._errors import CannotComposeError
+from vram_guard.compose._segments import Cut
+from vram_guard.compose._steps import repeated
+from vram_guard.timeline import Block, Marks, Phase, Timeline
+
+#: Added to a block's number where its gradient is stored or added up: events have smaller numbers.
+_ACCUMULATED = 1 << 40
+
+
+class BlockMixture:
+    """Timelines in which any of a model's blocks are treated.
+
+    Each segment of a treated block comes from the one trace, all others from the other. Tensors that pass from one
+    segment to another are in both: they are paired by their order, size, operator and stream. Where both traces free
+    one, it lives until the last of these frees.
+
+    Args:
+        plain: no block is treated.
+        treated: every block is; the first of its two steps suffices.
+        units: the blocks.
+
+    Raises:
+        CannotComposeError: the two traces have not the same segments, or other tensors between them.
+    """
+
+    def __init__(self, plain: Timeline, treated: Timeline, units: Collection[str]) -> None:
+        if len(treated.phases) < len(plain.phases):
+            treated = replace(repeated(treated), host_blocks=plain.host_blocks, host_events=plain.host_events)
+        one, other = _cut(plain, units), _cut(treated, units)
+        if [segment.key for segment in one.segments] != [segment.key for segment in other.segments]:
+            raise CannotComposeError("the traces have other segments")
+        if plain.tier != treated.tier:
+            raise CannotComposeError("one trace is less certain than the other")
+        self._timeline = plain
+        self._segments = one.segments
+        self._blocks = (*plain.blocks, *treated.blocks)
+        pairs, offset = _pairs(one, other), len(plain.blocks)
+        numbers = [list(range(offset)), [pairs.get(at, at + offset) for at in range(len(treated.blocks))]]
+        self._runs = [list(_renumbered(cut, known)) for cut, known in zip((one, other), numbers, strict=True)]
+        self._freed = [
+            {known[block]: place for block, place in cut.freed.items()}
+            for cut, known in zip((one, other), numbers, strict=True)
+        ]
+        self._host = treated.host_blocks, treated.host_events, other.on_host()
+
+    def of(self, treated: Collection[str]) -> Timeline:
+        """The timeline in which these blocks are treated. It has no work and no collectives."""
+        chosen = [segment.unit in treated for segment in self._segments]
+        runs = [self._runs[which][index] for index, which in enumerate(chosen)]
+        made = self._matched(runs, chosen)
+        events: list[int] = []
+        phases: list[Phase] = []
+        accumulated: list[tuple[int, int]] = []
+        for segment, run in zip(self._segments, made, strict=True):
+            if len(phases) == segment.phase:
+                phases.append(self._timeline.phases[segment.phase]._replace(start=len(events)))
+            for event in run:
+                if event is None:
+                    continue
+                if event < _ACCUMULATED:
+                    events.append(event)
+                else:
+                    accumulated.append((len(events), event - _ACCUMULATED))
+        on_host, moves, owners = self._host
+        return replace(
+            self._timeline,
+            host_blocks=on_host,
+            host_events=tuple(
+                event
+                for event in moves
+                if (unit := owners.get(event if event >= 0 else ~event)) is None or unit in treated
+            ),
+            blocks=self._blocks,
+            events=tuple(events),
+            phases=tuple(phases),
+            work=(),
+            collectives=(),
+            marks=Marks((), tuple(accumulated)),
+        )
+
+    def _matched(self, runs: Sequence[list[int]], chosen: Sequence[bool]) -> list[list[int | None]]:
+        """The runs with one free for each block."""
+        made: list[list[int | None]] = [list(run) for run in runs]
+        allocated: dict[int, int] = {}
+        freed: dict[int, tuple[list[int | None], int]] = {}
+        for index, run in enumerate(made):
+            for at, event in enumerate(run):
+                if event is None or event >= _ACCUMULATED:
+                    continue
+                if event >= 0:
+                    allocated[event] = index
+                elif ~event not in allocated:
+                    run[at] = None  # a tensor that only the other way makes
+                else:
+                    if ~event in freed:
+                        earlier, place = freed[~event]
+                        earlier[place] = None
+                    freed[~event] = run, at
+        for block, index in allocated.items():
+            if block not in freed:
+                self._free(block, chosen[index], made)
+        return made
+
+    def _free(self, block: int, own: bool, made: Sequence[list[int | None]]) -> None:
+        """Free a tensor where the trace that it comes from does, though that segment comes from the other one.
+
+        Where a block does that in its backward pass, which in the other way does not need the tensor: where the program
+        lets it go there.
+        """
+        place, other = self._freed[own].get(block), self._freed[not own].get(block)
+        if place is None:
+            return
+        if self._segments[place.segment].unit and other is not None and not self._segments[other.segment].unit:
+            place = other
+        run = made[place.segment]
+        if self._segments[place.segment].unit:
+            run.append(~block)
+            return
+        left = place.allocations
+        for at, event in enumerate(run):
+            if event is not None and 0 <= event < _ACCUMULATED:
+                if not left:
+                    run.insert(at, ~block)
+                    return
+                left -= 1
+        run.append(~block)
+
+
+def _cut(timeline: Timeline, units: Collection[str]) -> Cut:
+    if timeline.marks is None or timeline.retrace is not None:
+        raise CannotComposeError("a trace has no marks, or holds at one size alone")
+    if timeline.deferred:
+        raise CannotComposeError("frees wait for other streams")
+    cut = Cut(timeline, timeline.marks, units)
+    if not cut.called_once:
+        raise CannotComposeError("a block is called more than once")
+    return cut
+
+
+def _pairs(plain: Cut, treated: Cut) -> Mapping[int, int]:
+    """Block of the treated trace -> the same tensor in the plain one.
+
+    A tensor that passes from a block to others in one trace alone (a cast that autocast keeps is saved for the block's
+    own backward pass in the other) has none, nor has what a loop or an optimizer makes in its first step alone.
+    """
+    pairs: dict[int, int] = {}
+    for index in range(len(plain.segments)):
+        one, other = plain.crossing(index), treated.crossing(index)
+        kinds = [_kind(plain, block) for block in one], [_kind(treated, block) for block in other]
+        if kinds[0] == kinds[1]:
+            pairs.update(zip(other, one, strict=True))
+        else:
+            for at, there, length in SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
+                pairs.update(zip(other[there : there + length], one[at : at + length], strict=True))
+    return pairs
+
+
+def _kind(cut: Cut, block: int) -> tuple[object, ...]:
+    """What the same tensor has in both traces."""
+    made: Block = cut.timeline.blocks[block]
+    return made.size, made.operator, made.stream
+
+
+def _renumbered(cut: Cut, numbers: Sequence[int]) -> Iterator[list[int]]:
+    """The events of each segment, with the places where gradients are accumulated among them."""
+    accumulated = iter(sorted(cut.accumulated))
+    following = next(accumulated, None)
+    for segment in cut.segments:
+        run: list[int] = []
+        for at in range(segment.start, segment.end):
+            event = cut.timeline.events[at]
+            run.append(numbers[event] if event >= 0 else ~numbers[~event])
+            while following is not None and following[0] <= at + 1:
+                run.append(_ACCUMULATED + numbers[following[1]])
+                following = next(accumulated, None)
+        yield run

@@ -1,0 +1,143 @@
+"""A loaded batch in two micro-batches, composed from a trace of one: two stand for any number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+from vram_guard.compose._errors import CannotComposeError
+from vram_guard.timeline import Affine, Block, Marks, Phase, Timeline
+
+_REPEATED = ("forward", "backward")
+
+
+class _Part(NamedTuple):
+    """A phase with its events."""
+
+    phase: Phase
+    end: int
+
+
+def in_micro_batches(timeline: Timeline) -> Timeline:
+    """The timeline in which a loaded batch of twice the size runs in two micro-batches.
+
+    The second one repeats forward and backward pass of the second step; each gradient that it makes is added to the
+    first one's and dies where that happens. What is left out is a scalar: the loss divided by their number.
+
+    Args:
+        timeline: of two steps, a micro-batch each, with marks.
+
+    Raises:
+        CannotComposeError: a step has no marks, or not one micro-batch.
+    """
+    return _Doubled(timeline).made()
+
+
+class _Doubled:
+    def __init__(self, timeline: Timeline) -> None:
+        if timeline.marks is None:
+            raise CannotComposeError("a trace has no marks")
+        self.timeline = timeline
+        ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
+        self.parts = [_Part(phase, end) for phase, end in zip(timeline.phases, ends, strict=True)]
+        self.home: dict[int, Phase] = {}
+        """The phase that allocates a block."""
+        for part in self.parts:
+            for event in timeline.events[part.phase.start : part.end]:
+                if event >= 0:
+                    self.home[event] = part.phase
+        self.name = self._same_name()
+        self.accumulated: dict[int, list[int]] = {}
+        for at, block in timeline.marks.accumulated:
+            self.accumulated.setdefault(at, []).append(block)
+        self.gradients = {self.name.get(block, block) for _at, block in timeline.marks.accumulated}
+        self.blocks: list[Block] = []
+        self.events: list[int] = []
+        self.phases: list[Phase] = []
+        self.latest: dict[int, int] = {}
+        """Name -> the youngest block of it."""
+        self.kept: dict[int, int] = {}
+        """Name of a gradient -> the block that the others are added to."""
+        self.freed: set[int] = set()
+
+    def _same_name(self) -> dict[int, int]:
+        """Block of the first step -> the same tensor's in the second one, where that makes it too."""
+        names: dict[int, int] = {}
+        for kind in _REPEATED:
+            first, second = (
+                [block for block, phase in self.home.items() if (phase.name, phase.step) == (kind, step)]
+                for step in (1, 2)
+            )
+            kinds = list(map(self._kind, first)), list(map(self._kind, second))
+            if kinds[0] == kinds[1]:
+                names.update(zip(first, second, strict=True))
+                continue
+            for at, there, length in SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
+                names.update(zip(first[at : at + length], second[there : there + length], strict=True))
+        return names
+
+    def _kind(self, block: int) -> tuple[object, ...]:
+        made = self.timeline.blocks[block]
+        return made.size, made.operator, made.stream
+
+    def made(self) -> Timeline:
+        """The timeline of two micro-batches."""
+        again = [part for part in self.parts if part.phase.step == 2 and part.phase.name in _REPEATED]
+        if len(again) != 2:
+            raise CannotComposeError("a step has more than one micro-batch, or none")
+        for part in self.parts:
+            if part.phase.step == 0:
+                self._emit(part)
+        for step in (1, 2):
+            own = [part for part in self.parts if part.phase.step == step]
+            last = max(index for index, part in enumerate(own) if part.phase.name == "backward")
+            for part in own[: last + 1]:
+                self._emit(part)
+            for part in again:
+                self._emit(part._replace(phase=part.phase._replace(step=step)), again=part.phase.name == "backward")
+            for part in own[last + 1 :]:
+                self._emit(part)
+        return replace(
+            self.timeline,
+            blocks=tuple(self.blocks),
+            events=tuple(self.events),
+            phases=tuple(self.phases),
+            marks=Marks((), ()),
+        )
+
+    def _emit(self, part: _Part, *, again: bool = False) -> None:
+        """The events of a phase; ``again``: of a backward pass that adds to gradients."""
+        phase, events = part.phase, self.timeline.events
+        start = phase.start
+        self.phases.append(phase._replace(start=len(self.events)))
+        first = phase.name == "backward" and not again
+        for at in range(start, part.end + 1):
+            if again:
+                for gradient in self.accumulated.get(at, ()):
+                    if self.home[gradient].start == start:
+                        self._free(self.latest.get(self.name.get(gradient, gradient)))
+            if at == part.end:
+                break
+            event = events[at]
+            name = self.name.get(event if event >= 0 else ~event, event if event >= 0 else ~event)
+            if event >= 0:
+                self._allocate(event, name, twice=phase.name == "batch")
+                if first and name in self.gradients:
+                    self.kept[name] = self.latest[name]
+            else:
+                kept = None if again else self.kept.get(name)
+                self._free(self.latest.get(name) if kept is None else kept)
+
+    def _allocate(self, block: int, name: int, *, twice: bool) -> None:
+        made = self.timeline.blocks[block]
+        if twice:
+            made = made._replace(size=Affine(2 * made.size.base, 2 * made.size.per_sample))
+        self.latest[name] = len(self.blocks)
+        self.events.append(len(self.blocks))
+        self.blocks.append(made)
+
+    def _free(self, block: int | None) -> None:
+        if block is not None and block not in self.freed:
+            self.freed.add(block)
+            self.events.append(~block)

@@ -1,0 +1,80 @@
+"""Another form of the optimizer in a timeline, composed from a trace of that form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vram_guard.compose._errors import CannotComposeError
+from vram_guard.timeline import Marks, Timeline
+
+
+def with_optimizer_of(timeline: Timeline, other: Timeline) -> Timeline:
+    """The timeline with the optimizer phases of another one.
+
+    What the phase frees of earlier ones (gradients) it frees before or after all that the other form allocates, as it
+    does before or after its own first allocation.
+
+    Args:
+        timeline: the whole step.
+        other: a step with the same weights; nothing but its optimizer phases counts.
+
+    Raises:
+        CannotComposeError: the two have not the same optimizer phases.
+    """
+    taken = list(_optimizer_phases(other))
+    own = list(_optimizer_phases(timeline))
+    if [key for key, _start, _end in taken] != [key for key, _start, _end in own]:
+        raise CannotComposeError("the traces have other optimizer phases")
+    replacing = {start: _own_events(other, *span) for (_key, start, _end), (_, *span) in zip(own, taken, strict=True)}
+    offset, gone = len(timeline.blocks), set[int]()
+    events: list[int] = []
+    at_event: list[int] = []
+    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
+    phases = []
+    for phase, end in zip(timeline.phases, ends, strict=True):
+        phases.append(phase._replace(start=len(events)))
+        span = timeline.events[phase.start : end]
+        if phase.name != "optimizer":
+            for event in span:
+                at_event.append(len(events))
+                if event >= 0 or ~event not in gone:
+                    events.append(event)
+            continue
+        gone.update(event for event in span if event >= 0)
+        first = next((at for at, event in enumerate(span) if event >= 0), len(span))
+        early, late = ([e for e in part if e < 0 and ~e not in gone] for part in (span[:first], span[first:]))
+        at_event += [len(events)] * len(span)
+        events += early
+        events += (event + offset if event >= 0 else event - offset for event in replacing[phase.start])
+        events += late
+    at_event.append(len(events))
+    marks = timeline.marks
+    return replace(
+        timeline,
+        blocks=(*timeline.blocks, *other.blocks),
+        events=tuple(events),
+        phases=tuple(phases),
+        marks=None if marks is None else Marks((), tuple((at_event[at], block) for at, block in marks.accumulated)),
+    )
+
+
+def _optimizer_phases(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Each phase of the optimizer: (its step, its number in the step), start and end."""
+    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
+    seen: dict[int, int] = {}
+    for phase, end in zip(timeline.phases, ends, strict=True):
+        if phase.name == "optimizer":
+            seen[phase.step] = seen.get(phase.step, -1) + 1
+            yield (phase.step, seen[phase.step]), phase.start, end
+
+
+def _own_events(timeline: Timeline, start: int, end: int) -> Iterator[int]:
+    """The events of blocks that optimizer phases allocate, in one of these."""
+    own = {
+        event
+        for _key, first, last in _optimizer_phases(timeline)
+        for event in timeline.events[first:last]
+        if event >= 0
+    }
+    return (event for event in timeline.events[start:end] if (event if event >= 0 else ~event) in own)

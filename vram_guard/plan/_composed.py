@@ -1,0 +1,136 @@
+"""Timelines of options that need no trace of their own, because they are composed of those of others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from vram_guard.compose import BlockMixture, CannotComposeError, in_micro_batches, with_optimizer_of
+
+if TYPE_CHECKING:
+    from vram_guard.plan.source import Source, TraceRequest
+    from vram_guard.timeline import Timeline
+
+_log = logging.getLogger(__name__)
+
+#: Forms of the optimizer that are composed. The others have kernels of their own, or states of another size.
+_FORMS = ("as-written", "for-loop")
+
+
+class Treatable(NamedTuple):
+    """The blocks that options treat."""
+
+    checkpoint: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+
+
+class Composer:
+    """Composes the timeline of a request; what it is composed of is asked for as requests as well.
+
+    Args:
+        source: of the step.
+        base: request -> its timeline, traced.
+    """
+
+    def __init__(self, source: Source, base: Callable[[TraceRequest], Timeline]) -> None:
+        self._source = source
+        self._base = base
+        self.blocks: Treatable | None = None
+        """Nothing is composed before they are known."""
+        self._mixtures: dict[tuple[TraceRequest, TraceRequest], BlockMixture] = {}
+        self._cuts = source.accumulate == 1 and source.topology is None
+        """False where a trace of one micro-batch does not show what two do: layouts add up gradients by themselves."""
+        self._refused: set[TraceRequest] = set()
+        self._made: dict[TraceRequest, Timeline] = {}
+
+    def __call__(self, request: TraceRequest) -> Timeline | None:
+        """The timeline; None where it has to be traced."""
+        if self.blocks is None or not self._composes(request, self.blocks):
+            return None
+        if self._bases(request, self.blocks)[-1] in self._refused:
+            return None
+        if request not in self._made:
+            try:
+                self._made[request] = self._compose(request, self.blocks)
+            except CannotComposeError as error:
+                self.refuse(request, str(error))
+                return None
+            except Exception as error:  # noqa: BLE001 - the user's code runs here; with fewer blocks it may not fail
+                self.refuse(request, f"{type(error).__name__}: {error}")
+                return None
+        return self._made[request]
+
+    def refuse(self, request: TraceRequest, why: str) -> None:
+        """From now on the request is traced, and so are those that were composed of the same timelines."""
+        if self.blocks is not None:
+            group = self._bases(request, self.blocks)[-1]
+            self._refused.add(group)
+            _log.info("%s: each option is traced: %s", group, why)
+
+    def _composes(self, request: TraceRequest, blocks: Treatable) -> bool:
+        recipe = request.recipe
+        if not self._source.marks or recipe.optimizer not in _FORMS:
+            return False
+        if request.slices > 1 and request.sliced_by != "loop":
+            return False
+        checkpointed, offloaded = frozenset(recipe.checkpoint), frozenset(recipe.offload_activations)
+        if checkpointed and offloaded:
+            return checkpointed | offloaded == blocks.checkpoint
+        return checkpointed <= blocks.checkpoint and offloaded <= blocks.offload
+
+    def _bases(self, request: TraceRequest, blocks: Treatable) -> tuple[TraceRequest, TraceRequest]:
+        """The two ends of a mixture of blocks, with the optimizer as written: no block treated, and every one.
+
+        Where some are offloaded and all others checkpointed: every one checkpointed, and every one offloaded.
+        """
+
+        def every(*, checkpoint: frozenset[str] = frozenset(), offload: frozenset[str] = frozenset()) -> TraceRequest:
+            treated = {"checkpoint": tuple(sorted(checkpoint)), "offload_activations": tuple(sorted(offload))}
+            return replace(request, recipe=request.recipe.with_(optimizer="as-written", **treated))
+
+        recipe = request.recipe
+        if recipe.checkpoint and recipe.offload_activations:
+            return every(checkpoint=blocks.checkpoint), every(offload=blocks.checkpoint)
+        if recipe.offload_activations:
+            return every(), every(offload=blocks.offload)
+        return every(), every(checkpoint=blocks.checkpoint) if recipe.checkpoint else every()
+
+    def _compose(self, request: TraceRequest, blocks: Treatable) -> Timeline:
+        if request.slices > 1 and self._cuts and not request.recipe.parameters_on_host:
+            return in_micro_batches(self._whole(replace(request, slices=1), blocks))
+        return self._whole(request, blocks)
+
+    def _whole(self, request: TraceRequest, blocks: Treatable) -> Timeline:
+        """The timeline with its blocks and the form of its optimizer."""
+        timeline = self._of_blocks(request, blocks)
+        if request.recipe.optimizer != "as-written":
+            return with_optimizer_of(timeline, self._base(self._optimizer(request)))
+        return timeline
+
+    def _of_blocks(self, request: TraceRequest, blocks: Treatable) -> Timeline:
+        bases = none, every = self._bases(request, blocks)
+        treated = frozenset(request.recipe.offload_activations or request.recipe.checkpoint)
+        if none == every:
+            return self._law(none)
+        if bases not in self._mixtures:
+            # The first step of the other end suffices, where this one is known anyhow.
+            first = not none.recipe and not every.recipe.offload_activations
+            if not first and treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
+                return self._law(every)
+            other = self._law(replace(every, part="first")) if first else self._law(every)
+            self._mixtures[bases] = BlockMixture(self._law(none), other, blocks.checkpoint | blocks.offload)
+        return self._mixtures[bases].of(treated)
+
+    def _law(self, request: TraceRequest) -> Timeline:
+        timeline = self._base(request)
+        if timeline.retrace is not None:
+            raise CannotComposeError("the sequence differs between batch sizes")
+        return timeline
+
+    def _optimizer(self, request: TraceRequest) -> TraceRequest:
+        """A step with the same form of the optimizer; of the weights alone where one GPU has all of them."""
+        plain = replace(request, recipe=request.recipe.with_(checkpoint=(), offload_activations=()))
+        divided = self._source.topology is not None or bool(plain.recipe.parameters_on_host)
+        return plain if divided else replace(plain, part="weights")

@@ -1,0 +1,97 @@
+"""The GPUs that a plan may use: the request, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vram_guard.checks import checked_count
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+from vram_guard.parallel.links import Topology, topology
+from vram_guard.parallel.spec import GPUS_OF_A_NODE, MOST_GPUS, Parallel
+from vram_guard.plan.layouts import checked_layouts
+from vram_guard.step import TrainingStep
+
+if TYPE_CHECKING:
+    from vram_guard.plan.source import Source
+
+
+@dataclass(frozen=True)
+class GpusRequest:
+    """The GPUs that a plan may use.
+
+    Attributes:
+        gpus: how many; "auto": as few as suffice.
+        node: GPUs of a node.
+        link: as in :func:`vram_guard.parallel.links.topology`.
+        layouts: names of :data:`vram_guard.plan.layouts.LAYOUTS`.
+        compare: other numbers of GPUs that are planned as well.
+    """
+
+    gpus: int | Literal["auto"]
+    node: int
+    link: str | Topology | None
+    layouts: tuple[str, ...]
+    compare: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        gpus: object,
+        node: int | None,
+        link: str | Topology | None,
+        layouts: Iterable[str] | None,
+        compare: Iterable[int],
+    ) -> GpusRequest:
+        """The request, checked.
+
+        Raises:
+            InvalidInputError: a number makes no sense or does not divide, or a link or layout is not known.
+        """
+        if not isinstance(compare, Iterable):
+            raise InvalidInputError(
+                _("compare_gpus must be a list of numbers of GPUs, not {value}", value=repr(compare)[:60])
+            )
+        counts = tuple(_checked_gpus("compare_gpus", one) for one in compare)
+        number = gpus if gpus == "auto" else _checked_gpus("gpus", gpus)
+        per_node = GPUS_OF_A_NODE if node is None else checked_count("node", node)
+        for one in (*counts, *([] if isinstance(number, str) else [number])):
+            Parallel(gpus=one, node=per_node)  # says so where nodes are not full
+        topology(link, gpus=per_node, node=per_node)
+        return cls(number, per_node, link, checked_layouts(layouts), counts)  # type: ignore[arg-type]
+
+
+def _checked_gpus(name: str, value: object) -> int:
+    count = checked_count(name, value)
+    if count > MOST_GPUS:
+        raise InvalidInputError(_("{name} must be at most {most}, not {value}", name=name, most=MOST_GPUS, value=count))
+    return count
+
+
+def check_step(step: TrainingStep | Source, request: GpusRequest, *, grow: bool) -> TrainingStep:
+    """Check that a step can be spread.
+
+    Raises:
+        InvalidInputError: it is spread already, or does not train.
+    """
+    if not isinstance(step, TrainingStep):
+        raise InvalidInputError(_("gpus is for a TrainingStep: a loop that is followed has its own processes"))
+    if step.parallel is not None:
+        raise InvalidInputError(
+            _("the step is spread over GPUs already (step.parallel): leave that out, or leave gpus out")
+        )
+    if step.optimizer is None:
+        raise InvalidInputError(_("gpus is for trainings: this step has no optimizer"))
+    if step.data_parallel_ranks not in (1, request.gpus):
+        raise InvalidInputError(
+            _(
+                "the step says data_parallel_ranks={ranks} and gpus is {gpus}: leave one of them out",
+                ranks=step.data_parallel_ranks,
+                gpus=request.gpus,
+            )
+        )
+    if grow:
+        raise InvalidInputError(_("grow and gpus do not go together: the batch of all GPUs stays as it is"))
+    return step.with_(data_parallel_ranks=1)
