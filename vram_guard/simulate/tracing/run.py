@@ -46,12 +46,14 @@ from vram_guard.simulate.tracing._substitution import (
     process_state_restored,
     symbolic_model,
 )
+from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
+from vram_guard.state.reached import reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
-from vram_guard.timeline import Note, Timeline
+from vram_guard.timeline import Growth, Note, Timeline
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -189,6 +191,7 @@ class _Run:
         self.recorder = Recorder()
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
+        self.growth: tuple[Growth, ...] = ()
         self.take_off: Callable[[], None] = lambda: None
 
     @property
@@ -200,6 +203,8 @@ class _Run:
         import_libraries(step.recipe)
         replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
+            if step.job is not None:
+                stack.enter_context(reached_kept(_callables(step)))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
@@ -217,7 +222,8 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return replace(self.mode.timeline(self.batch_size, self.written.precision), parallel=step.layout)
+        timeline = self.mode.timeline(self.batch_size, self.written.precision)
+        return replace(timeline, parallel=step.layout, growth=self.growth)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -271,13 +277,22 @@ class _Run:
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
                     with replicas.unused_parameters_said():
-                        loop.run()
+                        self._play(loop, model)
                 except UnsupportedOperatorError as error:
                     self._lower_bound(model, optimizer, str(error))
                 recorder.close()
         finally:
             recorder.close()
             self.take_off()
+
+    def _play(self, loop: Loop, model: nn.Module) -> None:
+        """The steps, or the whole job."""
+        if self.step.job is None:
+            loop.run()
+        else:
+            played = PlayedRun(loop, lambda: self._watch_gradients(model))
+            played.play(self.step.job)
+            self.growth = played.growth
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
@@ -324,14 +339,21 @@ class _Run:
                 model = divided(model, parallel, mesh, recorder, self.step.ddp_options)
             recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
             recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
-        for parameter in model.parameters():
-            if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
-                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+        self._watch_gradients(model)
         if parallel is None and self.step.layout is not None:
             reduction = replicas.reduction_of(model, self.step.layout, self.step.ddp_options, recorder)
             if reduction is not None:
                 self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
         return model
+
+    def _watch_gradients(self, model: nn.Module) -> None:
+        """Gradients are told from other tensors as they arrive; a schedule may have parameters trained later."""
+        spread = self.step.parallel is not None
+        for parameter in model.parameters():
+            if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
+                hooks = parameter._post_accumulate_grad_hooks
+                if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
+                    parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
@@ -383,6 +405,17 @@ class _Run:
         self.recorder.phase("optimizer", 1)
         optimizer.step()
         classify_states(self.recorder, optimizer)
+
+
+def _callables(step: TrainingStep) -> Iterator[Any]:
+    """Everything that a job runs, and that may keep something: the step's callables, hooks and helpers of its model."""
+    yield from (step.batch, step.loss, step.optimizer, step.prepare)
+    if step.job is not None:
+        yield from step.job.callables()
+    if isinstance(step.model, nn.Module):
+        for module in step.model.modules():
+            yield from (value for name, value in vars(module).items() if name not in _MODULE_DICTS)
+            yield type(module).forward
 
 
 def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> None:
