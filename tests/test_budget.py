@@ -134,14 +134,27 @@ def test_an_unknown_card_is_refused_with_the_nearest_names():
             make("RTX 4900")
 
 
+@pytest.mark.parametrize("name", ["80", "24", "80GB", "40 GB"])
+def test_an_amount_of_memory_alone_names_no_card(name):
+    with pytest.raises(InvalidInputError, match="not in the catalogue"):
+        find_gpu(name)
+
+
 def test_a_bare_number_that_is_a_cards_is_not_taken_for_bytes():
     with pytest.raises(InvalidInputError, match=r'4090 bytes; for the card write "RTX 4090"'):
         Budget.of("4090")
     assert Budget.of("3090 Ti").gpu == find_gpu("RTX 3090 Ti")
-    assert Budget.of(4090).total == 4090, "an int is always bytes"
 
 
-@given(st.integers(1, 2**50), st.floats(0, 0.999))
+@pytest.mark.parametrize("amount", [24, "24", " 80 ", 2**20 - 1])
+def test_a_small_number_without_a_unit_is_refused_with_one_that_was_meant(amount):
+    with pytest.raises(InvalidInputError, match=rf'is {str(amount).strip()} bytes: .*"{str(amount).strip()}GiB"'):
+        Budget.of(amount)
+    assert Budget.of(2**20).total == 2**20
+    assert Budget.of("24kB").total == 24_000, "what has a unit is meant"
+
+
+@given(st.integers(2**20, 2**50), st.floats(0, 0.999))
 def test_usable_lies_between_nothing_and_all_and_grows_with_the_amount(amount, margin):
     budget = Budget.of(amount, margin=margin)
     assert 0 <= budget.usable <= amount

@@ -61,6 +61,9 @@ def test_json_and_exit_codes(capsys):
         ([CONFIG, "--plot", "x.bmp"], ".png"),
         ([CONFIG, "--cards", "RTX 4099"], "RTX 4090"),
         ([CONFIG, "--set", "batch_size=0"], "batch_size"),
+        ([CONFIG, "--set", "batchsize=3"], "--set batchsize: nothing reads a value of this name; did you mean batch"),
+        ([CONFIG, "--set", "batch_size=3", "--set", "batch_size=4"], "--set gives batch_size twice"),
+        ([CONFIG, "--margin", "5"], "0.05 for 5%"),
         ([CONFIG, "--html", "/proc/no/r.html"], "was not written"),
     ],
 )
@@ -77,3 +80,40 @@ def test_a_missing_library_is_told_before_any_work(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "vram-guard[plot]" in captured.err
     assert captured.out == ""
+
+
+def test_every_set_counts(tmp_path, capsys):
+    (tmp_path / "steps.py").write_text(
+        "import torch\n"
+        "from vram_guard import TrainingStep\n"
+        "def build(width=8):\n"
+        "    net = torch.nn.Linear(width, width)\n"
+        "    return TrainingStep(net, torch.ones(2, width), lambda net, x: net(x).sum())\n"
+        "def anything(**settings):\n"
+        "    return build(settings['width'])\n"
+    )
+    for name in ("build", "anything"):
+        step = ["--step", f"{tmp_path / 'steps.py'}:{name}", "--gpu", "RTX 4090", "--json"]
+        assert cli.main(["plan", *step, "--set", "batch_size=4", "--set", "width=512"]) == 0
+        report = json.loads(capsys.readouterr().out)["report"]
+        assert report["before"]["breakdown"]["parameters"] == 512 * 512 * 4 + 512 * 4
+    named = ["plan", "--step", f"{tmp_path / 'steps.py'}:build", "--gpu", "RTX 4090"]
+    assert cli.main([*named, "--set", "batch_size=4,wdith=512"]) == 2
+    assert "did you mean width" in capsys.readouterr().err
+
+
+def test_the_margin_is_kept_free(capsys):
+    answers = []
+    for margin in ("0", "0.5"):
+        cli.main(["plan", CONFIG, "--budget", "10GiB", "--margin", margin, "--json"])
+        answers.append(json.loads(capsys.readouterr().out)["report"]["budget"])
+    assert [answer["usable"] for answer in answers] == [10 * 2**30, 5 * 2**30]
+
+
+def test_without_a_gpu_the_options_of_the_command_line_are_told(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = cli.main(["plan", CONFIG])
+    said = capsys.readouterr().err
+    assert code == 3
+    assert '--budget 24GiB (what PyTorch may reserve) or --gpu "RTX 4090"' in said
+    assert "gpu=" not in said

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vram_guard import TrainingStep, cli, trace
-from vram_guard.cli._compare import _with, parsed
+from vram_guard.cli._configuration import _with, parsed
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.plan.comparison import Configuration, compare
 from vram_guard.report.comparison import comparison_dict, render

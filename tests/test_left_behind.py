@@ -390,3 +390,17 @@ def test_factories_follow_the_default_device_after_a_trace_as_before() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["meta", "meta", "meta"]
+
+
+def test_the_environment_of_later_processes_is_as_before() -> None:
+    """In a process of its own: torch sets a variable when its compiler is first imported."""
+    code = (
+        "import os\n"
+        "before = dict(os.environ)\n"
+        "import torch\n"
+        "from vram_guard import TrainingStep, trace\n"
+        "trace(TrainingStep(lambda: torch.nn.Linear(4, 4), lambda n: torch.zeros(n, 4), lambda m, b: m(b).sum()))\n"
+        "print(sorted(name for name, value in os.environ.items() if before.get(name) != value))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

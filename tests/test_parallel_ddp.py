@@ -305,6 +305,11 @@ def test_an_optimizer_that_cannot_be_built_anew_is_refused() -> None:
         traced(parallel=Parallel(2, kind="zero1"), optimizer=lambda parameters: Own(parameters, 3))
 
 
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:
+    with pytest.raises(UnsupportedTechniqueError, match="LBFGS evaluates the loss itself"):
+        traced(parallel=Parallel(2, kind="zero1"), optimizer=torch.optim.LBFGS)
+
+
 # --- fsdp1 ------------------------------------------------------------------------------------------------------------
 
 

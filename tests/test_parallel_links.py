@@ -71,6 +71,8 @@ def test_what_nobody_says_is_assumed_and_said() -> None:
         ("nvlink9", "unknown link"),
         ("0xib100", "unknown link"),
         ("ib123", "unknown link"),
+        (",", "names nothing"),
+        ("", "names nothing"),
     ],
 )
 def test_a_link_that_makes_no_sense_is_refused(text: str, said: str) -> None:

@@ -20,7 +20,15 @@ class InvalidInputError(VramGuardError, ValueError):
 
 
 class NoDeviceError(VramGuardError, RuntimeError):
-    """No GPU can be read here and neither a budget nor a GPU name was given."""
+    """No GPU can be read here and neither a budget nor a GPU name was given.
+
+    Attributes:
+        problem: why, without the advice that is for callers from Python; "" where the message has no such advice.
+    """
+
+    def __init__(self, message: str, problem: str = "") -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 class DeviceQueryError(VramGuardError, RuntimeError):

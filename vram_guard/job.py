@@ -80,7 +80,7 @@ class JobRun(Protocol):
         ...
 
     def trained_state(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        """The ``state_dict()`` that the optimizer would have after a step, taking no memory; None without one."""
+        """The ``state_dict()`` of the optimizer after a step, taking no memory; None where it cannot be told."""
         ...
 
     def loaded(self, state: Any, map_location: Literal["cpu", "cuda"] = "cpu") -> Any:
@@ -277,7 +277,10 @@ class Saving:
         """The state is made, held until it is written, and dropped."""
         with run.phase("saving", self.label):
             if self.state is None:
-                run.model.state_dict(), None if run.optimizer is None else run.optimizer.state_dict()
+                run.model.state_dict()
+                # ZeroRedundancyOptimizer has one only once it has gathered it, on the host.
+                if run.optimizer is not None and not hasattr(run.optimizer, "consolidate_state_dict"):
+                    run.optimizer.state_dict()
             else:
                 self.state(run.model, run.optimizer)
 
@@ -306,7 +309,7 @@ class Resuming:
             checkpoint = run.loaded((run.model.state_dict(), run.trained_state(run.optimizer)), self.map_location)
             weights, states = checkpoint
             run.model.load_state_dict(weights)
-            if run.optimizer is not None:
+            if run.optimizer is not None and states is not None:
                 run.optimizer.load_state_dict(states)
             if self.keeps:
                 run.hold(checkpoint)

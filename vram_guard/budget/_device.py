@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-from vram_guard.errors import InvalidInputError
+from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
 
 
@@ -68,3 +68,17 @@ def cuda_ordinal(device: object) -> int | None:
     raise InvalidInputError(
         _('device must be a CUDA device (0, "cuda:0", torch.device("cuda", 0)), not {device}', device=repr(device))
     )
+
+
+def no_device(problem: str) -> NoDeviceError:
+    """The error where there is no GPU to plan for.
+
+    Args:
+        problem: why, as the beginning of a sentence.
+    """
+    message = _(
+        '{problem}. Say what to plan for: budget="24GiB" (what PyTorch may reserve) or gpu="RTX 4090" '
+        "(a card by name).",
+        problem=problem,
+    )
+    return NoDeviceError(message, problem)

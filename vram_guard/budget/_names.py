@@ -31,7 +31,7 @@ def differences(wanted: Form, known: Form, size: str) -> int | None:
     """
     known = known | {size}
     named = frozenset(word if word in known else f"{word}gb" for word in wanted)
-    if not named or not named <= known:
+    if not named - {size} or not named <= known:  # an amount of memory alone names no card
         return None
     return len(known - named - {size})
 

@@ -21,6 +21,10 @@ from vram_guard.units import format_bytes, parse_bytes
 DEFAULT_MARGIN = measured_margin().fraction
 
 
+#: An amount without a unit that is smaller was meant in another unit: no card has less than this.
+_LEAST = 2**20
+
+
 @dataclass(frozen=True)
 class Budget:
     """The memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
@@ -89,7 +93,8 @@ class Budget:
             margin: the fraction left free, in [0, 1). None: :data:`DEFAULT_MARGIN`, or the budget's own.
 
         Raises:
-            InvalidInputError: for anything else; for an unknown card the nearest names are listed.
+            InvalidInputError: for anything else, and for a number below 1 MiB without a unit; for an unknown card the
+                nearest names are listed.
 
         Example:
             >>> Budget.of("24GiB", margin=0).usable == 24 * 2**30
@@ -105,6 +110,10 @@ class Budget:
         if isinstance(value, str) and _names_a_card(value):
             return replace(_of_card(find_gpu(value), kept), margin_source=source)
         amount = parse_bytes(value)
+        if amount < _LEAST and str(value).strip().isdigit():
+            raise InvalidInputError(
+                _('budget={count} is {count} bytes: with a unit, such as "{count}GiB"', count=str(value).strip())
+            )
         return cls(amount, amount, kept, "explicit", margin_source=source)
 
     @classmethod

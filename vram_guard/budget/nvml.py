@@ -14,10 +14,10 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.budget._device import DeviceMemory, GpuProcess
+from vram_guard.budget._device import DeviceMemory, GpuProcess, no_device
 from vram_guard.budget._visible import ORDER, VISIBLE, ordered_by_bus, visible_devices
 from vram_guard.budget.host import host_memory
-from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
+from vram_guard.errors import DeviceQueryError, InvalidInputError
 from vram_guard.language import _, marked
 
 if TYPE_CHECKING:
@@ -161,10 +161,9 @@ class Nvml:
         if len(known) == 1:
             return self._slice_of(known[0])
         if visible == []:
-            raise NoDeviceError(
+            raise no_device(
                 _(
-                    "{variable}={value} hides every GPU from CUDA: change it, or give "
-                    'budget="24GiB" or gpu="RTX 4090".',
+                    "{variable}={value} hides every GPU from CUDA",
                     variable=VISIBLE,
                     value=repr(os.environ.get(VISIBLE)),
                 )

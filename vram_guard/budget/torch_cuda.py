@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import runpy
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from vram_guard.budget._device import DeviceMemory
+from vram_guard.budget._device import DeviceMemory, no_device
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
 
@@ -33,6 +37,52 @@ class TorchUse:
     free: int
     reserved: int
     cap: int | None
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build of torch, as its ``torch/version.py`` describes it."""
+
+    version: str
+    cuda: str | None
+    hip: str | None
+
+    def sees_none(self) -> bool:
+        """True if this build surely sees no GPU here: one for CPUs, or one for CUDA where CUDA's driver is missing."""
+        return self.hip is None and (self.cuda is None or not _has_cuda_driver())
+
+
+def installed_build() -> Build | None:
+    """The installed torch, without importing it, which takes seconds; None where that cannot be read."""
+    spec = find_spec("torch")
+    file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
+    if file is None or not file.is_file():
+        return None
+    try:
+        facts = runpy.run_path(str(file))
+    except Exception:  # noqa: BLE001 - a file of another project
+        return None
+    return Build(str(facts.get("__version__", "")), facts.get("cuda"), facts.get("hip"))
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _none_seen(build: Build, why: str) -> NoDeviceError:
+    of_cpu = "" if build.cuda or build.hip else _(" (a CPU build)")
+    return no_device(
+        _(
+            "No GPU can be read on this machine: {why}, and torch {version}{build} sees none",
+            why=why,
+            version=build.version,
+            build=of_cpu,
+        )
+    )
 
 
 def loaded_torch() -> Any | None:
@@ -85,19 +135,12 @@ def read_device(ordinal: int, why: str) -> tuple[DeviceMemory, TorchUse]:
         DeviceQueryError: CUDA does not answer.
         InvalidInputError: torch sees no device of this number.
     """
+    build = installed_build()
+    if loaded_torch() is None and build is not None and build.sees_none():
+        raise _none_seen(build, why)
     torch = loaded_torch() or import_module("torch")
     if not torch.cuda.is_available():
-        build = "" if torch.version.cuda or torch.version.hip else _(" (a CPU build)")
-        raise NoDeviceError(
-            _(
-                "No GPU can be read on this machine: {why}, and torch {version}{build} sees none. Say what to plan "
-                "for: "
-                'budget="24GiB" (what PyTorch may reserve) or gpu="RTX 4090" (a card by name).',
-                why=why,
-                version=torch.__version__,
-                build=build,
-            )
-        )
+        raise _none_seen(Build(torch.__version__, torch.version.cuda, torch.version.hip), why)
     use = _use_of(torch, ordinal)
     properties = torch.cuda.get_device_properties(ordinal)
     note = _("read through torch alone ({why}): other processes cannot be listed", why=why)

@@ -110,6 +110,24 @@ def load_value(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
         raise InvalidInputError(_("{name} raised {error}", name=name, error=f"{_kind(error)}: {error}")) from error
 
 
+def parameters_of(name: str) -> frozenset[str] | None:
+    """The arguments that a named callable has parameters for; None where it takes any.
+
+    Raises:
+        InvalidInputError: as :func:`load_object`.
+    """
+    found = load_object(name)
+    if isinstance(found, (TrainingStep, Mapping)) or not callable(found):
+        return frozenset()
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        return frozenset()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return None
+    return frozenset(parameters)
+
+
 def _parts(name: object) -> tuple[str, str]:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise InvalidInputError(_("a name must be text such as package.module:function, not {kind}", kind=_kind(name)))

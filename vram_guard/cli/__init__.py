@@ -22,7 +22,7 @@ from vram_guard.cli._arguments import fill_from_settings, with_dashes
 from vram_guard.cli._parsing import Parser, argparse_locale
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA, tell
-from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
 from vram_guard.settings import Setting, settings
 
@@ -95,7 +95,7 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
         code = run(options)
         sys.stdout.flush()
     except VramGuardError as error:
-        tell(str(error))
+        tell(_said(error))
         return _exit_code(error)
     except BrokenPipeError:
         # The reader has seen enough (`| head`). Python would complain once more when it flushes at exit.
@@ -134,6 +134,17 @@ def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
             if command and command not in _COMMANDS:
                 return wanted, [*rest, *words]
     return wanted, list(with_dashes(rest))
+
+
+def _said(error: VramGuardError) -> str:
+    """The message, with the options of the command line where it has an advice."""
+    if isinstance(error, NoDeviceError) and error.problem:
+        return _(
+            '{problem}. Say what to plan for: --budget 24GiB (what PyTorch may reserve) or --gpu "RTX 4090" '
+            "(a card by name).",
+            problem=error.problem,
+        )
+    return str(error)
 
 
 def _exit_code(error: VramGuardError) -> int:

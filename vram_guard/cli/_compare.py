@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.cli._arguments import checked_margin
+from vram_guard.cli._configuration import configuration, parsed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.printing import print_json, tell
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from vram_guard.plan.comparison import Comparison, Configuration
     from vram_guard.releases.required import RequiredReleases
     from vram_guard.step import TrainingStep
-
-_RATES = ("lr", "learning_rate")
 
 
 def add(commands: Any) -> None:
@@ -71,22 +71,23 @@ def add_variants(commands: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
-    add_options(parser, *DEVICE, "json")
+    add_options(parser, *DEVICE, "margin", "json")
     add_options(parser, "allow", default=allow)
     add_release_options(parser)
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from vram_guard.budget import Budget
     from vram_guard.plan.comparison import compare
     from vram_guard.plan.techniques import DEFAULT_ALLOW
 
+    budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     required = required_releases(options)
     configurations = tuple(_configurations(options))
     answer = compare(
         configurations,
-        options.budget,
-        gpu=options.gpu,
+        budget,
         allow=allow,
         lr_rule=options.lr_rule,
         progress=tell_progress,
@@ -96,8 +97,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _variants(options: argparse.Namespace) -> int:
+    from vram_guard.budget import Budget
     from vram_guard.plan.variants import variants
 
+    budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
     required = required_releases(options)
     steps = dict[str, "TrainingStep"]()
     for name, step in _named(options.names):
@@ -107,8 +110,7 @@ def _variants(options: argparse.Namespace) -> int:
     answer = variants(
         steps,
         options.batch_size,
-        options.budget,
-        gpu=options.gpu,
+        budget,
         allow=listed(options.allow),
         prefer=options.prefer,
         progress=tell_progress,
@@ -145,82 +147,6 @@ def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
     base = configs[0][1] if configs else {}
     for text, change in zip(options.set or (), changes, strict=True):
         yield configuration(text, base, change, options.step)
-
-
-def parsed(text: str) -> dict[str, Any]:
-    """``batch_size=8,precision=bf16-mixed`` as a mapping; values as YAML reads them."""
-    import yaml
-
-    values = {}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        if not equals or not name.strip():
-            raise InvalidInputError(_("--set is NAME=VALUE,NAME=VALUE, not {text}", text=repr(text)[:60]))
-        try:
-            values[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InvalidInputError(_("--set: {value} is not a valid value", value=repr(value)[:60])) from None
-    return values
-
-
-def configuration(name: str, config: dict[str, Any], change: dict[str, Any], step_name: str | None) -> Configuration:
-    """Read a training from a config, with some values changed.
-
-    Args:
-        name: for messages and tables.
-        config: a file's entries; may be empty.
-        change: entries that are put in their place.
-        step_name: of the step, before the config's own.
-
-    Raises:
-        InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
-    """
-    from vram_guard.capture.config_step import is_buildable, step_from_config
-    from vram_guard.closed_form.from_config import parse_request
-    from vram_guard.plan.comparison import Configuration
-
-    merged = _with(config, change)
-    given = parse_request(merged, {"model": step_name})
-    if not is_buildable(given.model):
-        raise InvalidInputError(
-            _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
-        )
-    if "batch" not in given.numbers:
-        raise InvalidInputError(_("{name} has no batch size", name=name))
-    step = step_from_config(given, merged)
-    step = step.with_(
-        precision=given.precision or step.precision, accumulate=given.numbers.get("accumulate", step.accumulate)
-    )
-    return Configuration(name, step, given.numbers["batch"], _rate(merged))
-
-
-def _with(config: Any, change: dict[str, Any]) -> dict[str, Any]:
-    """The config with these values in place of its entries of the same names, wherever they stand; else at the top."""
-    from vram_guard.closed_form.from_config import ELSEWHERE
-
-    left = dict(change)
-
-    def walk(section: dict[Any, Any]) -> dict[str, Any]:
-        made = dict[str, Any]()
-        for key, value in section.items():
-            if isinstance(value, dict):
-                made[str(key)] = value if str(key).lower() in ELSEWHERE else walk(value)
-                continue
-            made[str(key)] = change.get(str(key), value)
-            left.pop(str(key), None)
-        return made
-
-    return {**walk(config), **left}
-
-
-def _rate(config: dict[str, Any]) -> float | None:
-    """The learning rate; of several, the first."""
-    from vram_guard.config_file import leaves
-    from vram_guard.optimize.names import number
-
-    found = [number(value) for path, value in leaves(config) if path.rpartition(".")[2] in _RATES]
-    known = [value for value in found if value is not None and value > 0]
-    return known[0] if known else None
 
 
 def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
@@ -123,7 +126,7 @@ def _gpu_at_hand() -> tuple[str, bool]:
     try:
         return Budget.resolve().explain(), False
     except NoDeviceError as error:
-        return str(error), False
+        return error.problem or str(error), False
     except DeviceQueryError as error:
         return str(error), True
 
@@ -160,9 +163,27 @@ def _integrations() -> dict[str, str]:
 
 def _adapter_state(entry: EntryPoint) -> str:
     try:
-        adapter = entry.load()
-        for name in adapter.__all__:
-            getattr(adapter, name)
+        with _standard_error_dropped():
+            adapter = entry.load()
+            for name in adapter.__all__:
+                getattr(adapter, name)
     except ImportError as error:
         return str(error)
     return marked("ready")
+
+
+@contextmanager
+def _standard_error_dropped() -> Iterator[None]:
+    """What libraries warn of while they are imported has nothing to do with whether they can be."""
+    import os
+
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)

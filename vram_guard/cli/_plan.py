@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from vram_guard.cli._arguments import count, whole_number
-from vram_guard.cli._compare import configuration, listed, parsed, tell_progress
+from vram_guard.cli._arguments import checked_margin, count, whole_number
+from vram_guard.cli._compare import listed, tell_progress
+from vram_guard.cli._configuration import configuration, parsed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
@@ -28,7 +29,7 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
-    add_options(parser, "step", *DEVICE, "allow", "cudnn", "json")
+    add_options(parser, "step", *DEVICE, "margin", "allow", "cudnn", "json")
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
     several.add_argument(
@@ -46,7 +47,9 @@ def add(commands: Any) -> None:
     several.add_argument(
         "--compare-gpus", metavar="N,M", help=_("other numbers of GPUs for the same training, as a table")
     )
-    parser.add_argument("--set", default="", metavar="A=1,B=2", help=_("values in place of the config's"))
+    parser.add_argument(
+        "--set", action="append", metavar="A=1,B=2", help=_("values in place of the config's; repeatable")
+    )
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
@@ -73,19 +76,19 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.report.text import show
 
     check_pictures(options)
+    budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
     required = required_releases(options)
     cards = listed(options.cards or "")
     for card in cards:
         Budget.of(card)  # an unknown one is an error before any work
     name = options.title or (Path(options.config).name if options.config else options.step or "")
     config = load_config(options.config) if options.config else {}
-    one = configuration(name, config, parsed(options.set) if options.set else {}, options.step)
+    one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, options.step)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
-    amount = {"budget": options.budget, "gpu": options.gpu}
     made = plan(
         one.step,
         one.batch_size,
-        **amount,
+        budget,
         allow=allow,
         cudnn=options.cudnn,
         **_several(options),

@@ -46,8 +46,14 @@ MIXED: Final = ("use_amp", "amp", "use_mixed_precision", "mixed_precision", "fp1
 MEMORY: Final = ("gpu_memory", "gpu_memory_gb", "memory", "vram")
 GPU: Final = ("gpu", "gpu_name", "device_name")
 STEP: Final = ("step", "target", "model_path", "config_path")
+_MODEL: Final = ("model", "model_name", "model_type")
 #: Sections that say nothing about a training step.
 ELSEWHERE: Final = frozenset({"val", "valid", "validation", "test", "eval", "evaluation", "predict", "inference"})
+
+#: Every name that is read from a config, in lower case.
+READ: Final = frozenset(
+    {*(name for names in NAMES.values() for name in names), *RESOLUTION, *MIXED, *MEMORY, *GPU, *STEP, *_MODEL}
+)
 
 _PRECISION_WORDS: Final = {
     "fp16": "16-mixed",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.parallel.meshes import mesh_of
+from vram_guard.techniques.optimizers import needs_closure
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +68,18 @@ def divided_states(optimizer: torch.optim.Optimizer, mesh: Any) -> torch.optim.O
     """ZeroRedundancyOptimizer over the same parameters: each rank has the states of its part of them.
 
     Raises:
-        UnsupportedTechniqueError: the optimizer cannot be built anew from its settings.
+        UnsupportedTechniqueError: the optimizer evaluates the loss itself, or cannot be built anew from its settings.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    if needs_closure(optimizer):
+        raise UnsupportedTechniqueError(
+            _(
+                "{optimizer} evaluates the loss itself and needs the gradients of all parameters at once: its states "
+                "cannot be divided (zero1)",
+                optimizer=type(optimizer).__name__,
+            )
+        )
     kind = type(optimizer)
     taken = inspect.signature(kind).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in taken}

@@ -140,7 +140,10 @@ def _words(text: object) -> list[str]:
         return []
     if not isinstance(text, str):
         raise InvalidInputError(_('link must be text such as "nvlink,ib400", not {value}', value=repr(text)[:60]))
-    return [word.strip().lower() for word in text.split(",") if word.strip()]
+    words = [word.strip().lower() for word in text.split(",") if word.strip()]
+    if not words:
+        raise InvalidInputError(_('link names nothing; give text such as "nvlink,ib400", or leave it out'))
+    return words
 
 
 def _link(word: str, gpu: GPU | None) -> Link:

@@ -67,8 +67,8 @@ class Why(Enum):
     )
     STEP_DOES_NOT_HELP = marked("No change of the training step makes the whole run fit.")
     SMALLER_EVALUATION = marked(
-        "With batches of {size} in place of {batch}, {phase} fits beside the step, and nothing that is learned changes: "
-        "this is not applied by itself."
+        "With batches of {size} in place of {batch}, {phase} fits beside the step; what is learned stays the same. "
+        "It is not applied."
     )
     NO_EVALUATION = marked("Not even batches of one sample make {phase} fit beside the step.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,12 @@ def no_such_form(optimizer: torch.optim.Optimizer, form: OptimizerForm) -> str:
     if form == "8bit":
         return _no_eight_bit(optimizer, name)
     return ""
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """True for optimizers that evaluate the loss themselves, several times a step (LBFGS)."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _torch_class(optimizer: torch.optim.Optimizer) -> str:

@@ -96,6 +96,15 @@ class Estimate:
         """
         return budget.holds(self.corrected(correction), self.tier, self.network)
 
+    @property
+    def first_steps(self) -> tuple[int, int]:
+        """Peak allocated and reserved until the end of the first training steps: the whole run's where that is all."""
+        at = next((index for index, phase in enumerate(self.phases, 1) if phase.name == "training"), 0)
+        if not at:
+            return self.peak_allocated, self.peak_reserved
+        until = self.phases[:at]
+        return max(phase.peak_allocated for phase in until), max(phase.peak_reserved for phase in until)
+
     def steps_until_full(self, budget: Budget) -> int | None:
         """Optimizer steps after which leaks have filled the budget; None where nothing grows."""
         grows = sum(leak.bytes_per_step for leak in self.leaks)

@@ -48,6 +48,9 @@ PLACE = "_vram_guard_place"
 #: Categories of which a parameter has one.
 _OF_PARAMETERS = frozenset({"gradients", "optimizer_states", "parameters"})
 
+#: Functions of ours that run a step: what called them is not the step's.
+_BEGINNINGS = frozenset({"run_step", "_traced_step"})
+
 #: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
 
@@ -555,7 +558,7 @@ def _label(frame: FrameType) -> str | None:
     name = code.co_filename
     if str(frame.f_globals.get("__name__")).startswith(_ADAPTERS):
         return None
-    if code.co_name == "run_step" and name.startswith(_OWN_ROOT):
+    if code.co_name in _BEGINNINGS and name.startswith(_OWN_ROOT):
         return ""
     if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
         return None

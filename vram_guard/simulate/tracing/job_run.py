@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from vram_guard.checks import checked_count, known_names, one_of
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.timeline import FOLLOWED_STEPS, PHASE_NAMES, Growth, PhaseName
@@ -87,12 +87,12 @@ class PlayedRun:
         if changes or label != self._label:
             self._before, self._label = None, label
         for _step in range(steps):
-            self._step()
+            self._traced_step()
         if self._loop.step.keeps == "nothing":
             self._loop.batch = None
         self._recorder.label = ""
 
-    def _step(self) -> None:
+    def _traced_step(self) -> None:
         """One optimizer step; what it leaves behind, where the step before was one like it."""
         self._steps += 1
         first = self._recorder.blocks_so_far
@@ -157,36 +157,73 @@ class PlayedRun:
         return batch_source(batch)(batch_size)
 
     def trained_state(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        """The state dict of a copy of the optimizer after a step, over parameters that take no memory."""
+        """The optimizer's state dict after a step over twins of its parameters, which take no memory."""
         if optimizer is None:
             return None
-        with self._recorder.aside():
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            twins = [torch.empty_like(p).requires_grad_(p.requires_grad) for p in own]
-            copied = copy.deepcopy(optimizer, {id(p): twin for p, twin in zip(own, twins, strict=True)})
-            for twin in twins:
-                if twin.requires_grad:
-                    twin.grad = torch.empty_like(twin)
-            copied.step()
-            return copied.state_dict()
+        before = dict(vars(optimizer))
+        try:
+            with self._recorder.aside():
+                return _state_after_a_step(optimizer)
+        except Exception as error:  # noqa: BLE001 - other people's optimizers
+            said = Message(
+                "the states of {optimizer} in a checkpoint are not counted: {error}",
+                optimizer=type(optimizer).__name__,
+                error=f"{type(error).__name__}: {error}",
+            )
+            self._recorder.note(said, tier="partly symbolic")
+            return None
+        finally:
+            vars(optimizer).clear()
+            vars(optimizer).update(before)
 
     def loaded(self, state: Any, map_location: Literal["cpu", "cuda"] = "cpu") -> Any:
         """The state with tensors of its own."""
         made: dict[int, torch.Tensor] = {}
+        return pytree.tree_map(lambda leaf: self._loaded(leaf, map_location, made), state)
 
-        def load(tensor: torch.Tensor) -> torch.Tensor:
-            if not is_symbolic(tensor):
-                return tensor.clone()
-            key = tensor.untyped_storage()._cdata
-            if key not in made:
-                with self._recorder.aside():
-                    made[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
-                self._recorder.put(made[key], map_location, operator="torch.load")
-            memory = made[key].view(tensor.dtype)
-            return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-        return pytree.tree_map(lambda leaf: load(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
+    def _loaded(self, leaf: Any, place: Literal["cpu", "cuda"], made: dict[int, torch.Tensor]) -> Any:
+        """A tensor of a checkpoint, in memory of its own; views of one storage share it, as in the file."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if hasattr(leaf, "__tensor_flatten__"):  # a wrapper around others: DTensor, 8-bit states
+            names, context = leaf.__tensor_flatten__()
+            inner = {name: self._loaded(getattr(leaf, name), place, made) for name in names}
+            wrapper: Any = type(leaf)
+            return wrapper.__tensor_unflatten__(inner, context, leaf.size(), leaf.stride())
+        if not is_symbolic(leaf):
+            return leaf.clone()
+        key = leaf.untyped_storage()._cdata
+        if key not in made:
+            with self._recorder.aside():
+                made[key] = torch.empty(leaf.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+            self._recorder.put(made[key], place, operator="torch.load")
+        return made[key].view(leaf.dtype).as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
 
     def hold(self, value: Any) -> None:
         """Keep a value."""
         self._held.append(value)
+
+
+def _state_after_a_step(optimizer: torch.optim.Optimizer) -> Any:
+    """The state dict of this very optimizer, stepped with other parameters; its attributes are left changed."""
+    twins = {
+        parameter: torch.empty_like(parameter).requires_grad_(parameter.requires_grad)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for twin in twins.values():
+        if twin.requires_grad:
+            twin.grad = torch.empty_like(twin)
+    state = ((twins.get(key, key), pytree.tree_map(_copied, value)) for key, value in optimizer.state.items())
+    optimizer.state = defaultdict(dict, state)
+    optimizer.param_groups = [
+        {**group, "params": [twins[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    # Without hooks, and without what schedulers put around it.
+    vars(optimizer).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    type(optimizer).step(optimizer)
+    return optimizer.state_dict()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +16,7 @@ from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
+from vram_guard.techniques.optimizers import needs_closure
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -78,7 +78,7 @@ class Loop:
     def _run(self, numbers: Iterable[int]) -> None:
         if self.optimizer is None:
             return self._infer(numbers)
-        if _needs_closure(self.optimizer):
+        if needs_closure(self.optimizer):
             return self._run_with_closure(self.optimizer, numbers)
         rounds = traced_micro_batches(self.step)
         for number in numbers:
@@ -228,11 +228,6 @@ class Loop:
 def traced_micro_batches(step: TrainingStep) -> int:
     """Two show all there is to see: the first makes gradients, every other one adds to them."""
     return min(step.accumulate, 2)
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def scalar_loss(result: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FunctionType
@@ -54,6 +55,9 @@ from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
 from vram_guard.timeline import Growth, Note, Timeline
+
+#: Where torch's compiler keeps its results; torch's own default where nobody has set it.
+_INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -107,7 +111,10 @@ def prepare_torch() -> None:
         UnsupportedStepError: this torch lacks what a trace needs.
     """
     check_torch()
+    before = os.environ.get(_INDUCTOR_CACHE)
     importlib.import_module("torch._dynamo")
+    if before is None:  # that import sets it, and the processes that the user starts would inherit it
+        os.environ.pop(_INDUCTOR_CACHE, None)
 
 
 @contextlib.contextmanager

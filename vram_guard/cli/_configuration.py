@@ -1,0 +1,114 @@
+"""A training as the command line describes it: a config, values in place of its own (``--set``), the name of a step."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
+
+if TYPE_CHECKING:
+    from vram_guard.plan.comparison import Configuration
+
+_RATES = ("lr", "learning_rate")
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """``batch_size=8,precision=bf16-mixed`` as a mapping; values as YAML reads them."""
+    import yaml
+
+    values = dict[str, Any]()
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip():
+            raise InvalidInputError(_("--set is NAME=VALUE,NAME=VALUE, not {text}", text=repr(text)[:60]))
+        if name.strip() in values:
+            raise InvalidInputError(_("--set gives {name} twice", name=name.strip()))
+        try:
+            values[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InvalidInputError(_("--set: {value} is not a valid value", value=repr(value)[:60])) from None
+    return values
+
+
+def configuration(name: str, config: dict[str, Any], change: dict[str, Any], step_name: str | None) -> Configuration:
+    """Read a training from a config, with some values changed.
+
+    Args:
+        name: for messages and tables.
+        config: a file's entries; may be empty.
+        change: entries that are put in their place.
+        step_name: of the step, before the config's own.
+
+    Raises:
+        InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
+    """
+    from vram_guard.capture.config_step import is_buildable, step_from_config
+    from vram_guard.closed_form.from_config import parse_request
+    from vram_guard.plan.comparison import Configuration
+
+    merged = _with(config, change)
+    given = parse_request(merged, {"model": step_name})
+    if not is_buildable(given.model):
+        raise InvalidInputError(
+            _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
+        )
+    if "batch" not in given.numbers:
+        raise InvalidInputError(_("{name} has no batch size", name=name))
+    _check_used(change, config, given.model)
+    step = step_from_config(given, merged)
+    step = step.with_(
+        precision=given.precision or step.precision, accumulate=given.numbers.get("accumulate", step.accumulate)
+    )
+    return Configuration(name, step, given.numbers["batch"], _rate(merged))
+
+
+def _check_used(change: dict[str, Any], config: dict[str, Any], model: str | None) -> None:
+    """Refuse values that nothing would read: a misspelt name changes nothing, and the answer would be another's.
+
+    Raises:
+        InvalidInputError: names the nearest one that is read.
+    """
+    from vram_guard.capture.object_reference import parameters_of
+    from vram_guard.closed_form.from_config import READ
+    from vram_guard.config_file import leaves
+
+    taken = parameters_of(model) if model is not None and ":" in model else frozenset()
+    if taken is None:
+        return
+    known = {*READ, *_RATES, *taken, *(path.rpartition(".")[2] for path, _value in leaves(config))}
+    for name in change:
+        if name not in known and name.lower() not in READ:
+            near = get_close_matches(name, sorted(known), n=3)
+            hint = _("; did you mean {names}?", names=", ".join(near)) if near else ""
+            raise InvalidInputError(_("--set {name}: nothing reads a value of this name", name=name) + hint)
+
+
+def _with(config: Any, change: dict[str, Any]) -> dict[str, Any]:
+    """The config with these values in place of its entries of the same names, wherever they stand; else at the top."""
+    from vram_guard.closed_form.from_config import ELSEWHERE
+
+    left = dict(change)
+
+    def walk(section: dict[Any, Any]) -> dict[str, Any]:
+        made = dict[str, Any]()
+        for key, value in section.items():
+            if isinstance(value, dict):
+                made[str(key)] = value if str(key).lower() in ELSEWHERE else walk(value)
+                continue
+            made[str(key)] = change.get(str(key), value)
+            left.pop(str(key), None)
+        return made
+
+    return {**walk(config), **left}
+
+
+def _rate(config: dict[str, Any]) -> float | None:
+    """The learning rate; of several, the first."""
+    from vram_guard.config_file import leaves
+    from vram_guard.optimize.names import number
+
+    found = [number(value) for path, value in leaves(config) if path.rpartition(".")[2] in _RATES]
+    known = [value for value in found if value is not None and value > 0]
+    return known[0] if known else None
