@@ -12,6 +12,7 @@ from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
+from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -74,4 +75,5 @@ class FollowingPhase(LoopPhase):
             return self._copy(sample, entered.task, entered.parent)
 
     def _copy(self, sample: Sample, task: ForkTask, parent: ParentPipe) -> ForkedPhase:
-        return ForkedPhase(self.run, self.loop, sample, task, parent)
+        phase = WholeJobPhase if task.whole_job else ForkedPhase
+        return phase(self.run, self.loop, sample, task, parent)

@@ -19,3 +19,5 @@ class ForkTask:
     """How the arguments of the models are cut into slices, where they are."""
     first_look: bool = False
     """True if the profile of the loop is wanted too: as written, at its own batch size."""
+    whole_job: bool = False
+    """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
