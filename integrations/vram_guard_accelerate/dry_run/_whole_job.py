@@ -41,7 +41,7 @@ _SAVING = {
 class WholeJobPhase(ForkedPhase):
     """The training in a copy, beyond its first steps: evaluation, saving, the next epoch.
 
-    The training's loader comes to its end early. Evaluations get two batches, of which the second stands for the others.
+    The training's loader ends early. Evaluations get two batches, of which the second stands for all others.
     """
 
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:

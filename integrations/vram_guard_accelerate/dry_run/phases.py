@@ -15,6 +15,7 @@ from vram_guard.language import _
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
+from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -39,6 +40,7 @@ class DryRun:
         may_shard: whether the plan may keep parameters on the host (FSDP2).
         sharding: what is changed of how the launch, or the script, shards the model.
         may_prove: whether a changed plan may be proven by running it.
+        early_writes: what it writes before ``prepare``; None: it is followed from there on only.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class DryRun:
         may_shard: bool = False,
         sharding: ShardingChange = AS_LAUNCHED,
         may_prove: bool = False,
+        early_writes: EarlyWrites | None = None,
     ) -> None:
         self.shape = shape
         self.decide = decide
@@ -58,6 +61,7 @@ class DryRun:
         self.may_prove = may_prove
         self.proof_server: ForkServer | None = None
         self.phase = Phase(self)
+        self.early_writes = early_writes
 
 
 class BatchIterator:
@@ -123,6 +127,9 @@ class Phase:
 
     def differentiates(self) -> None:
         """A backward pass of the script."""
+
+    def differentiates_for_real(self) -> None:
+        """Gradients are about to be computed, by whatever way."""
 
     def clips(self, parameters: Any) -> Any:
         """The script clips the gradients of these parameters; the same ones, to be clipped."""
