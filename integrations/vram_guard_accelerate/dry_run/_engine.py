@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
     from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 
-# ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
+
 
 
 def plugin_of(given: Any) -> Any:

@@ -48,6 +48,8 @@ class FollowedLoop:
             on_cpu=parse_flag_from_env(ON_CPU),
         )
         self.tracer.begin()
+        if run.early_writes is not None:
+            run.early_writes.watches = False
         side_effects.discard_file_writes()
         _subprocess_policy.refuse_processes(stopped)
         self.tracer.adopt(moved)

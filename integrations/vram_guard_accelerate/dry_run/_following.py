@@ -15,6 +15,7 @@ from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
+from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_again, longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
@@ -83,4 +84,5 @@ class FollowingPhase(LoopPhase):
             return self._copy(entered.task, entered.parent)
 
     def _copy(self, task: ForkTask, parent: ParentPipe) -> ForkedPhase:
-        return ForkedPhase(self.run, self.loop, self._sample, task, parent)
+        phase = WholeJobPhase if task.whole_job else ForkedPhase
+        return phase(self.run, self.loop, self._sample, task, parent)

@@ -23,3 +23,5 @@ class ForkTask:
     """Samples of a batch as the loader makes it, where they are given."""
     first_look: bool = False
     """True if the profile of the loop is wanted too: as written, at its own batch size."""
+    whole_job: bool = False
+    """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
@@ -24,6 +24,8 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, Loop
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from vram_guard.timeline import Timeline
 
 #: Slices of a batch that are followed: the first makes gradients, every other one adds to them.
 SLICES = 2
@@ -143,7 +145,11 @@ class ForkedPhase(LoopPhase):
         if not self._state:
             self._state = state_of(self.loop.models)
         if number > 2 or (number == 2 and not self.loop.optimizers_behind):
-            self._parent.send(self._result())
+            self.followed()
+
+    def followed(self) -> None:
+        """Two steps were taken, or more."""
+        self.answer()
 
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
@@ -152,15 +158,23 @@ class ForkedPhase(LoopPhase):
     def ended(self) -> None:
         """Send what was seen of a script that came to its end before its second step."""
         if self.loop.tracer.steps:
-            self._parent.send(self._result())
+            self.answer()
         message = _("the script ended after {count} batches without an optimizer step", count=self.loop.batches)
         self._parent.send(DryRunFailure.unsupported(message))
 
     # --- the answer -------------------------------------------------------------------------------------------
 
+    def answer(self) -> NoReturn:
+        """Send what was seen, and end."""
+        self._parent.send(self._result())
+
+    def timeline(self) -> Timeline:
+        """Everything that the loop did."""
+        return self.loop.tracer.timeline(self._request.batch_size, self._request.precision)
+
     def _result(self) -> TraceResult:
-        request, observer, at = self._request, self.run.observer, self.loop.batches_at_steps
-        timeline = self.loop.tracer.timeline(request.batch_size, request.precision)
+        observer, at = self.run.observer, self.loop.batches_at_steps
+        timeline = self.timeline()
         between = max(1, at[1] - at[0] if len(at) > 1 else self.loop.batches)
         facts = LoopFacts(
             batches_per_step=between,

@@ -37,6 +37,8 @@ class ScriptObservations:
     resumed: ResumedCheckpoint = field(default_factory=ResumedCheckpoint)
     precision_given: str = ""
     """The precision that the script itself passes to the Accelerator; "" where it passes none."""
+    uses_accelerate: bool = False
+    """The script has made an Accelerator."""
     reads_precision: bool = False
     """The script asked the Accelerator for its precision, and may have acted on the answer."""
     by_trainer: bool = False

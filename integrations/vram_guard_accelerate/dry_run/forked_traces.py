@@ -14,13 +14,16 @@ from vram_guard.longest.wish import Wish
 from vram_guard.plan.source import TraceRequest
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard.timeline import Timeline
+from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import agreed_layouts
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import Fork
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult
+
+#: What is asked of a copy, and whether of the whole job.
+_Asked = tuple[TraceRequest, bool]
 
 T = TypeVar("T", bound=TraceResult)
 
@@ -38,8 +41,8 @@ class ForkedTraces:
     def __init__(self, first: FirstBatch) -> None:
         self._first = first
         self._compares_samples = False
-        self._answers: dict[TraceRequest, TraceResult] = {}
-        self._running: dict[TraceRequest, Fork] = {}
+        self._answers: dict[_Asked, TraceResult] = {}
+        self._running: dict[_Asked, Fork] = {}
         self.layouts: tuple[Layout | None, ...] = (None,) * len(first.models)
         """How the models' arguments are cut in copies that work in slices."""
         self.why_not_sliced = ""
@@ -51,7 +54,7 @@ class ForkedTraces:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
         request = TraceRequest(self._first.sample.batch_size, self._first.precision)
         found = _answer_of(forks.fork(ForkTask(request, first_look=True)), FirstLook)
-        self._answers[request] = found
+        self._answers[request, False] = found
         self._compares_samples = found.facts.compares_samples
         return found
 
@@ -69,27 +72,37 @@ class ForkedTraces:
         """:attr:`vram_guard.plan.source.Source.trace` of the script's loop."""
         return self._answer(request).timeline
 
-    def _answer(self, request: TraceRequest) -> TraceResult:
-        if request in self._answers:
-            return self._answers[request]
+    def whole_job(self, request: TraceRequest) -> Timeline:
+        """The same with what the script does besides its steps, as far as that can be followed."""
+        try:
+            return self._answer(request, whole_job=True).timeline
+        except VramGuardError as error:
+            alone = self.trace(request)
+            note = Note(_("what the script does besides its training steps is not included ({why})", why=error))
+            return replace(alone, notes=(*alone.notes, note))
+
+    def _answer(self, request: TraceRequest, *, whole_job: bool = False) -> TraceResult:
+        if (request, whole_job) in self._answers:
+            return self._answers[request, whole_job]
         # The planner asks for these two one after the other: they run side by side.
         sizes = TRACED_SIZES if request.batch_size == TRACED_SIZES[0] else (request.batch_size,)
-        for wanted in (replace(request, batch_size=size) for size in sizes):
+        for wanted in ((replace(request, batch_size=size), whole_job) for size in sizes):
             if wanted not in self._answers and wanted not in self._running:
-                self._running[wanted] = self._fork(wanted)
+                self._running[wanted] = self._fork(*wanted)
         try:
-            answer = self._answers[request] = _answer_of(self._running.pop(request), TraceResult)
+            copy = self._running.pop((request, whole_job))
+            answer = self._answers[request, whole_job] = _answer_of(copy, TraceResult)
         except VramGuardError as error:
             self.why_not_sliced = str(error) if request.slices_of_model > 1 else self.why_not_sliced
             self.why_not_sharded = str(error) if request.recipe.parameters_on_host else self.why_not_sharded
             raise
         return answer
 
-    def _fork(self, request: TraceRequest) -> Fork:
+    def _fork(self, request: TraceRequest, whole_job: bool) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
         sample = self._first.sample
         numbers = next((part.numbers for part in sample.parts), ())
-        task = ForkTask(request, self._compares_samples, self.layouts, numbers, sample.batch_size)
+        task = ForkTask(request, self._compares_samples, self.layouts, numbers, sample.batch_size, whole_job=whole_job)
         if request.recipe.parameters_on_host and self._first.fork_server is not None:
             return self._first.fork_server.fork(task)
         return forks.fork(task)

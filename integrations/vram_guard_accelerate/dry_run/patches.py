@@ -29,11 +29,14 @@ def install(run: DryRun) -> None:
 
     side_effects.discard_library_writes()
     side_effects.close_stdin(stopped)
+    if run.early_writes is not None:
+        run.early_writes.install()
     _refuse_processes()
     _refuse_local_sgd()
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
     run.script.options.watch()
     run.observer.install()
+    wrap(torch.autograd, "backward", partial(_differentiated, run))
     wrap(Accelerator, "__init__", partial(_accelerator_made, run))
     for name in ("prepare", "prepare_model"):
         wrap(Accelerator, name, lambda original, self, *args, **kwargs: run.phase.prepare(original, self, args, kwargs))
@@ -54,6 +57,7 @@ def install(run: DryRun) -> None:
 def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     made = given.pop("self")
+    run.script.uses_accelerate = True
     if given.get("mixed_precision") is not None:
         run.script.precision_given = str(given["mixed_precision"])
     if given.get("megatron_lm_plugin") is not None:
@@ -111,6 +115,11 @@ def _take_for_distributed(arguments: Any, ranks: int) -> None:
 
 def _backward(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
     run.phase.differentiates()
+    return original(*args, **kwargs)
+
+
+def _differentiated(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
+    run.phase.differentiates_for_real()
     return original(*args, **kwargs)
 
 

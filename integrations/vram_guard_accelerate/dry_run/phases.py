@@ -16,6 +16,7 @@ from vram_guard.longest.wish import Wish
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
+from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -41,6 +42,7 @@ class DryRun:
         sharding: what is changed of how the launch, or the script, shards the model.
         may_prove: whether a changed plan may be proven by running it.
         wish: the batch that is planned for.
+        early_writes: what it writes before ``prepare``; None: it is followed from there on only.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class DryRun:
         sharding: ShardingChange = AS_LAUNCHED,
         may_prove: bool = False,
         wish: Wish = Wish(),  # noqa: B008 - a value
+        early_writes: EarlyWrites | None = None,
     ) -> None:
         self.shape = shape
         self.decide = decide
@@ -62,6 +65,7 @@ class DryRun:
         self.wish = wish
         self.proof_server: ForkServer | None = None
         self.phase = Phase(self)
+        self.early_writes = early_writes
 
 
 class BatchIterator:
@@ -127,6 +131,9 @@ class Phase:
 
     def differentiates(self) -> None:
         """A backward pass of the script."""
+
+    def differentiates_for_real(self) -> None:
+        """Gradients are about to be computed, by whatever way."""
 
     def clips(self, parameters: Any) -> Any:
         """The script clips the gradients of these parameters; the same ones, to be clipped."""

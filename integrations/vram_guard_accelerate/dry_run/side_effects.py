@@ -77,7 +77,7 @@ def discard_file_writes() -> None:
     """
     import torch
 
-    in_cache = _below_caches()
+    in_cache = below_caches()
     for module, names in FILES.items():
         for name in names:
             wrap(module, name, partial(_nothing_outside, in_cache))
@@ -101,7 +101,8 @@ def discard_file_writes() -> None:
                 wrap(cls, name, _nothing)
 
 
-def _below_caches() -> Callable[[Any], bool]:
+def below_caches() -> Callable[[Any], bool]:
+    """A function that is true for paths in the caches of Hugging Face's libraries."""
     from huggingface_hub import constants
 
     named = (constants.HF_HOME, *(os.environ.get(name, "") for name in CACHES))

@@ -11,6 +11,7 @@ from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
 from vram_guard.guard.refusals import Refusal, beside_layout, splitting_notes
+from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source
@@ -30,6 +31,13 @@ from vram_guard_accelerate.planning._sharding_notes import SHARDINGS, divided_no
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
+
+
+def _played_by_itself(_run: JobRun) -> None:
+    """The script itself does what its job is."""
+
+
+_OWN_JOB = Job(_played_by_itself)
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,8 @@ class _Planner:
             sharded=first.fork_server is not None,
             sliced_by=sliced_by,
             forward_again=forward_again,
+            job=_OWN_JOB,
+            whole=lambda _job: self.traces.whole_job,
         )
         return plan(
             source,

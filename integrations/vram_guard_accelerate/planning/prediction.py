@@ -21,6 +21,7 @@ from vram_guard.language import _
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate._script_files import state_of
+from vram_guard_accelerate.dry_run.early_writes import undo
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.planning._best_relaunch import best_of
@@ -189,6 +190,7 @@ def _run(request: DryRunRequest, log: Path) -> DryRunAnswer | DryRunFailure:
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)  # all of its copies too, and what the script had started
                 process.wait()
+                undo(folder)
         return read_answer(folder) or DryRunFailure.unsupported(_how_it_ended(code))
 
 

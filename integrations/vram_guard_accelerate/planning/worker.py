@@ -19,10 +19,12 @@ from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, patches
+from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
+from vram_guard_accelerate.dry_run.side_effects import below_caches
 from vram_guard_accelerate.planning.decide import decide
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 
@@ -32,12 +34,13 @@ def main() -> NoReturn:
     folder = Path(sys.argv[1])
     request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
     try:
-        _follow(request, lambda answer: _answer(folder, answer))
+        early_writes = EarlyWrites(folder, stopped, below_caches())
+        _follow(request, lambda answer: _answer(folder, answer), early_writes)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
         _answer(folder, DryRunFailure.of(error, request.command[0]))
 
 
-def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) -> NoReturn:
+def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn], early_writes: EarlyWrites) -> NoReturn:
     """Run a script until it is planned for; never returns.
 
     Raises:
@@ -68,7 +71,15 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn]) 
     shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
     shards = "offload_parameters" in settings.techniques
     change = AS_LAUNCHED if request.relaunch is None else request.relaunch.change.sharding
-    run = DryRun(shape, decided, may_shard=shards, sharding=change, may_prove=settings.may_prove, wish=settings.wish)
+    run = DryRun(
+        shape,
+        decided,
+        may_shard=shards,
+        sharding=change,
+        may_prove=settings.may_prove,
+        wish=settings.wish,
+        early_writes=early_writes,
+    )
     forks.check_forks()
     run.phase = PreparingPhase(run)
     patches.install(run)

@@ -88,8 +88,22 @@ def compute(tensor: torch.Tensor) -> torch.Tensor | None:
         return None  # an operator that the CPU cannot run on these arguments: then it is not known
 
 
-def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
-    """Give ``out`` a deferred computation if all tensors it was made from have one (or are real)."""
+def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, part: int | None = None) -> None:
+    """Give ``out`` a deferred computation if all tensors it was made from have one (or are real).
+
+    Args:
+        func: the operator, with its arguments.
+        args: of it.
+        kwargs: of it.
+        out: its result: a symbolic tensor, or several (``unbind``); anything else has no values.
+        part: which of several results it is; None: it is the only one.
+    """
+    if isinstance(out, (list, tuple)):
+        for number, one in enumerate(out):
+            derive(func, args, kwargs, one, number)
+        return
+    if not isinstance(out, torch.Tensor) or not is_symbolic(out):
+        return
     if out.numel() > LARGEST_COMPUTED:
         return
     name = func._schema.name
@@ -111,7 +125,8 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.
 
     def made() -> torch.Tensor:
         if not memory:
-            memory.append(func(*_filled(without_tensors), **on_cpu))
+            made_by = func(*_filled(without_tensors), **on_cpu)
+            memory.append(made_by if part is None else made_by[part])
         return memory[0]
 
     setattr(out, _ATTRIBUTE, made)

@@ -49,6 +49,15 @@ TOOLS = _Tools()
 _NAME = "vram_guard simulated GPU"
 
 
+#: Answers about the device's generator, of ``torch.cuda`` and of ``torch.cuda.random``, where they come from.
+GENERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
+    "get_rng_state": lambda *args, **kwargs: torch.zeros(16, dtype=torch.uint8),
+    "get_rng_state_all": lambda *args, **kwargs: [torch.zeros(16, dtype=torch.uint8)],
+    "set_rng_state": lambda *args, **kwargs: None,
+    "set_rng_state_all": lambda *args, **kwargs: None,
+}
+
+
 def cuda_answers(capability: tuple[int, int], total_memory: int = 80 * 2**30) -> dict[str, Any]:
     """The replaced functions and classes of ``torch.cuda`` by name."""
     properties = SimpleNamespace(
@@ -74,12 +83,12 @@ def cuda_answers(capability: tuple[int, int], total_memory: int = 80 * 2**30) ->
         "is_current_stream_capturing": False,
         "mem_get_info": (total_memory, total_memory),
         **dict.fromkeys(("_lazy_init", "_lazy_call", "init", "set_device", "empty_cache")),
-        **dict.fromkeys(("reset_peak_memory_stats", "set_rng_state", "manual_seed", "manual_seed_all")),
+        **dict.fromkeys(("reset_peak_memory_stats", "manual_seed", "manual_seed_all")),
     }
     return {
         **{name: _answering(value) for name, value in constant.items()},
         "memory_stats": lambda *args, **kwargs: {},
-        "get_rng_state": lambda *args, **kwargs: torch.zeros(16, dtype=torch.uint8),
+        **GENERATOR_ANSWERS,
         "device": _DeviceGuard,
         **stream_answers(),
     }

@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replaced
-from vram_guard.simulate.device.cuda_module import CUDA, TOOLS, cuda_answers, while_active
+from vram_guard.simulate.device.cuda_module import CUDA, GENERATOR_ANSWERS, TOOLS, cuda_answers, while_active
 from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
@@ -375,6 +375,10 @@ def _group_by_device(original: Callable[..., Any], state: FakeCudaState) -> Call
 TENSOR_ATTRIBUTES: tuple[str, ...] = tuple(_tensor_attributes(FakeCudaState(Recorder())))
 
 
+def _answers_of(module: Any, answers: dict[str, Any], state: FakeCudaState) -> dict[str, Any]:
+    return {name: while_active(state, value, getattr(module, name)) for name, value in answers.items()}
+
+
 @contextlib.contextmanager
 def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
     """Symbolic tensors and ``torch.cuda`` answer as one CUDA device of this compute capability inside the block."""
@@ -383,7 +387,8 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
     answers = cuda_answers(capability)
     replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.Tensor, _tensor_attributes(state)),
-        (torch.cuda, {name: while_active(state, value, getattr(torch.cuda, name)) for name, value in answers.items()}),
+        (torch.cuda, _answers_of(torch.cuda, answers, state)),
+        (torch.cuda.random, _answers_of(torch.cuda.random, GENERATOR_ANSWERS, state)),
         (torch.cuda, {"_cudart": TOOLS}),
         (torch.cuda.nvtx, {"_nvtx": TOOLS}),
         (torch, {name: _factory(getattr(torch, name), state) for name in ("tensor", "as_tensor")}),

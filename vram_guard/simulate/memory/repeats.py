@@ -38,7 +38,7 @@ def paired(made: Iterable[int], gone: Iterable[int], kinds: Sequence[object]) ->
         kinds: of every block: what tells the line and the operator that made it.
     """
     dropped: dict[object, list[int]] = {}
-    for block in gone:
+    for block in sorted(gone, reverse=True):
         dropped.setdefault(kinds[block], []).append(block)
     return [(block, dropped[kinds[block]].pop() if dropped.get(kinds[block]) else None) for block in sorted(made)]
 

@@ -230,8 +230,7 @@ class SymbolicMode(TorchDispatchMode):
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._run(func, args, kwargs)
-        if isinstance(out, torch.Tensor) and is_symbolic(out):
-            constants.derive(func, args, kwargs, out)
+        constants.derive(func, args, kwargs, out)
         return out
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,261 @@
+"""A copy that follows the whole job: the first epoch ends after a few steps, and what comes then is followed too."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vram_guard.capture.loader import Sample
+from vram_guard.language import _
+from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Growth, Note, Timeline
+from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
+from vram_guard_accelerate.dry_run._fork_task import ForkTask
+from vram_guard_accelerate.dry_run._forked import ForkedPhase
+from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
+from vram_guard_accelerate.dry_run.results import DryRunFailure
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from vram_guard.simulate.memory.recorder import Recorder
+
+#: Seconds that what follows the first steps may take; what was seen until then is the answer.
+SECONDS = 60
+
+#: Methods of Accelerate and Transformers that save; all of them write nothing here.
+_SAVING = {
+    "accelerate": ("Accelerator", ("save_state", "save_model")),
+    "transformers.trainer": ("Trainer", ("_save_checkpoint", "save_model")),
+}
+
+
+class WholeJobPhase(ForkedPhase):
+    """The training in a copy, beyond its first steps: evaluation, saving, the next epoch.
+
+    The training's loader ends early. Evaluations get two batches, of which the second stands for all others.
+    """
+
+    def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
+        super().__init__(run, loop, sample, task, parent)
+        self._recorder: Recorder = loop.tracer.recorder
+        self._evaluates = False
+        self._over: BatchIterator | None = None
+        """Over the training's batches, once it has come to its end."""
+        self._next_epoch_at: int | None = None
+        """Steps before the second epoch; None: it has not begun."""
+        self._alive: set[int] | None = None
+        """Blocks that were there when the last step ended; None: it was not followed by another one at once."""
+        self._first_block = 0
+        self._growth: tuple[Growth, ...] = ()
+        self._notes: list[Note] = []
+        self._rounds = EvaluationRounds(self._recorder, self.trains_on)
+        self._rounds.install()
+        self._watch_saves()
+        _let_trainer_evaluate(lambda: self._next_epoch_at is not None)
+
+    def trains_on(self, loader: Any) -> bool:
+        """True for the training's loader, and for others over its data while the model trains."""
+        if loader is self._sample.loader:
+            return True
+        of_training = getattr(loader, "dataset", None) is getattr(self._sample.loader, "dataset", loader)
+        return of_training and torch.is_grad_enabled() and any(model.training for model in self.loop.models)
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """The training's until its epoch is over; two of any other loader."""
+        if not self.trains_on(batches.loader):
+            self._enter_evaluation()
+            with self._rounds.asked(batches):
+                return batches.next_beside_training()
+        self._evaluates = False
+        steps = self.loop.tracer.steps
+        if batches is self._over:
+            raise StopIteration
+        if self._over is None:
+            # Accelerate's loaders ask for a batch ahead: a step more will be taken.
+            if steps >= FOLLOWED_STEPS - self._rounds.asks_ahead(batches.loader):
+                self._over = batches
+                raise StopIteration
+        elif self._next_epoch_at is None:
+            self._next_epoch_at, self._alive = steps, None
+        self.loop.batches += 1
+        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
+
+    def moving_batch(self) -> AbstractContextManager[object]:
+        """Batches of evaluations are no steps."""
+        return self._recorder.loading() if self._evaluates else super().moving_batch()
+
+    def _enter_evaluation(self) -> None:
+        if not self._evaluates:
+            self._evaluates, self._alive = True, None
+            self._recorder.phase("validation", self.loop.tracer.steps)
+
+    def followed(self) -> None:
+        """Both first steps were taken: from here on time is short, and the second epoch's first step is the last."""
+        steps = self.loop.tracer.steps
+        if steps == 2:
+            signal.signal(signal.SIGALRM, lambda *_signal: self._late())
+            signal.alarm(SECONDS)
+        if self._alive is not None and steps >= FOLLOWED_STEPS:
+            self._growth = self._recorder.grown(self._first_block, self._alive)
+        self._alive, self._first_block = self._recorder.alive(), self._recorder.blocks_so_far
+        by_trainer = self.run.script.by_trainer  # which comes to an end by itself then
+        if self._next_epoch_at is not None and steps > self._next_epoch_at and not by_trainer:
+            self.answer()
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def _watch_saves(self) -> None:
+        for module, (owner, names) in _SAVING.items():
+            kind = getattr(sys.modules.get(module), owner, None)
+            for name in names:
+                if kind is not None and hasattr(kind, name):
+                    wrap(kind, name, self._saved)
+
+    def _saved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self._recorder.phases[-1]
+        if before.name == "saving":
+            return original(*args, **kwargs)
+        self._recorder.phase("saving", self.loop.tracer.steps)
+        try:
+            if self.run.sharding.process is not None:
+                for model in self.loop.models:
+                    self.loop.accelerator.get_state_dict(model)
+            return original(*args, **kwargs)
+        finally:
+            self._evaluates = False  # another evaluation is a phase of its own
+            if before.name in STEP_PHASES:
+                self._recorder.phase(before.name, self.loop.tracer.steps + 1)
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _late(self) -> NoReturn:
+        self._missing(_("not within {seconds} s", seconds=SECONDS))
+        self.answer()
+
+    def failed(self, error: BaseException, script: str) -> None:
+        """What was followed until then is the answer, if it trained."""
+        if self.loop.tracer.steps < 2:
+            super().failed(error, script)
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._missing(DryRunFailure.of(error, script).message)
+        self.answer()
+
+    def _missing(self, why: str) -> None:
+        self._notes.append(
+            Note(
+                _(
+                    "the whole job was followed to the {phase} after step {step} ({why}); what comes later is not "
+                    "included",
+                    phase=str(self._recorder.phases[-1].name),
+                    step=self.loop.tracer.steps,
+                    why=why,
+                )
+            )
+        )
+
+    def timeline(self) -> Timeline:
+        """With what a step leaves behind, and what was not followed."""
+        made = super().timeline()
+        return replace(made, growth=self._growth, notes=(*made.notes, *self._rounds.notes, *self._notes))
+
+
+class EvaluationRounds:
+    """Rounds of evaluations, of which two are followed: the second one stands for all others.
+
+    Args:
+        recorder: of the copy.
+        trains: whether a loader is the training's.
+    """
+
+    def __init__(self, recorder: Recorder, trains: Callable[[Any], bool]) -> None:
+        self._recorder = recorder
+        self._trains = trains
+        self._ahead: set[int] = set()
+        """Loaders over which one of Accelerate's iterates, which asks for a batch ahead."""
+        self._open: dict[int, contextlib.ExitStack] = {}
+        self._seen: dict[int, int] = {}
+        self.notes: list[Note] = []
+
+    def install(self) -> None:
+        """Accelerate's loaders say when they hand out a batch."""
+        from accelerate import data_loader
+
+        for name in ("DataLoaderShard", "DataLoaderDispatcher"):
+            wrap(getattr(data_loader, name), "__iter__", self._handed_out)
+
+    def asks_ahead(self, loader: Any) -> bool:
+        """True if one of Accelerate's loaders iterates over this one."""
+        return id(loader) in self._ahead
+
+    def _handed_out(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        base = id(getattr(loader, "base_dataloader", loader))
+        self._ahead.add(base)
+        number = 0
+        with contextlib.ExitStack() as stack:
+            for batch in original(loader):
+                stack.close()
+                if number == 1 and not self._trains(loader.base_dataloader):
+                    stack.enter_context(self._recorder.repeat(self._rounds_of(loader)))
+                number += 1
+                yield batch
+
+    @contextlib.contextmanager
+    def asked(self, batches: BatchIterator) -> Iterator[None]:
+        """The next batch of a loader is asked for, which ends the round of the one before."""
+        if self.asks_ahead(batches.loader):
+            yield
+            return
+        key = id(batches)
+        self._open.pop(key, contextlib.ExitStack()).close()
+        number = self._seen[key] = self._seen.get(key, 0) + 1
+        yield
+        if number == 2:
+            stack = self._open[key] = contextlib.ExitStack()
+            stack.enter_context(self._recorder.repeat(self._rounds_of(batches.loader)))
+
+    def _rounds_of(self, loader: Any) -> int:
+        """The rounds that the second one stands for, itself included."""
+        try:
+            return max(1, len(loader) - 1)
+        except TypeError:
+            self.notes.append(Note(_("the number of batches of an evaluation is not known: two are counted")))
+            return 1
+
+
+def _let_trainer_evaluate(ends: Callable[[], bool]) -> None:
+    """Transformers' Trainer evaluates and saves when the epoch is over, whatever its intervals are; then it ends.
+
+    Args:
+        ends: true once the second epoch has begun.
+    """
+    callbacks = sys.modules.get("transformers.trainer_callback")
+    if callbacks is None:
+        return
+
+    def epoch_over(original: Callable[..., Any], self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        original(self, args, state, control, **more)
+        args.load_best_model_at_end = False  # nothing was written that could be loaded
+        control.should_evaluate = control.should_evaluate or _named(args.eval_strategy) != "no"
+        control.should_save = control.should_save or _named(args.save_strategy) != "no"
+        return control
+
+    def step_over(original: Callable[..., Any], self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        original(self, args, state, control, **more)
+        control.should_training_stop = control.should_training_stop or ends()
+        return control
+
+    wrap(callbacks.DefaultFlowCallback, "on_epoch_end", epoch_over)
+    wrap(callbacks.DefaultFlowCallback, "on_step_end", step_over)
+
+
+def _named(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy)).lower()

@@ -1,0 +1,110 @@
+"""Scripts that write, move and train before ``prepare``, or without it; run with the name of one and a folder."""
+
+# ruff: noqa: LOG015, PTH103, PTH104, PTH105, PTH123, PTH211 - in all the ways in which people write
+
+import json
+import logging
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+name, folder = sys.argv[1], Path(sys.argv[2])
+
+
+def train():
+    accelerator = Accelerator()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
+    )
+    for (x,) in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def writes():
+    """In many ways, and reads it back."""
+    run = folder / "runs" / "first"
+    os.makedirs(run)  # fails where it is there
+    (run / "config.json").write_text(json.dumps({"lr": 1}))
+    assert json.loads((run / "config.json").read_text()) == {"lr": 1}
+    with open(folder / "log.txt", "a") as log:
+        log.write("one more line\n")
+    assert (folder / "log.txt").read_text() == "kept\none more line\n"
+    (folder / "settings.json").write_text("{}")
+    assert (folder / "settings.json").read_text() == "{}"
+    logging.basicConfig(filename=folder / "train.log", filemode="w", level=logging.INFO)
+    logging.info("begins")
+    torch.save({"step": 0}, folder / "checkpoint.pt")
+    assert torch.load(run / "new.pt") if (run / "new.pt").exists() else True
+    torch.save({"step": 0}, run / "new.pt")
+    assert torch.load(run / "new.pt") == {"step": 0}
+    handle = os.open(folder / "raw.bin", os.O_WRONLY | os.O_TRUNC)
+    os.write(handle, b"new")
+    os.close(handle)
+    database = sqlite3.connect(folder / "runs.sqlite")
+    database.execute("create table runs (name text)")
+    database.execute("insert into runs values ('first')")
+    database.commit()
+    database.close()
+    known = sqlite3.connect(folder / "known.sqlite")
+    known.execute("insert into runs values ('another')")
+    known.commit()
+    assert known.execute("select count(*) from runs").fetchone() == (2,)
+    known.close()
+    shutil.copy(run / "config.json", run / "copy.json")
+    os.rename(run / "copy.json", run / "renamed.json")
+    (run / "gone.txt").write_text("soon gone")
+    (run / "gone.txt").unlink()
+    os.symlink(run, folder / "latest")
+    with tempfile.NamedTemporaryFile(dir=folder) as temporary:
+        temporary.write(b"x")
+    shutil.copytree(run, folder / "runs" / "second")
+    shutil.rmtree(folder / "runs" / "second")
+    train()
+
+
+def removes():
+    shutil.rmtree(folder / "old")
+    train()
+
+
+def moves():
+    os.replace(folder / "settings.json", folder / "settings.old.json")
+    train()
+
+
+def overwrites():
+    (folder / "fresh.json").write_text("{}")
+    os.replace(folder / "fresh.json", folder / "settings.json")
+    train()
+
+
+def by_itself():
+    """As nanoGPT does: no Accelerator at all, and the best checkpoint is written again and again."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(1000):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        torch.save(model.state_dict(), folder / "checkpoint.pt")
+
+
+def warms_up():
+    """An Accelerator, and a real step before prepare."""
+    Accelerator()
+    nn.Linear(8, 8)(torch.randn(4, 8)).sum().backward()
+    train()
+
+
+globals()[name]()

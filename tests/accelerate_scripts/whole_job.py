@@ -1,0 +1,76 @@
+"""Scripts that do more than training: an evaluation that takes most, outputs that are collected, saving; by name."""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+
+
+def plain(options):
+    """Evaluates after each epoch with larger batches, and keeps all logits on the GPU."""
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
+    held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
+    loader = DataLoader(rows, batch_size=8)
+    evaluation = DataLoader(held_out, batch_size=options.evaluation_batch)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if options.prepared:
+        evaluation = accelerator.prepare(evaluation)
+    kept = []
+    for epoch in range(3):
+        model.train()
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if options.leaks:
+                kept.append(loss)
+        model.eval()
+        logits = []
+        with torch.no_grad():
+            for x, _y in evaluation:
+                logits.append(model(x.to(accelerator.device)))
+        correct = torch.cat(logits).argmax(-1)
+        accelerator.print(correct.shape)
+        if options.fails:
+            raise RuntimeError("the metric is broken")
+        del logits, correct
+        accelerator.save_state(f"checkpoints/{epoch}")
+
+
+def trainer(options):
+    """Transformers' Trainer, whose evaluation keeps the logits of all batches on the GPU."""
+    (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(options.rest)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=1024, n_positions=64, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+
+    def data(count):
+        tokens = torch.randint(0, 1024, (count, 64))
+        return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+    made = Trainer(
+        model=model,
+        args=training,
+        train_dataset=data(40),
+        eval_dataset=data(options.held_out),
+        compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
+    )
+    made.train()
+    made.save_model("finished")
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("loop", choices=["plain", "trainer"])
+parser.add_argument("--held_out", type=int, default=512)
+parser.add_argument("--evaluation_batch", type=int, default=128)
+parser.add_argument("--prepared", action="store_true")
+parser.add_argument("--leaks", action="store_true")
+parser.add_argument("--fails", action="store_true")
+options, options.rest = parser.parse_known_args()
+{"plain": plain, "trainer": trainer}[options.loop](options)

@@ -1,0 +1,94 @@
+"""A dry run leaves the disk as it was, also of scripts that write before ``prepare``; and trains nothing for real."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+
+SCRIPT = cases.HERE / "accelerate_scripts" / "early_writes.py"
+REFUSED = {
+    "removes": "removes or moves",
+    "moves": "removes or moves",
+    "overwrites": "replaces",
+    "by_itself": "trains without Accelerate",
+    "warms_up": "computes gradients before Accelerator.prepare",
+}
+
+
+def seen(folder: Path) -> dict[str, Any]:
+    """Everything in a folder: names, contents, sizes and times of files."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        state = os.lstat(path)
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        times = state.st_mtime_ns if path.is_file() else 0
+        found[str(path.relative_to(folder))] = (state.st_mode, state.st_size if content else 0, times, content)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each script, with files of the user's in it."""
+    base = tmp_path_factory.mktemp("kept")
+    made = {}
+    for name in ("writes", *REFUSED):
+        folder = made[name] = base / name
+        (folder / "old").mkdir(parents=True)
+        (folder / "old" / "weights.bin").write_bytes(b"weights")
+        (folder / "log.txt").write_text("kept\n")
+        (folder / "settings.json").write_text('{"kept": true}')
+        (folder / "raw.bin").write_bytes(b"kept")
+        torch.save({"step": 1000}, folder / "checkpoint.pt")
+        known = sqlite3.connect(folder / "known.sqlite")
+        known.execute("create table runs (name text)")
+        known.execute("insert into runs values ('kept')")
+        known.commit()
+        known.close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def before(folders: dict[str, Path]) -> dict[str, Any]:
+    return {name: seen(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def answers(
+    tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path], before: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    assert before
+    asked = tmp_path_factory.mktemp("early") / "asked"
+    for name, folder in folders.items():
+        cases.request(asked / name, SCRIPT, name, folder)
+    return cases.dry_runs(asked)
+
+
+def test_a_script_that_writes_in_many_ways_is_followed(answers: dict[str, Any]) -> None:
+    assert answers["writes"].get("fits"), answers["writes"]
+
+
+@pytest.mark.parametrize("name", ["writes", *REFUSED])
+def test_the_folder_is_as_it_was(
+    answers: dict[str, Any], folders: dict[str, Path], before: dict[str, Any], name: str
+) -> None:
+    assert answers
+    assert seen(folders[name]) == before[name]
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_be_taken_back_is_refused_before_it_happens(answers: dict[str, Any], name: str) -> None:
+    assert REFUSED[name] in answers[name]["message"]
+    assert "early_writes.py, line" in answers[name]["message"]

@@ -1,0 +1,107 @@
+"""What a script does besides its training steps: real scripts, followed beyond their second step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases
+
+SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
+MIB = 2**20
+
+#: Logits of one validation batch of ``plain``: 128 rows of 512 numbers.
+LOGITS = 128 * 512 * 4
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("output")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str, dict[str, Any]]:
+    """Everything that is asked of dry runs here, answered in one process."""
+    asked = tmp_path_factory.mktemp("whole") / "asked"
+    trainer = ("trainer", "--output_dir", output, "--report_to", "none", "--per_device_train_batch_size", 4)
+    cases.request(asked / "few", SCRIPT, "plain", "--held_out", 512)
+    cases.request(asked / "many", SCRIPT, "plain", "--held_out", 5120)
+    cases.request(asked / "prepared", SCRIPT, "plain", "--held_out", 5120, "--prepared")
+    cases.request(asked / "leaks", SCRIPT, "plain", "--leaks")
+    cases.request(asked / "fails", SCRIPT, "plain", "--fails")
+    cases.request(asked / "trainer", SCRIPT, *trainer, "--eval_strategy", "steps")
+    cases.request(asked / "never_evaluates", SCRIPT, *trainer)
+    cases.request(asked / "too_small", SCRIPT, *trainer, "--eval_strategy", "epoch", budget="100MiB")
+    return cases.dry_runs(asked)
+
+
+def phases(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = answer["plan"]["estimate"]["phases"]
+    return found
+
+
+def peak_of(answer: dict[str, Any], name: str) -> int:
+    return max(phase["peak_allocated"] for phase in phases(answer) if phase["name"] == name)
+
+
+def test_evaluation_saving_and_the_next_epoch_follow_the_first_steps(answers: dict[str, Any]) -> None:
+    for name in ("few", "prepared"):
+        assert [phase["name"] for phase in phases(answers[name])] == [
+            *("setup", "training", "validation", "saving", "training")
+        ]
+        assert "leaks" not in answers[name]["plan"]["estimate"]
+
+
+@pytest.mark.parametrize("name", ["many", "prepared"])
+def test_what_an_evaluation_collects_is_counted_for_all_its_batches(answers: dict[str, Any], name: str) -> None:
+    """Ten times the batches: nine times four logits more are kept, and concatenated."""
+    few, many = (peak_of(answers[one], "validation") for one in ("few", name))
+    more = 36 * LOGITS * 2
+    assert many - few == pytest.approx(more, rel=0.02)
+
+
+def test_the_line_that_keeps_memory_is_named(answers: dict[str, Any]) -> None:
+    (leak,) = answers["leaks"]["plan"]["estimate"]["leaks"]
+    lines = SCRIPT.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines, 1) if "cross_entropy" in line)
+    assert leak["source"].endswith(f"whole_job.py:{at}")
+    assert leak["bytes_per_step"] == 512  # the least block: a loss is one number
+
+
+def test_what_could_not_be_followed_is_said_and_the_steps_are_answered(answers: dict[str, Any]) -> None:
+    answer = answers["fails"]
+    assert [phase["name"] for phase in phases(answer)] == ["setup", "training", "validation"]
+    said = [note for note in answer["plan"]["estimate"]["notes"] if "the metric is broken" in note["message"]]
+    assert len(said) == 1
+    assert "validation" in said[0]["message"]
+
+
+def test_the_trainers_evaluation_keeps_all_logits_on_the_gpu(answers: dict[str, Any]) -> None:
+    """Transformers' Trainer concatenates them batch by batch: old and new ones are there at once."""
+    logits = 512 * 64 * 1024 * 4
+    peak = peak_of(answers["trainer"], "validation")
+    assert logits * (1 + 504 / 512) <= peak <= logits * (1 + 504 / 512) + 24 * MIB
+    assert peak > 10 * peak_of(answers["trainer"], "training") / 2
+    assert {phase["name"] for phase in phases(answers["trainer"])} >= {"validation", "saving", "training"}
+    assert "validation" not in {phase["name"] for phase in phases(answers["never_evaluates"])}
+
+
+def test_a_run_whose_evaluation_does_not_fit_does_not_fit(answers: dict[str, Any]) -> None:
+    answer = answers["too_small"]
+    assert not answer["fits"]
+    assert "validation" in answer["text"]
+    assert max(phases(answer), key=lambda phase: phase["peak_reserved"])["name"] == "validation"
+
+
+def test_nothing_is_written(answers: dict[str, Any], output: Path) -> None:
+    assert answers
+    assert not list(output.iterdir())
+    assert not any(Path(name).exists() for name in ("checkpoints", "finished"))
