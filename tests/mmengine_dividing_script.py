@@ -77,6 +77,7 @@ def main() -> None:
         _kind, allow = case.split("+")[:2]
         budget: Any = "8GiB"
         result: dict[str, Any] = {}
+        kept: dict[str, dict[str, torch.Tensor]] = {}
         for way in ("report", "fit"):
             settings = {"margin": 0, "allow": allow.split(","), "budget": budget, "remember": False}
             if allow == "checkpoint" and way == "fit":  # of this step the peak is elsewhere
@@ -87,14 +88,15 @@ def main() -> None:
             budget = int(plan.before.peak_reserved) - 1
             model = getattr(runner.model, "module", runner.model)
             weights = {name: one.detach().clone() for name, one in model.named_parameters()}
-            torch.save(weights, folder / f"{case}-{way}-{RANK}.pt")
+            kept[way] = weights
             result[way] = {
                 "peak": plan.peak, "before": plan.before.peak_reserved, "fits": plan.fits,
-                "changes": [list(one) for one in plan.changes()], "why": list(plan.reasons), "training": seen,
+                "changes": [list(one) for one in plan.changes()], "training": seen,
                 "states": plan.estimate.breakdown.get("optimizer_states", 0), "losses": cases.diary(runner).losses,
                 "kinds": sorted({type(one).__name__ for one in model.parameters()}),
                 "checkpoint": next(map(str, sorted((root.parent / f"{case}-{way}").glob("*.pth"))), ""),
             }  # fmt: skip
+        torch.save(kept, folder / f"{case}-{RANK}.pt")
         (folder / f"{case}-{RANK}.json").write_text(json.dumps(result))
 
 

@@ -73,9 +73,9 @@ def by_optimizer(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Re
         optimizer_traits: class names of the optimizer, and "fused" where it is.
         plan: to be checked.
     """
-    if plan.recipe.sharding is not None and plan.recipe.sharding.fsdp2:
-        if why := why_not_optimizer(optimizer_traits - {"fused"}):
-            return Refusal("shard", why)
+    divided = plan.recipe.sharding is not None and plan.recipe.sharding.fsdp2
+    if divided and (why := why_not_optimizer(optimizer_traits - {"fused"})):
+        return Refusal("shard", why)
     return _without_scaler(trainer, optimizer_traits, plan)
 
 

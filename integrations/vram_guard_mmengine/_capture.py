@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
+    from vram_guard.parallel.spec import Parallel
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
 
@@ -194,10 +196,9 @@ def capture(runner: Any) -> Captured:
     sample = _sample(loader)
     if hasattr(facts.make, "look_at"):
         facts.make.look_at(model)
-    shardings = None
+    shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     if layout is not None:
-        found = _layouts.shardings_of(runner, layout)
-        shardings = lambda: found  # noqa: E731 - as the step asks for it
+        shardings = functools.partial(_layouts.shardings_of, runner, layout)
     elif not _dividing.why_not(runner, facts):
         shardings = _dividing.shardings_of(runner)
     step = TrainingStep(

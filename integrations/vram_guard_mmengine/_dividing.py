@@ -81,7 +81,7 @@ def _optimizer_class(runner: Any, facts: OptimFacts) -> type[Any]:
 
 def shardings_of(runner: Any) -> Callable[[], Mapping[Sharding, Parallel]]:
     """Ways to divide the model, which is whole on the GPU before, in the buckets of its wrapper as well."""
-    options = {name: value for name, value in (_options(runner) or {}).items() if name in ("bucket_cap_mb",)}
+    options = {name: value for name, value in (_options(runner) or {}).items() if name == "bucket_cap_mb"}
     found = in_place_of_ddp.layouts(runner.world_size, offload=False)
     made = {
         way: layout.with_(kind=None, init="cuda", apply=in_place_of_ddp.FromReplica(layout, options))

