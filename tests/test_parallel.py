@@ -124,3 +124,55 @@ def test_every_kind_stands_for_any_number_of_gpus(kind: Any) -> None:
 def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
     with pytest.raises(InvalidInputError, match="kind must be one of"):
         Parallel(gpus=8, kind=kind)
+
+
+# --- errors of a user's own code -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"), [({"offload": "yes"}, "offload must be"), ({"reshard": 1}, "reshard must")]
+)
+def test_switches_of_a_layout_are_switches(setting: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        Parallel(gpus=2, kind="fsdp2", **setting)
+
+
+def _on_two(apply: Any, **settings: Any) -> Any:
+    from vram_guard.simulate import estimate
+
+    step = TrainingStep(
+        lambda: torch.nn.Linear(64, 64),
+        lambda size: torch.zeros(size, 64),
+        lambda model, batch: model(batch).sum(),
+        torch.optim.SGD,
+        parallel=Parallel(gpus=2, apply=apply, **settings),
+    )
+    return estimate(step, 4)
+
+
+def test_errors_of_apply_say_what_to_do() -> None:
+    def moved(model: Any, _mesh: Any) -> Any:
+        return model.cuda()
+
+    def again(model: Any, _mesh: Any) -> Any:
+        torch.distributed.init_process_group("nccl")
+        return model
+
+    with pytest.raises(InvalidInputError, match="meta device"):
+        _on_two(moved)
+    assert _on_two(moved, init="cpu").peak_allocated > 64 * 64 * 4
+    with pytest.raises(InvalidInputError, match="leave init_process_group out"):
+        _on_two(again)
+
+
+def test_fsdp1_takes_its_gpu_by_number() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def flat(model: Any, mesh: Any, device: Any) -> Any:
+        return FullyShardedDataParallel(model, process_group=mesh["shard"].get_group(), device_id=device)
+
+    by_number, by_name = (
+        _on_two(lambda model, mesh, device=device: flat(model, mesh, device), init="cpu")
+        for device in (0, torch.device("cuda", 0))
+    )
+    assert by_number.breakdown == by_name.breakdown
