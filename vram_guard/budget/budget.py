@@ -21,8 +21,8 @@ from vram_guard.units import format_bytes, parse_bytes
 DEFAULT_MARGIN = measured_margin().fraction
 
 
-#: An amount without a unit that is smaller was meant in another unit: no card has less than this.
-_LEAST = 2**20
+#: Text without a unit that says less was meant in another unit: no card has so little.
+_LEAST_WRITTEN = 2**20
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Budget:
             margin: the fraction left free, in [0, 1). None: :data:`DEFAULT_MARGIN`, or the budget's own.
 
         Raises:
-            InvalidInputError: for anything else, and for a number below 1 MiB without a unit; for an unknown card the
-                nearest names are listed.
+            InvalidInputError: for anything else, and for text such as "24", which is no number of bytes; for an unknown
+                card the nearest names are listed.
 
         Example:
             >>> Budget.of("24GiB", margin=0).usable == 24 * 2**30
@@ -110,10 +110,8 @@ class Budget:
         if isinstance(value, str) and _names_a_card(value):
             return replace(_of_card(find_gpu(value), kept), margin_source=source)
         amount = parse_bytes(value)
-        if amount < _LEAST and str(value).strip().isdigit():
-            raise InvalidInputError(
-                _('budget={count} is {count} bytes: with a unit, such as "{count}GiB"', count=str(value).strip())
-            )
+        if amount < _LEAST_WRITTEN and isinstance(value, str) and value.strip().isdigit():
+            raise without_unit(value.strip())
         return cls(amount, amount, kept, "explicit", margin_source=source)
 
     @classmethod
@@ -224,6 +222,11 @@ class Budget:
         # "24GiB" of a 24 GiB card: the driver and the context have their part of it all the same.
         note = _("{name} leaves PyTorch at most {amount}", name=gpu.name, amount=format_bytes(most))
         return replace(known, available=most, notes=(*self.notes, note))
+
+
+def without_unit(count: object) -> InvalidInputError:
+    """The error for an amount that is too small to be meant in bytes."""
+    return InvalidInputError(_('budget={count} is {count} bytes: with a unit, such as "{count}GiB"', count=count))
 
 
 def checked_margin(margin: object) -> float:

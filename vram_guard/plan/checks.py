@@ -19,6 +19,10 @@ MODES: tuple[str, ...] = get_args(Mode)
 LONGEST: tuple[str, ...] = ("largest", "first")
 
 
+#: A smaller budget in a training's settings is no number of bytes.
+_LEAST_BYTES = 2**10
+
+
 def check_amounts(
     budget: Budget | str | int | None, gpu: str | None, margin: float | None, host_budget: str | int | None
 ) -> None:
@@ -28,8 +32,10 @@ def check_amounts(
         InvalidInputError: one of them makes no sense, or the GPU is not known.
     """
     from vram_guard.budget import Budget
-    from vram_guard.budget.budget import checked_margin
+    from vram_guard.budget.budget import checked_margin, without_unit
 
+    if isinstance(budget, int) and 0 < budget < _LEAST_BYTES:  # a config says 24, and means GiB
+        raise without_unit(budget)
     if margin is not None:
         checked_margin(margin)
     if budget is not None or gpu is not None:
