@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from vram_guard.errors import VramGuardError
 from vram_guard.language import _
@@ -17,11 +16,11 @@ from vram_guard.patching import replaced
 from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vram_guard.parallel.spec import Parallel
     from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
     from vram_guard_accelerate.dry_run.first_batch import LaunchShape
-
-# ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
 
 
 def plugin_of(given: Any) -> Any:
@@ -57,8 +56,7 @@ def prepare_transformers(ranks: int, *, asked: bool) -> None:
     """
     if "transformers" not in sys.modules or not (asked or _variable_set()):
         return
-    from transformers.integrations import deepspeed as theirs
-
+    theirs: Any = importlib.import_module("transformers.integrations.deepspeed")
     own = theirs.HfTrainerDeepSpeedConfig.trainer_config_process
     if getattr(own, "ranks", None) is not None:
         return
@@ -67,7 +65,7 @@ def prepare_transformers(ranks: int, *, asked: bool) -> None:
         with replaced(type(arguments), {"world_size": property(lambda _arguments: ranks)}):
             own(self, arguments, *args, **kwargs)
 
-    process.ranks = ranks  # type: ignore[attr-defined]
+    vars(process)["ranks"] = ranks
     theirs.HfTrainerDeepSpeedConfig.trainer_config_process = process
     theirs.set_hf_deepspeed_config = lambda _config: None
 
@@ -100,7 +98,7 @@ class EngineProcess:
     def prepare(
         self, loop: FollowedLoop, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
     ) -> Any:
-        """``Accelerator.prepare`` of a model, with its optimizer: Accelerate fills in its config, and makes the engine."""
+        """``Accelerator.prepare`` of a model and its optimizer: Accelerate fills in its config, and makes the engine."""
         if not models:
             return original(loop.accelerator, *args, **kwargs)
         if loop.models or len(models) > 1:

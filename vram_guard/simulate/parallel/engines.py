@@ -106,7 +106,7 @@ def _for_host(original: Callable[..., Any], state: FakeCudaState) -> Callable[..
 
     @functools.wraps(original)
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-        own = sys._getframe(1).f_globals.get("__name__", "").startswith("deepspeed.")  # noqa: SLF001 - of Python
+        own = sys._getframe(1).f_globals.get("__name__", "").startswith("deepspeed.")
         if not own or torch.device(kwargs.get("device") or "cpu").type != "cpu":
             result: torch.Tensor = original(*args, **kwargs)
             return result
