@@ -30,6 +30,8 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
             applied.replace(trainer.strategy, name, value)
         if plan.recipe.sharding.fsdp2:
             _dividing.install(trainer, plan.recipe.sharding, applied)
+        elif plan.recipe.sharding.offload:
+            _layouts.leave_on_host(trainer, applied)
     if decision.splitter is not None:
         divided = plan.recipe.sharding is not None
         applied.callback(_closure.install(trainer, decision.splitter, loss_weight, divided=divided))

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
-    from vram_guard.techniques import Sharding
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+    from vram_guard.techniques import Sharding
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 

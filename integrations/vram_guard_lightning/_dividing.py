@@ -93,7 +93,7 @@ def install(trainer: Trainer, sharding: Sharding, applied: Applied, mesh: Any = 
         inner = getattr(optimizer, "optimizer", optimizer)
         return in_place_of_ddp.whole_optimizer_state(inner, keep=trainer.is_global_zero)
 
-    replacements = {"model_to_device": model_to_device, "configure_ddp": lambda: None}
+    replacements: dict[str, Any] = {"model_to_device": model_to_device, "configure_ddp": lambda: None}
     if mesh is None:
         replacements |= {
             "teardown": torn_down,

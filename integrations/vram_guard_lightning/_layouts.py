@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.parallel.resharding import offloaded_where_unsaid, resharding_of, set_resharding
@@ -20,11 +20,14 @@ from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.techniques import Sharding
+from vram_guard.techniques.host_modules import keep_parameters_in_place
 from vram_guard_lightning import _deepspeed, _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch import nn
+
+    from vram_guard.guard.applied import Applied
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -97,7 +100,8 @@ def installable(trainer: Trainer) -> tuple[str, ...]:
     """Techniques that can be put on the model's blocks before the strategy divides it."""
     if _deepspeed.used(trainer):
         return ("checkpoint", "offload_optimizer")
-    return () if getattr(trainer.strategy, "_activation_checkpointing_kwargs", None) else ("checkpoint",)
+    own = getattr(trainer.strategy, "_activation_checkpointing_kwargs", None)
+    return (*(() if own else ("checkpoint",)), *(() if why_not_offloaded(trainer) else ("offload_parameters",)))
 
 
 def data_ranks(trainer: Trainer) -> int:
@@ -145,10 +149,17 @@ def shardings_of(trainer: Trainer, layout: Parallel) -> Callable[[], Mapping[Sha
     written: Any = layout.apply
 
     def shardings() -> dict[Sharding, Parallel]:
-        other = _other_times(trainer, written)
+        times = _other_times(trainer, written)
+        ways = [Sharding(reshard=reshard) for reshard in times]
+        if not why_not_offloaded(trainer):
+            ways += [Sharding(reshard=reshard, offload=True) for reshard in (None, *filter(None, times))]
         return {
-            one: layout.with_(apply=written.with_(one), reshard=one.reshard is not False)
-            for one in (Sharding(reshard=reshard) for reshard in other)
+            one: layout.with_(
+                apply=written.with_(one),
+                reshard=layout.reshard if one.reshard is None else one.reshard,
+                offload=one.offload,
+            )
+            for one in ways
         }
 
     return shardings
@@ -169,12 +180,37 @@ _OTHER = {
 }
 
 
+def why_not_offloaded(trainer: Trainer) -> str:
+    """The reason why weights may not be left in host memory by the strategy's own means ("" where they may)."""
+    if _namespaces.is_a(trainer.strategy, FSDP):
+        return offloaded()
+    if trainer.gradient_clip_val and trainer.strategy.root_device.type == "cuda":
+        return _("gradients on the host are clipped over gloo, and the strategy has NCCL only")
+    return ""
+
+
+def leave_on_host(trainer: Trainer, applied: Applied) -> None:
+    """Let ``configure_model`` leave what it divides in host memory, and Lightning not move it from there."""
+    device = trainer.strategy.root_device.type
+    applied.enter_context(offloaded_where_unsaid(device))
+    applied.callback(keep_parameters_in_place(trainer.lightning_module))
+    strategies: Any = import_module(f"{_namespaces.of(trainer).__name__}.strategies.model_parallel")
+    own = strategies._materialize_distributed_module
+
+    def materialize(module: nn.Module, _device: torch.device) -> None:
+        own(module, torch.device("cpu"))
+
+    applied.replace(strategies, "_materialize_distributed_module", materialize)
+
+
 @contextlib.contextmanager
 def changed(trainer: Trainer, sharding: Sharding) -> Iterator[None]:
     """Inside the block the strategy divides a model under these changes."""
     with contextlib.ExitStack() as stack:
         for name, value in changed_settings(trainer, sharding).items():
             stack.enter_context(replaced(trainer.strategy, {name: value}))
+        if sharding.offload:
+            stack.enter_context(offloaded_where_unsaid("cuda"))
         yield
 
 
@@ -206,7 +242,7 @@ def _fully_sharded(trainer: Any, model: nn.Module) -> nn.Module:
     settings = dict(strategy.kwargs)  # the strategy deletes from them
     if "HYBRID" in strategy.sharding_strategy.name:
         settings["device_mesh"] = _hybrid_mesh(strategy)
-    with replaced(strategy, {"kwargs": settings}), fully_sharded_by_number():
+    with replaced(strategy, {"kwargs": settings}):
         _configured(trainer)
         if not _namespaces.is_lightnings(trainer.lightning_module, "configure_sharded_model"):
             return model

@@ -42,13 +42,15 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     if trainer.precision == "32-true" and type(trainer.precision_plugin) is not plain:
         kind = type(trainer.precision_plugin).__name__
         yield Refusal("precision", _("the precision plugin {kind} was set by the user and stays", kind=kind))
-    yield Refusal(
-        "offload_parameters",
-        _(
-            "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard in "
-            "configure_model"
-        ),
-    )
+    divides = "shard" in settings.techniques and not _dividing.why_not(trainer, module)
+    if _layouts.whole(trainer) and not divides:
+        yield Refusal(
+            "offload_parameters",
+            _(
+                "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard "
+                "in configure_model"
+            ),
+        )
     if _deepspeed.used(trainer):
         yield from _deepspeed.refusals(trainer)
     elif trainer.gradient_clip_val:
@@ -74,9 +76,9 @@ def by_optimizer(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Re
         optimizer_traits: class names of the optimizer, and "fused" where it is.
         plan: to be checked.
     """
-    if plan.recipe.sharding is not None and plan.recipe.sharding.fsdp2:
-        if why := why_not_optimizer(optimizer_traits - {"fused"}):
-            return Refusal("shard", why)
+    divided = plan.recipe.sharding is not None and plan.recipe.sharding.fsdp2
+    if divided and (why := why_not_optimizer(optimizer_traits - {"fused"})):
+        return Refusal("shard", why)
     return _without_scaler(trainer, optimizer_traits, plan)
 
 

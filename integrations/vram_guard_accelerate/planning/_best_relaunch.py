@@ -10,7 +10,8 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.requests import DryRunAnswer
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
-#: Relaunches that are run dry for one launch, at most: each costs the script's start once more.
+#: Relaunches that are run dry for one launch, at most: each costs the script's start once more. Other ways to divide
+#: the model come on top.
 MOST = 3
 
 
@@ -27,7 +28,7 @@ def best_of(
         progress: called with a relaunch's options before it is run.
     """
     best, waiting, notes, seconds = first, list(first.relaunches), list[str](), dict(first.seconds)
-    for _number in range(MOST):
+    for _number in range(MOST + sum(bool(one.change.sharding.kind) for one in first.relaunches)):
         if not waiting:
             break
         change = waiting[0].change

@@ -101,7 +101,7 @@ def decide(
     if current.change.sharding.introduced:
         notes += divided_notes(first, made)
     notes = [*current.notes(made), *notes]
-    return ScriptPlan(current.combined(made), current.change.applied_to(launch_plan), tuple(notes), relaunches)
+    return ScriptPlan(current.combined(made, first), current.change.applied_to(launch_plan), tuple(notes), relaunches)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class RelaunchCandidates:
             current: the relaunch that this launch is itself.
         """
         if current is None:
-            baseline, change = Baseline.of(made, self._look.profile), LaunchChange()
+            baseline, change = Baseline.of(made, self._look.profile, self._first), LaunchChange()
         else:
             baseline, change = replace(current.baseline, profile=self._look.profile), current.change
         found = []
@@ -80,14 +80,15 @@ class RelaunchCandidates:
             option = self._first.script.precision_option
             found.append(Relaunch(replace(change, precision=self._mixed, precision_option=option), baseline))
         if change.splits == 1:
-            divided = self._divided(change.sharding)
-            found += [Relaunch(replace(change, sharding=one), baseline) for one in divided]
             smaller = self._smaller_batches(change, made, accumulated)
+            divided = [Relaunch(replace(change, sharding=one), baseline) for one in self._divided(change.sharding)]
+            found += [one for one in divided if not one.change.sharding.offload]
             found += [Relaunch(one, baseline, one.splits, self._halved().samples) for one in smaller]
+            found += [one for one in divided if one.change.sharding.offload]  # takes most time
         return tuple(found)
 
     def _divided(self, present: ShardingChange) -> list[ShardingChange]:
-        """Other ways in which Accelerate divides the model, those that cost less time first."""
+        """Other ways in which Accelerate divides the model."""
         allowed, plugin = self._settings.techniques, self._first.fsdp_plugin
         if self._first.by_engine:
             return []
@@ -101,7 +102,7 @@ class RelaunchCandidates:
         if plugin.fsdp_version != 2 or present.introduced:
             return []
         found = []
-        if "reshard" in allowed and plugin.reshard_after_forward is False:
+        if "reshard" in allowed and plugin.reshard_after_forward is False and not present.offload:  # first of the two
             found.append(replace(present, reshard=True))
         if self._settings.may_offload_shards and not on_host(plugin):
             found.append(replace(present, offload=True))

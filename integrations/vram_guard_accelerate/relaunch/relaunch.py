@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.step_time import seconds_as_written
 from vram_guard.plan.techniques import uses_batch_norm
 from vram_guard.timeline import Estimate
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words
@@ -23,9 +22,11 @@ from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 from vram_guard_accelerate.relaunch.equivalence import disagreement
+from vram_guard_accelerate.relaunch.step_time import launch_seconds
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
+    from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Baseline:
     """Of the launch from which the relaunch was made, which may be a relaunch itself."""
 
     @classmethod
-    def of(cls, plan: Plan, profile: LoopProfile) -> Baseline:
+    def of(cls, plan: Plan, profile: LoopProfile, first: FirstBatch) -> Baseline:
         """The baseline that a launch as it was typed makes."""
         return cls(
             plan.precision_before,
@@ -116,7 +117,7 @@ class Baseline:
             plan.effective_batch_size_before,
             plan.before,
             plan.reason_values[0],
-            seconds_as_written(plan),
+            launch_seconds(plan, first),
             profile,
         )
 
@@ -159,10 +160,15 @@ class Relaunch:
         if why:
             raise UnsupportedStepError(_("with these options, {difference}", difference=why))
 
-    def combined(self, plan: Plan) -> Plan:
-        """A plan for the relaunch, as a plan for the launch as it was typed."""
+    def combined(self, plan: Plan, first: FirstBatch) -> Plan:
+        """A plan for the relaunch, as a plan for the launch as it was typed.
+
+        Args:
+            plan: for the relaunch.
+            first: the script that is launched so.
+        """
         written = self.baseline
-        slowdown = round((plan.slowdown or 1.0) * seconds_as_written(plan) / written.seconds, 4)
+        slowdown = round((plan.slowdown or 1.0) * launch_seconds(plan, first) / written.seconds, 4)
         own = [reason for reason in plan.reason_values if reason.kind is not Why.CHEAPEST] if plan.changed else []
         return replace(
             plan,
@@ -172,6 +178,7 @@ class Relaunch:
             effective_batch_size_before=written.effective_batch_size,
             before=written.estimate,
             timeline_before=None,
+            recipe=plan.recipe.with_(sharding=self.change.sharding.planned),
             slowdown=slowdown,
             reason_values=(
                 written.reason,
