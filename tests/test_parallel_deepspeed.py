@@ -171,7 +171,7 @@ def test_deepspeed_makes_the_optimizer_that_its_config_names():
     lamb = {**config, "optimizer": {"type": "Lamb", "params": {}}}
     # Without a GPU, DeepSpeed knows none of its extensions for one, and says so itself.
     with pytest.raises(
-        (UnsupportedTechniqueError, InvalidInputError), match="extension fused_lamb|not been implemented"
+        (UnsupportedTechniqueError, InvalidInputError), match=r"extension fused_lamb|not been implemented"
     ):
         run_step(given("deepspeed2", 2, optimizer=placeholder).with_(deepspeed_config=lamb), 2, (9, 0))
 

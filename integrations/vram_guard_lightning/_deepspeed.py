@@ -77,8 +77,8 @@ def layout_of(trainer: Trainer, config: Mapping[str, Any]) -> Parallel:
     if strategy.zero_stage_3 and not _namespaces.is_lightnings(trainer.lightning_module, "configure_model"):
         raise UnsupportedStepError(
             _(
-                "configure_model makes parameters that DeepSpeed's stage 3 divides at once (deepspeed.zero.Init), which "
-                "cannot be predicted: make the model in __init__"
+                "configure_model makes parameters that DeepSpeed's stage 3 divides at once (deepspeed.zero.Init), "
+                "which cannot be predicted: make the model in __init__"
             )
         )
     return layout

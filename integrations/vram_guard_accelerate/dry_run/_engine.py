@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import VramGuardError
@@ -16,10 +17,8 @@ from vram_guard.patching import replaced
 from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vram_guard.parallel.spec import Parallel
-    from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
+    from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
     from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 
 
@@ -47,8 +46,8 @@ def plugin_of(given: Any) -> Any:
 def prepare_transformers(ranks: int, *, asked: bool) -> None:
     """Have Transformers complete a DeepSpeed config for all processes, and make its models on the host.
 
-    Under stage 3 it makes them in ``deepspeed.zero.Init`` otherwise, which divides each weight as it is made; the engine
-    divides them where they were made whole.
+    Under stage 3 it makes them in ``deepspeed.zero.Init`` otherwise, which divides each weight as it is made; the
+    engine divides them where they were made whole.
 
     Args:
         ranks: processes of the launch.
@@ -95,27 +94,21 @@ class EngineProcess:
     def take_off(self) -> None:
         """Nothing: copies that train for real are not made."""
 
-    def prepare(
-        self, loop: FollowedLoop, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
-    ) -> Any:
-        """``Accelerator.prepare`` of a model and its optimizer: Accelerate fills in its config, and makes the engine."""
-        if not models:
-            return original(loop.accelerator, *args, **kwargs)
-        if loop.models or len(models) > 1:
-            stopped(_("DeepSpeed is followed with one model, and the script prepares another one"))
-        model = models[0]
-        loop.models.append(model)
-        loop.tracer.under_engine(model, self.layout)
+    @contextlib.contextmanager
+    def making(self, tracer: ExternalLoopTracer) -> Iterator[None]:
+        """While Accelerate completes its config and makes the engine: for one of the pretended processes.
+
+        Args:
+            tracer: follows the model already.
+        """
         library = deepspeed.deepspeed_library()
         made = library.initialize
 
         def initialize(**given: Any) -> Any:
             config = given.pop("config_params", None) or given.pop("config", {})
             result = made(**given, config=deepspeed.as_traced(self.layout, config), dist_init_required=False)
-            loop.tracer.engine_made(result[0])
+            tracer.engine_made(result[0])
             return result
 
         with replaced(library, {"initialize": initialize}):
-            prepared = original(loop.accelerator, *args, **kwargs)
-        loop.watch(model)
-        return prepared
+            yield
