@@ -65,8 +65,9 @@ def test_a_launch_with_deepspeed_is_predicted_as_the_same_step_is(answers: Any, 
     found = answer["plan"]["before"]
     step = cases.wide_step(parallel=Parallel(gpus=ranks, kind="deepspeed2"))
     mine = estimate(step.with_(clip_grad_norm=None), 4)
-    for category in ("parameters", "optimizer_states", "gradients"):
-        assert found["breakdown"][category] == mine.breakdown[category]
+    assert found["breakdown"]["parameters"] == mine.breakdown["parameters"]
+    assert found["breakdown"]["optimizer_states"] == pytest.approx(mine.breakdown["optimizer_states"], abs=2048)
+    assert found["peak_reserved"] == mine.peak_reserved
     # The loop loads a batch while the last one is still held.
     assert found["peak_allocated"] == pytest.approx(mine.peak_allocated, abs=2048)
 

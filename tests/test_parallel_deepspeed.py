@@ -157,7 +157,7 @@ def test_a_layout_may_keep_any_optimizers_states_there():
     layout = Parallel(2, kind="deepspeed2", offload=True)
     timeline = run_step(given("deepspeed2", 2).with_(parallel=layout), 2, (9, 0))
     assert most(timeline, "optimizer_states") == 0
-    with pytest.raises(InvalidInputError, match="DeepSpeed refuses its config: .*DeepSpeedCPUAdam"):
+    with pytest.raises(InvalidInputError, match=r"DeepSpeed refuses its config: .*DeepSpeedCPUAdam"):
         run_step(given("deepspeed2", 2, {**SMALL, "offload_optimizer": {"device": "cpu"}}), 2, (9, 0))
 
 
@@ -171,7 +171,7 @@ def test_deepspeed_makes_the_optimizer_that_its_config_names():
     lamb = {**config, "optimizer": {"type": "Lamb", "params": {}}}
     # Without a GPU, DeepSpeed knows none of its extensions for one, and says so itself.
     with pytest.raises(
-        (UnsupportedTechniqueError, InvalidInputError), match="extension fused_lamb|not been implemented"
+        (UnsupportedTechniqueError, InvalidInputError), match=r"extension fused_lamb|not been implemented"
     ):
         run_step(given("deepspeed2", 2, optimizer=placeholder).with_(deepspeed_config=lamb), 2, (9, 0))
 

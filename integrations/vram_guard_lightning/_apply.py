@@ -9,7 +9,7 @@ from vram_guard.parallel.resharding import set_resharding
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place
-from vram_guard_lightning import _closure, _dividing, _growth, _layouts, _namespaces
+from vram_guard_lightning import _closure, _deepspeed, _dividing, _growth, _layouts, _namespaces
 from vram_guard_lightning._precision import plugin
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
     """Micro-batches, precision, where weights lie, and batch size of the decision's plan."""
     plan = decision.plan
+    if _deepspeed.used(trainer):
+        applied.notes += _deepspeed.notes(plan)
     if plan.recipe.sharding is not None:
         for name, value in _layouts.changed_settings(trainer, plan.recipe.sharding).items():
             applied.replace(trainer.strategy, name, value)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from vram_guard.parallel.spec import Parallel
+    from vram_guard.plan import Plan
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -76,8 +77,8 @@ def layout_of(trainer: Trainer, config: Mapping[str, Any]) -> Parallel:
     if strategy.zero_stage_3 and not _namespaces.is_lightnings(trainer.lightning_module, "configure_model"):
         raise UnsupportedStepError(
             _(
-                "configure_model makes parameters that DeepSpeed's stage 3 divides at once (deepspeed.zero.Init), which "
-                "cannot be predicted: make the model in __init__"
+                "configure_model makes parameters that DeepSpeed's stage 3 divides at once (deepspeed.zero.Init), "
+                "which cannot be predicted: make the model in __init__"
             )
         )
     return layout
@@ -125,6 +126,14 @@ def refusals(trainer: Trainer) -> Iterator[Refusal]:
     for technique in ("foreach", "fused"):
         yield Refusal(technique, _("{strategy} updates flat parts of its own", strategy=name))
     yield Refusal("grow", _("checkpoints of {strategy} keep learning rates as they were multiplied", strategy=name))
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """What a plan changes in a training under DeepSpeed beside memory."""
+    if plan.splits > 1 and plan.precision != "32-true":
+        yield _("DeepSpeed adds up the gradients of micro-batches in half precision, as those of accumulated batches")
+    if plan.recipe.sharding is not None:
+        yield _("checkpoints that DeepSpeed writes under this plan are resumed under the same plan")
 
 
 @contextlib.contextmanager

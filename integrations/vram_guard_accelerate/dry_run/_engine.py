@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from vram_guard.errors import VramGuardError
 from vram_guard.language import _
@@ -18,10 +18,8 @@ from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
     from vram_guard.parallel.spec import Parallel
-    from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
+    from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
     from vram_guard_accelerate.dry_run.first_batch import LaunchShape
-
-
 
 
 def plugin_of(given: Any) -> Any:
@@ -48,8 +46,8 @@ def plugin_of(given: Any) -> Any:
 def prepare_transformers(ranks: int, *, asked: bool) -> None:
     """Have Transformers complete a DeepSpeed config for all processes, and make its models on the host.
 
-    Under stage 3 it makes them in ``deepspeed.zero.Init`` otherwise, which divides each weight as it is made; the engine
-    divides them where they were made whole.
+    Under stage 3 it makes them in ``deepspeed.zero.Init`` otherwise, which divides each weight as it is made; the
+    engine divides them where they were made whole.
 
     Args:
         ranks: processes of the launch.
@@ -57,8 +55,7 @@ def prepare_transformers(ranks: int, *, asked: bool) -> None:
     """
     if "transformers" not in sys.modules or not (asked or _variable_set()):
         return
-    from transformers.integrations import deepspeed as theirs
-
+    theirs: Any = importlib.import_module("transformers.integrations.deepspeed")
     own = theirs.HfTrainerDeepSpeedConfig.trainer_config_process
     if getattr(own, "ranks", None) is not None:
         return
@@ -67,7 +64,7 @@ def prepare_transformers(ranks: int, *, asked: bool) -> None:
         with replaced(type(arguments), {"world_size": property(lambda _arguments: ranks)}):
             own(self, arguments, *args, **kwargs)
 
-    process.ranks = ranks  # type: ignore[attr-defined]
+    vars(process)["ranks"] = ranks
     theirs.HfTrainerDeepSpeedConfig.trainer_config_process = process
     theirs.set_hf_deepspeed_config = lambda _config: None
 
@@ -97,27 +94,21 @@ class EngineProcess:
     def take_off(self) -> None:
         """Nothing: copies that train for real are not made."""
 
-    def prepare(
-        self, loop: FollowedLoop, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
-    ) -> Any:
-        """``Accelerator.prepare`` of a model, with its optimizer: Accelerate fills in its config, and makes the engine."""
-        if not models:
-            return original(loop.accelerator, *args, **kwargs)
-        if loop.models or len(models) > 1:
-            stopped(_("DeepSpeed is followed with one model, and the script prepares another one"))
-        model = models[0]
-        loop.models.append(model)
-        loop.tracer.under_engine(model, self.layout)
+    @contextlib.contextmanager
+    def making(self, tracer: ExternalLoopTracer) -> Iterator[None]:
+        """While Accelerate completes its config and makes the engine: for one of the pretended processes.
+
+        Args:
+            tracer: follows the model already.
+        """
         library = deepspeed.deepspeed_library()
         made = library.initialize
 
         def initialize(**given: Any) -> Any:
             config = given.pop("config_params", None) or given.pop("config", {})
             result = made(**given, config=deepspeed.as_traced(self.layout, config), dist_init_required=False)
-            loop.tracer.engine_made(result[0])
+            tracer.engine_made(result[0])
             return result
 
         with replaced(library, {"initialize": initialize}):
-            prepared = original(loop.accelerator, *args, **kwargs)
-        loop.watch(model)
-        return prepared
+            yield

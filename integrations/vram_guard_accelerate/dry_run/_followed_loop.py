@@ -66,7 +66,7 @@ class FollowedLoop:
             if not any(known is model for known in self.models):
                 self.models.append(model)
                 self.tracer.adopt_model(model)
-                self.watch(model)
+                self._watch(model)
         return original(self.accelerator, *args, **kwargs)
 
     def prepare_sharded(
@@ -84,12 +84,25 @@ class FollowedLoop:
             prepared = original(self.accelerator, *args, **kwargs)
         for model in new:
             self.tracer.sharded(model)
-            self.watch(model)
+            self._watch(model)
         return prepared
 
-    def watch(self, model: nn.Module) -> None:
-        """Count the calls of this model."""
+    def prepare_under_engine(
+        self, process: EngineProcess, original: Callable[..., Any], models: list[nn.Module], args: Any, kwargs: Any
+    ) -> Any:
+        """The same under DeepSpeed's engine."""
+        if not models:
+            return original(self.accelerator, *args, **kwargs)
+        if self.models or len(models) > 1:
+            stopped(_("DeepSpeed is followed with one model, and the script prepares another one"))
+        self.models += models
+        self.tracer.under_engine(models[0], process.layout)
+        with process.making(self.tracer):
+            prepared = original(self.accelerator, *args, **kwargs)
+        self._watch(models[0])
+        return prepared
 
+    def _watch(self, model: nn.Module) -> None:
         def returned(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             self.forwards += 1
             self._run.phase.returned(model, by_name(args, kwargs), out)
@@ -145,7 +158,7 @@ class LoopPhase(Phase):
         if process is None:
             return self.loop.prepare(original, models, args, kwargs)
         if isinstance(process, EngineProcess):
-            return process.prepare(self.loop, original, models, args, kwargs)
+            return self.loop.prepare_under_engine(process, original, models, args, kwargs)
         return self.loop.prepare_sharded(process, original, models, args, kwargs)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:

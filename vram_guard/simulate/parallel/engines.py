@@ -125,9 +125,10 @@ def _for_host(original: Callable[..., Any], state: FakeCudaState) -> Callable[..
 def _stand_in(builder: Any) -> Any:
     """Functions of a C++ extension of DeepSpeed, which are compiled when they are first used, and are not here.
 
-    Its optimizers for the host and for the GPU update their states in place and allocate nothing: csrc/adam/cpu_adam.cpp
-    (``ds_adam_step``) and csrc/adam/multi_tensor_adam.cu (``multi_tensor_adam_cuda``) of release 0.19.8. What they keep
-    of each parameter is made in Python (deepspeed/ops/adam/cpu_adam.py and fused_adam.py), and is traced.
+    Its optimizers for the host and for the GPU update their states in place and allocate nothing:
+    csrc/adam/cpu_adam.cpp (``ds_adam_step``) and csrc/adam/multi_tensor_adam.cu (``multi_tensor_adam_cuda``) of release
+    0.19.8. What they keep of each parameter is made in Python (deepspeed/ops/adam/cpu_adam.py and fused_adam.py),
+    and is traced.
 
     Raises:
         UnsupportedTechniqueError: other extensions.
