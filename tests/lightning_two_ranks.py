@@ -25,10 +25,11 @@ def run(script: Path, out: Path, cases: list[str], *, limit: float) -> dict[str,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    address |= {"WORLD_SIZE": "2", "NODE_RANK": "0"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(out), *cases],
-            env={**os.environ, **address, "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
+            env={**os.environ, **address, "LOCAL_RANK": str(rank), "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -236,13 +236,16 @@ def test_accelerates_options_of_fsdp2_are_read(monkeypatch: Any) -> None:
     assert {name: target.environment.get(name) for name in expected} == expected
 
 
-def test_a_real_launch_with_fsdp2_is_predicted_and_trains(tmp_path: Any) -> None:
-    """Two processes over gloo."""
-    done = cases.launch("--budget", "1GiB", *FSDP2, SHARDED, "clipping", "--out", tmp_path / "out.pt", cache=tmp_path)
+def test_a_real_launch_with_fsdp2_is_predicted_changed_and_trains(tmp_path: Any) -> None:
+    """Two processes over gloo, whose gathered weights the launch would have kept."""
+    keeps = ("--budget", "240MiB", *FSDP2, "--fsdp_reshard_after_forward", "false")
+    done = cases.launch(*keeps, SHARDED, "clipping", "--depth", 8, "--out", tmp_path / "out.pt", cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "FITS" in done.stderr
+    assert "launched with --fsdp_reshard_after_forward true" in " ".join(done.stderr.split())
     found = torch.load(tmp_path / "out.pt")
     assert (found["fsdp"], found["processes"], found["kinds"]) == (True, 2, ["DTensor"])
+    assert found["groups"] == [(True, False)] * 8
+    assert found["variables"]["FSDP_RESHARD_AFTER_FORWARD"] == "true"
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

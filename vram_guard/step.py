@@ -10,7 +10,7 @@ from vram_guard.checks import LARGEST_BATCH, checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel, data_parallel
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,8 @@ class TrainingStep:
             ``static_graph``, ``find_unused_parameters``, ``bucket_cap_mb``), where that is used.
         deepspeed_config: DeepSpeed's config, where its engine is used: the section "zero_optimization" counts;
             precision, batch sizes, accumulation and clipping are those of the step.
+        shardings: other ways to divide the step over its processes that a plan may choose, each with its layout; asked
+            once the step as written has been traced. None: there are none.
 
     Example:
         >>> step = TrainingStep(
@@ -105,6 +107,7 @@ class TrainingStep:
     parallel: Parallel | None = None
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
+    shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)

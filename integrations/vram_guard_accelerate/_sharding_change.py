@@ -8,6 +8,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vram_guard.techniques.recipe import Sharding
+
 #: What ``accelerate launch`` passes to a script (``accelerate.utils.launch``) where the guard switches FSDP2 on.
 INTRODUCED = {
     "ACCELERATE_USE_FSDP": "true",
@@ -41,6 +43,11 @@ class ShardingChange:
     def kind(self) -> Literal["", "shard", "offload", "reshard"]:
         """The part of it that changes most."""
         return "shard" if self.introduced else "offload" if self.offload else "reshard" if self.reshard else ""
+
+    @property
+    def planned(self) -> Sharding | None:
+        """The same as plans have it; None where nothing is changed."""
+        return Sharding(self.introduced, self.reshard or None, self.offload) if self.kind else None
 
     @property
     def variables(self) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.parallel.resharding import set_resharding
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place
-from vram_guard_lightning import _closure, _growth, _layouts, _namespaces
+from vram_guard_lightning import _closure, _dividing, _growth, _layouts, _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
 def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
     """Micro-batches, precision, where weights lie, and batch size of the decision's plan."""
     plan = decision.plan
+    if plan.recipe.sharding is not None:
+        for name, value in _layouts.changed_settings(trainer, plan.recipe.sharding).items():
+            applied.replace(trainer.strategy, name, value)
+        if plan.recipe.sharding.fsdp2:
+            _dividing.install(trainer, plan.recipe.sharding, applied)
+        elif plan.recipe.sharding.offload:
+            _layouts.leave_on_host(trainer, applied)
     if decision.splitter is not None:
-        applied.callback(_closure.install(trainer, decision.splitter, loss_weight))
+        divided = plan.recipe.sharding is not None
+        applied.callback(_closure.install(trainer, decision.splitter, loss_weight, divided=divided))
     if plan.precision != plan.precision_before:
         _set_precision(trainer, plan.precision, applied)
     applied.callback(place(trainer.lightning_module, plan.recipe, trainer.strategy.root_device, plan.precision))
@@ -35,7 +44,9 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
 
 def after_setup(trainer: Trainer, recipe: Recipe, applied: Applied) -> None:
     """Install the techniques on the model, which is on its device, and on the optimizer, which is made."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
+    if recipe.sharding is not None and recipe.sharding.reshard is not None and not recipe.sharding.fsdp2:
+        set_resharding(strategy.model, recipe.sharding.reshard)
     if _layouts.whole(trainer):
         applied.callback(install(trainer.lightning_module, recipe))
     made = [optimizer_for(optimizer, recipe) for optimizer in strategy.optimizers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -16,11 +16,13 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
+from vram_guard.parallel import in_place_of_ddp
 from vram_guard.parallel.data_parallel import chosen_options
+from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
-from vram_guard_lightning import _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
+from vram_guard_lightning import _dividing, _layouts, _namespaces, _refusals, _rehearsal, _trainer_proxy
 from vram_guard_lightning._sample import read
 
 if TYPE_CHECKING:
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 
     from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
+    from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+    from vram_guard.techniques import Sharding
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -54,6 +58,10 @@ class Captured(CapturedTraining):
         """See :mod:`vram_guard_lightning._rehearsal`."""
         return _rehearsal.rehearse(self.trainer, self.model, self.sample.distinct, rehearsal)
 
+    def rehearses(self, sharding: Sharding) -> bool:
+        """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
+        return sharding.fsdp2 or not _namespaces.is_a(self.trainer.strategy, _layouts.FSDP)
+
     def loss_of(self, batch: Any) -> torch.Tensor:
         """As training_step returns it, which gets the batch as Lightning would hand it over."""
         before = _hook_owner(self.trainer, self.model, "on_before_batch_transfer")
@@ -70,8 +78,8 @@ class Captured(CapturedTraining):
         return _refusals.refusals(self.trainer, self.model, settings, growable=self.sample.growable)
 
     def objection(self, plan: Plan) -> Refusal | None:
-        """See :func:`vram_guard_lightning._refusals.without_scaler`."""
-        return _refusals.without_scaler(self.trainer, self.optimizer_traits, plan)
+        """See :func:`vram_guard_lightning._refusals.by_optimizer`."""
+        return _refusals.by_optimizer(self.trainer, self.optimizer_traits, plan)
 
 
 def capture(trainer: Trainer, module: LightningModule) -> Captured:
@@ -101,10 +109,21 @@ def capture(trainer: Trainer, module: LightningModule) -> Captured:
         ddp_options=chosen_options(getattr(trainer.strategy, "_ddp_kwargs", {})),
         prepare=_preparation_of(trainer, module),
         parallel=layout,
+        shardings=_shardings(trainer, module, layout),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
     )
     notes = (*found.notes, *_notes(module))
     return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits)
+
+
+def _shardings(
+    trainer: Trainer, module: LightningModule, layout: Parallel | None
+) -> Callable[[], Mapping[Sharding, Parallel]] | None:
+    if layout is not None:
+        return _layouts.shardings_of(trainer, layout)
+    if _dividing.why_not(trainer, module):
+        return None
+    return lambda: in_place_of_ddp.layouts(trainer.world_size, offload=_dividing.offloads(trainer))
 
 
 def check_precision(trainer: Trainer) -> None:
@@ -175,11 +194,12 @@ def _loss_of(trainer: Trainer, module: LightningModule) -> Callable[[Any, Any], 
     arguments = (0,) if _takes_batch_index(module) else ()
     contexts = _PrecisionContexts(trainer)
     redirected: Any = trainer.strategy._forward_redirection
+    whole = _layouts.whole(trainer)
 
     def step(model: Any, batch: Any) -> Any:
         batch = after.on_after_batch_transfer(batch, 0)
         with contexts():
-            if model is module:
+            if model is module and not (whole and divided_by_fsdp2(model)):
                 return model.training_step(batch, *arguments)
             return redirected(model, module, "training_step", batch, *arguments)
 

@@ -33,14 +33,23 @@ if TYPE_CHECKING:
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
-def install(trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
-    """Split the batches of this Trainer; returns the function that undoes it."""
+def install(
+    trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean", *, divided: bool = False
+) -> Callable[[], None]:
+    """Split the batches of this Trainer; returns the function that undoes it.
+
+    Args:
+        trainer: the Trainer.
+        splitter: of its batches.
+        loss_weight: of micro-batches.
+        divided: whether the plan divides the model over the processes: each forward then waits for all of them.
+    """
     ranks = hosts()
     batches = MicroBatches(
         splitter,
         loss_weight,
         ranks=ranks,
-        in_step=_synchronised(trainer),
+        in_step=divided or _synchronised(trainer),
         why_whole=lambda: why_whole(trainer, trainer.lightning_module),
     )
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization

@@ -6,23 +6,28 @@ What is put on the model is Lightning's own code: the strategy's, and the user's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.parallel.resharding import offloaded_where_unsaid, resharding_of, set_resharding
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.parallel.groups import alone
+from vram_guard.techniques import Sharding
+from vram_guard.techniques.host_modules import keep_parameters_in_place
 from vram_guard_lightning import _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch import nn
+
+    from vram_guard.guard.applied import Applied
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -33,6 +38,9 @@ FSDP, MODEL_PARALLEL = "strategies.FSDPStrategy", "strategies.ModelParallelStrat
 
 #: Of ModelParallelStrategy's mesh.
 DIMENSIONS = ("data_parallel", "tensor_parallel")
+
+#: No change of how a strategy divides its model.
+AS_WRITTEN = Sharding()
 
 #: Arguments of FullyShardedDataParallel that hold tensors or processes of the real training.
 _REAL = ("process_group", "ignored_parameters", "ignored_states")
@@ -69,6 +77,7 @@ def layout_of(trainer: Trainer) -> Parallel | None:
         # Where layers are divided over more than a node has, nodes are no bounds of anything that is predicted here.
         node=trainer.world_size if strategy.num_processes % tensor else strategy.num_processes,
         tensor=tensor,
+        reshard=not sharded or strategy.sharding_strategy.name not in _OTHER[True],
         apply=StrategyLayout(trainer, _fully_sharded if sharded else _model_parallel),
     )
 
@@ -89,9 +98,8 @@ def shards_in_configure_model(trainer: Trainer) -> bool:
 
 def installable(trainer: Trainer) -> tuple[str, ...]:
     """Techniques that can be put on the model's blocks before the strategy divides it."""
-    strategy: Any = trainer.strategy
-    own = not _namespaces.is_a(strategy, FSDP) or strategy._activation_checkpointing_kwargs
-    return () if own or shards_in_configure_model(trainer) else ("checkpoint",)
+    own = getattr(trainer.strategy, "_activation_checkpointing_kwargs", None)
+    return (*(() if own else ("checkpoint",)), *(() if why_not_offloaded(trainer) else ("offload_parameters",)))
 
 
 def data_ranks(trainer: Trainer) -> int:
@@ -105,9 +113,14 @@ class StrategyLayout:
     It travels between processes without its Trainer: what has been traced is not traced there again.
     """
 
-    def __init__(self, trainer: Trainer, put: Callable[[Any, nn.Module], nn.Module]) -> None:
+    def __init__(
+        self, trainer: Trainer, put: Callable[[Any, nn.Module], nn.Module], sharding: Sharding = AS_WRITTEN
+    ) -> None:
         self._trainer = trainer
         self._put = put
+        self._sharding = sharding
+        self.reshards: frozenset[bool] = frozenset()
+        """As FSDP2 was set in the latest trace, see :func:`vram_guard.parallel.resharding.resharding_of`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -115,11 +128,100 @@ class StrategyLayout:
     def __call__(self, model: nn.Module, _mesh: Any) -> nn.Module:
         """The module that training_step is called through."""
         trainer: Any = self._trainer
-        with _on_simulated_gpu(trainer.strategy):
+        with _on_simulated_gpu(trainer.strategy), changed(trainer, self._sharding):
             made = self._put(trainer, model)
+            self.reshards = resharding_of(made)
+            if self._sharding.reshard is not None:
+                set_resharding(made, self._sharding.reshard)
             move_to_simulated_device(made)
         trainer.strategy.model = made  # for self.trainer.model in configure_optimizers
         return made
+
+    def with_(self, sharding: Sharding) -> StrategyLayout:
+        """The same under a change of it."""
+        return StrategyLayout(self._trainer, self._put, sharding)
+
+
+def shardings_of(trainer: Trainer, layout: Parallel) -> Callable[[], Mapping[Sharding, Parallel]]:
+    """Other ways in which the strategy can divide the model, by its own options; to be asked after the first trace."""
+    written: Any = layout.apply
+
+    def shardings() -> dict[Sharding, Parallel]:
+        times = _other_times(trainer, written)
+        ways = [Sharding(reshard=reshard) for reshard in times]
+        if not why_not_offloaded(trainer):
+            ways += [Sharding(reshard=reshard, offload=True) for reshard in (None, *filter(None, times))]
+        return {
+            one: layout.with_(
+                apply=written.with_(one),
+                reshard=layout.reshard if one.reshard is None else one.reshard,
+                offload=one.offload,
+            )
+            for one in ways
+        }
+
+    return shardings
+
+
+def _other_times(trainer: Any, written: StrategyLayout) -> tuple[bool, ...]:
+    """True: gathered weights can be freed after the forward; False: they can be kept; as written is left out."""
+    if not _namespaces.is_a(trainer.strategy, FSDP):
+        return tuple(reshard for reshard in (True, False) if written.reshards - {reshard})
+    return tuple(reshard for reshard, pairs in _OTHER.items() if trainer.strategy.sharding_strategy.name in pairs)
+
+
+#: FullyShardedDataParallel's strategies that free gathered weights after the forward, by those that keep them; and
+#: the other way round.
+_OTHER = {
+    True: {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"},
+    False: {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"},
+}
+
+
+def why_not_offloaded(trainer: Trainer) -> str:
+    """The reason why weights may not be left in host memory by the strategy's own means ("" where they may)."""
+    if _namespaces.is_a(trainer.strategy, FSDP):
+        return offloaded()
+    if trainer.gradient_clip_val and trainer.strategy.root_device.type == "cuda":
+        return _("gradients on the host are clipped over gloo, and the strategy has NCCL only")
+    return ""
+
+
+def leave_on_host(trainer: Trainer, applied: Applied) -> None:
+    """Let ``configure_model`` leave what it divides in host memory, and Lightning not move it from there."""
+    device = trainer.strategy.root_device.type
+    applied.enter_context(offloaded_where_unsaid(device))
+    applied.callback(keep_parameters_in_place(trainer.lightning_module))
+    strategies: Any = import_module(f"{_namespaces.of(trainer).__name__}.strategies.model_parallel")
+    own = strategies._materialize_distributed_module
+
+    def materialize(module: nn.Module, _device: torch.device) -> None:
+        own(module, torch.device("cpu"))
+
+    applied.replace(strategies, "_materialize_distributed_module", materialize)
+
+
+@contextlib.contextmanager
+def changed(trainer: Trainer, sharding: Sharding) -> Iterator[None]:
+    """Inside the block the strategy divides a model under these changes."""
+    with contextlib.ExitStack() as stack:
+        for name, value in changed_settings(trainer, sharding).items():
+            stack.enter_context(replaced(trainer.strategy, {name: value}))
+        if sharding.offload:
+            stack.enter_context(offloaded_where_unsaid("cuda"))
+        yield
+
+
+def changed_settings(trainer: Trainer, sharding: Sharding) -> dict[str, Any]:
+    """Attributes of FSDPStrategy under these changes; none where ``configure_model`` divides the model by FSDP2."""
+    strategy: Any = trainer.strategy
+    if not _namespaces.is_a(strategy, FSDP):
+        return {}
+    settings: dict[str, Any] = {}
+    if sharding.reshard is not None:
+        own = strategy.sharding_strategy
+        settings["sharding_strategy"] = type(own)[_OTHER[sharding.reshard][own.name]]
+    return settings
 
 
 @contextlib.contextmanager
@@ -136,7 +238,7 @@ def _fully_sharded(trainer: Any, model: nn.Module) -> nn.Module:
     settings = dict(strategy.kwargs)  # the strategy deletes from them
     if "HYBRID" in strategy.sharding_strategy.name:
         settings["device_mesh"] = _hybrid_mesh(strategy)
-    with replaced(strategy, {"kwargs": settings}), fully_sharded_by_number():
+    with replaced(strategy, {"kwargs": settings}):
         _configured(trainer)
         if not _namespaces.is_lightnings(trainer.lightning_module, "configure_sharded_model"):
             return model

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
-from vram_guard_lightning import _growth, _hooks, _layouts, _namespaces, _recovery, private_api
+from vram_guard.parallel.in_place_of_ddp import why_not_optimizer
+from vram_guard_lightning import _dividing, _growth, _hooks, _layouts, _namespaces, _recovery, private_api
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -41,13 +42,15 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     if trainer.precision == "32-true" and type(trainer.precision_plugin) is not plain:
         kind = type(trainer.precision_plugin).__name__
         yield Refusal("precision", _("the precision plugin {kind} was set by the user and stays", kind=kind))
-    yield Refusal(
-        "offload_parameters",
-        _(
-            "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard in "
-            "configure_model"
-        ),
-    )
+    divides = "shard" in settings.techniques and not _dividing.why_not(trainer, module)
+    if _layouts.whole(trainer) and not divides:
+        yield Refusal(
+            "offload_parameters",
+            _(
+                "the strategy holds whole parameters; shard them with strategy=ModelParallelStrategy() and fully_shard "
+                "in configure_model"
+            ),
+        )
     if trainer.gradient_clip_val:
         yield Refusal(
             "offload_optimizer", _("gradients are clipped on the GPU after they have been copied to the host")
@@ -56,12 +59,27 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
     elif trainer.strategy.root_device.type == "cpu":
         yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
+    yield Refusal("shard", _dividing.why_not(trainer, module))
     yield Refusal("grow", _growth.why_not(trainer, growable))
     if not _layouts.whole(trainer):
         yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))
 
 
-def without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:
+def by_optimizer(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:
+    """Refuse what of a plan does not go with the optimizer.
+
+    Args:
+        trainer: the Trainer.
+        optimizer_traits: class names of the optimizer, and "fused" where it is.
+        plan: to be checked.
+    """
+    divided = plan.recipe.sharding is not None and plan.recipe.sharding.fsdp2
+    if divided and (why := why_not_optimizer(optimizer_traits - {"fused"})):
+        return Refusal("shard", why)
+    return _without_scaler(trainer, optimizer_traits, plan)
+
+
+def _without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:
     """Refuse a plan's float16 where its gradient scaler does not work with the optimizer.
 
     Args:

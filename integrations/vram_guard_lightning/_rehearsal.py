@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.parallel.resharding import offloaded_where_unsaid
 from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
-from vram_guard_lightning import _apply, _closure, _namespaces
+from vram_guard.simulate.parallel.groups import alone
+from vram_guard_lightning import _apply, _closure, _dividing, _namespaces
 from vram_guard_lightning._layouts import configured_alone, shards_in_configure_model
 
 if TYPE_CHECKING:
@@ -77,7 +80,13 @@ def rehearse(
     if rehearsal.splitter is not None:
         step.applied.callback(_closure.install(trainer, rehearsal.splitter, rehearsal.loss_weight))
     strategy: Any = trainer.strategy
+    sharding = rehearsal.recipe.sharding
+    if sharding is not None and sharding.fsdp2:
+        step.enter_context(alone())
+        _dividing.install(trainer, sharding, step.applied, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
     if divided:
+        if sharding is not None and sharding.offload:
+            step.enter_context(offloaded_where_unsaid("cpu"))
         step.enter_context(configured_alone(trainer, module))
     strategy.setup(trainer)
     _apply.after_setup(trainer, rehearsal.recipe, step.applied)

@@ -83,6 +83,14 @@ LAYOUTS: tuple[PrivateName, ...] = (
     ),
 )
 
+DIVIDING: tuple[PrivateName, ...] = (
+    PrivateName("strategies:DDPStrategy._ddp_comm_hook", "gradients averaged in the user's own way"),
+    PrivateName("strategies:DDPStrategy._ddp_comm_state", "the same"),
+    PrivateName("strategies:DDPStrategy._ddp_kwargs", "what DDP was asked for"),
+    PrivateName("strategies:DDPStrategy.configure_ddp", "no wrapper where FSDP2 divides the model"),
+    PrivateName("strategies:DDPStrategy.model_to_device", "the model is divided before it is moved"),
+)
+
 REHEARSAL: tuple[PrivateName, ...] = (
     PrivateName("trainer.trainer:Trainer._accelerator_connector", "another strategy, for one process without a GPU"),
     PrivateName("loops.fit_loop:_FitLoop._combined_loader", "batches in place of the training's loader"),
@@ -91,7 +99,7 @@ REHEARSAL: tuple[PrivateName, ...] = (
 )
 
 TABLE: tuple[PrivateName, ...] = tuple(
-    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *REHEARSAL))
+    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *DIVIDING, *REHEARSAL))
 )
 
 

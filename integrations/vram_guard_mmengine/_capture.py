@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -25,7 +26,7 @@ from vram_guard.language import _
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
-from vram_guard_mmengine import _layouts, _optim, _refusals, _rehearsal, _symbolic_run
+from vram_guard_mmengine import _dividing, _layouts, _optim, _refusals, _rehearsal, _symbolic_run
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
     from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
+    from vram_guard.parallel.spec import Parallel
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+    from vram_guard.techniques import Sharding
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
 
@@ -57,6 +60,10 @@ class Captured(CapturedTraining):
                 yield
             finally:
                 self.recorder.begin()
+
+    def rehearses(self, sharding: Sharding) -> bool:
+        """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
+        return sharding.fsdp2
 
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_mmengine._rehearsal`."""
@@ -189,11 +196,16 @@ def capture(runner: Any) -> Captured:
     sample = _sample(loader)
     if hasattr(facts.make, "look_at"):
         facts.make.look_at(model)
+    shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
+    if layout is not None:
+        shardings = functools.partial(_layouts.shardings_of, runner, layout)
+    elif not _dividing.why_not(runner, facts):
+        shardings = _dividing.shardings_of(runner)
     step = TrainingStep(
         model=model,
         batch=lambda size: HostBatch(sample.make(size)),
         loss=_Loss(recorder) if layout is None or facts.accumulate == 1 else _AccumulatedLoss(recorder),
-        optimizer=lambda _parameters: facts.make(model if layout is None else wrapper.made),
+        optimizer=lambda _parameters: facts.make(model if layout is None else wrapper.made[-1]),
         precision=facts.precision,
         accumulate=facts.accumulate,
         zero_grad="after_step",
@@ -202,6 +214,7 @@ def capture(runner: Any) -> Captured:
         clip_grad_value=facts.clip_grad_value,
         data_parallel_ranks=runner.world_size if layout is None else 1,
         parallel=layout,
+        shardings=shardings,
         ddp_options=options_of(runner.model) if is_model_wrapper(runner.model) else {},
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
         device="cpu" if get_device() == "cpu" else "cuda",

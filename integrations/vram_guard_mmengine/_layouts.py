@@ -6,19 +6,27 @@ import copy
 import os
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.capture.simulated_device import fully_sharded_by_number, move_to_simulated_device, offloaded
+from vram_guard import techniques
+from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
+from vram_guard.techniques import Sharding
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from vram_guard.guard.applied import Applied
+    from vram_guard.techniques import Recipe
 
 # ruff: noqa: SLF001 - what the strategy does to a model is its method `_wrap_model`, which subclasses replace
 
 #: FlexibleRunner's strategies under which each process holds the whole model and nothing is moved behind the scenes.
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
 SHARDED = "FSDPStrategy"
+
+#: FullyShardedDataParallel's strategies that keep gathered weights until the backward pass, and those that free them.
+KEEPING = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}
 
 
 def layout_of(runner: Any) -> Parallel | None:
@@ -34,7 +42,46 @@ def layout_of(runner: Any) -> Parallel | None:
         raise UnsupportedStepError(offloaded())
     ranks = int(runner.world_size)
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says it
-    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy))
+    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy), reshard=_kept(strategy) not in KEEPING)
+
+
+def shardings_of(runner: Any, layout: Parallel) -> dict[Sharding, Parallel]:
+    """Other ways in which FSDPStrategy can divide the model, by its own options."""
+    way = Sharding(reshard=not layout.reshard)
+    if _kept(runner.strategy) not in (*KEEPING, *KEEPING.values()):
+        return {}
+    written: Any = layout.apply
+    return {way: layout.with_(apply=written.with_(way), reshard=way.reshard)}
+
+
+def changed_settings(strategy: Any, sharding: Sharding | None) -> dict[str, Any]:
+    """Attributes of FSDPStrategy under a change of how it divides the model."""
+    if sharding is None or sharding.reshard is None:
+        return {}
+    freeing = {freed: kept for kept, freed in KEEPING.items()}
+    name = (KEEPING if sharding.reshard else freeing)[_kept(strategy)]
+    wrapper = {"type": "MMFullyShardedDataParallel", **(strategy.model_wrapper or {})}
+    return {"model_wrapper": {**wrapper, "sharding_strategy": name}}
+
+
+def apply(strategy: Any, recipe: Recipe, applied: Applied) -> None:
+    """Let FSDPStrategy divide the model under a plan; its modules go around blocks that are checkpointed."""
+    for name, value in changed_settings(strategy, recipe.sharding).items():
+        applied.replace(strategy, name, value)
+    own = strategy._wrap_model
+
+    def wrap_model(model: nn.Module) -> nn.Module:
+        applied.callback(techniques.install(model, recipe))
+        made: nn.Module = own(model)
+        return made
+
+    applied.replace(strategy, "_wrap_model", wrap_model)
+
+
+def _kept(strategy: Any) -> str:
+    """The name of FullyShardedDataParallel's strategy."""
+    given = (strategy.model_wrapper or {}).get("sharding_strategy") or "FULL_SHARD"
+    return str(getattr(given, "name", given))
 
 
 class StrategyLayout:
@@ -43,10 +90,17 @@ class StrategyLayout:
     It travels between processes without its strategy: what has been traced is not traced there again.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, sharding: Sharding | None = None) -> None:
         self._strategy = strategy
-        self.made: nn.Module | None = None
+        self._sharding = sharding
+        self.made: list[nn.Module] = []
         """The wrapper of the latest trace, over whose parameters the optimizer is built."""
+
+    def with_(self, sharding: Sharding) -> StrategyLayout:
+        """The same under a change of it."""
+        other = StrategyLayout(self._strategy, sharding)
+        other.made = self.made
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -56,15 +110,13 @@ class StrategyLayout:
         from mmengine._strategy import fsdp
 
         # The wrapper's policy is taken apart where it is built.
-        settings = {
-            name: copy.deepcopy(getattr(self._strategy, name)) for name in ("model_wrapper", "activation_checkpointing")
-        }
+        settings = {name: getattr(self._strategy, name) for name in ("model_wrapper", "activation_checkpointing")}
+        settings = copy.deepcopy({**settings, **changed_settings(self._strategy, self._sharding)})
         with (
             replaced(self._strategy, settings),
             replaced(fsdp, {"get_device": lambda: "cuda"}),
-            fully_sharded_by_number(),
         ):
             made: nn.Module = self._strategy._wrap_model(model)
-        self.made = made
+        self.made[:] = [made]
         move_to_simulated_device(made)
         return made

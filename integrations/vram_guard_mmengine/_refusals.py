@@ -11,7 +11,7 @@ from vram_guard.apply.backward_hooks import of_package, why_whole
 from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
-from vram_guard_mmengine import _layouts, _recovery
+from vram_guard_mmengine import _dividing, _layouts, _recovery
 
 if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
@@ -44,9 +44,11 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
         _("MMEngine loads weights after the optimizer is built, which would step from older ones"),
     )
     yield Refusal("offload_parameters", _("MMEngine loads weights after the optimizer is built"))
+    yield Refusal("shard", _dividing.why_not(runner, facts))
     yield Refusal("grow", growable)
     if _layouts.layout_of(runner) is not None:
-        yield from beside_layout(_layouts.SHARDED)
+        own = runner.strategy.activation_checkpointing is not None
+        yield from beside_layout(_layouts.SHARDED, *(() if own else ("checkpoint",)))
 
 
 def _why_whole(runner: Any, facts: OptimFacts) -> str:

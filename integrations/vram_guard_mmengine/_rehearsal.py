@@ -9,6 +9,7 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,7 +17,8 @@ from vram_guard import techniques
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
-from vram_guard_mmengine import _optim, _split_step
+from vram_guard.simulate.parallel.groups import alone
+from vram_guard_mmengine import _dividing, _optim, _split_step
 
 # ruff: noqa: ARG002, SLF001 - MMEngine decides what hooks get; the runner has no public names for what is not built
 
@@ -92,6 +94,11 @@ class _StepHook(Hook):  # type: ignore[misc]
     def before_train(self, runner: Any) -> None:
         """The plan's appliers, and what takes the step down."""
         step, model, rehearsal = self._step, runner.model, self._step.rehearsal
+        sharding = rehearsal.recipe.sharding
+        if sharding is not None:
+            step.enter_context(alone())
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+            _dividing.divided(model, runner.optim_wrapper.optimizer, sharding, torch.device("cpu"), mesh)
         step.mark_forwards(model, "train_step")
         if rehearsal.splitter is not None:
             step.applied.callback(_split_step.install(model, rehearsal.splitter, rehearsal.loss_weight))

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from vram_guard.apply.backward_hooks import why_whole
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
+from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
 from vram_guard.watch.rank_coordinator import hosts
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
     """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
     ranks = hosts()
-    sharded = isinstance(model, FullyShardedDataParallel)
+    sharded = isinstance(model, FullyShardedDataParallel) or divided_by_fsdp2(model)
     synchronised = sharded or any("SyncBatchNorm" in type(part).__name__ for part in model.modules())
     batches = MicroBatches(
         splitter,

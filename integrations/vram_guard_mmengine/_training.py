@@ -20,7 +20,7 @@ from vram_guard.language import _
 from vram_guard.printable import printable
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
-from vram_guard_mmengine import _optim, _recovery
+from vram_guard_mmengine import _layouts, _optim, _recovery
 from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
 
@@ -97,6 +97,8 @@ class RunnerTraining:
                 )
         if plan.batch_size != plan.batch_size_before:
             self._grow(plan, applied)
+        if _layouts.layout_of(runner) is not None:
+            _layouts.apply(runner.strategy, plan.recipe, applied)
         if plan.recipe.optimizer != "as-written":
             _change_optimizer(runner, plan.recipe, applied)
 
@@ -224,5 +226,6 @@ def install_techniques(runner: Any, recipe: Recipe, applied: Applied) -> None:
     """Checkpointed and offloaded blocks: on the model as it will run, once everything is built and loaded."""
     if recipe.optimizer in ("fused", "for-loop"):
         with_form(runner.optim_wrapper.optimizer, recipe.optimizer)  # a checkpoint brings its own flags
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    applied.callback(techniques.install(model, recipe))
+    if _layouts.layout_of(runner) is None:
+        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        applied.callback(techniques.install(model, recipe))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mmengine.hooks import Hook
@@ -15,7 +15,7 @@ from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard.guard import Guard
 from vram_guard.settings import disabled, filled
 from vram_guard.watch.recovery import MicroBatchSchedule
-from vram_guard_mmengine import _recovery, _split_step
+from vram_guard_mmengine import _dividing, _recovery, _split_step
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._settings import Settings, checked_priority
 from vram_guard_mmengine._summary import CONFIG_KEY, META_KEY, summary
@@ -70,6 +70,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         self._guard: Guard | None = None
         """Inside :meth:`guarding`."""
         self._iterations = 0
+        self._put_together: Callable[[], None] = _nothing
         guard_class(Runner)
         guard_class(FlexibleRunner)
 
@@ -106,8 +107,9 @@ class VramGuardHook(Hook):  # type: ignore[misc]
                 if auto_scaled(runner):
                     guard.rates_contain = guard.learning_rate_factor
                 yield
+                self._put_together()
         finally:
-            self._guard = None
+            self._guard, self._put_together = None, _nothing
 
     # --- MMEngine's hooks -----------------------------------------------------------------------------------
 
@@ -118,6 +120,9 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             return
         if guard.changes:
             install_techniques(runner, plan.recipe, guard.applied)
+            if plan.recipe.sharding is not None and plan.recipe.sharding.fsdp2:
+                device = guard.training.device
+                self._put_together = _dividing.divide(runner, plan.recipe.sharding, guard.applied, device)
         _arm(runner, guard, plan)
         guard.scale_learning_rates()
         # MMEngine logs `memory`, the peak that torch counted, in MiB: this stands next to it, in text and JSON.
@@ -157,6 +162,10 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             self._guard.restored(contained)
         elif contained != 1.0:
             runner.logger.warning("vram_guard: %s", still_multiplied(contained))
+
+
+def _nothing() -> None:
+    """Nothing was divided."""
 
 
 def _arm(runner: Any, guard: Guard, plan: Plan) -> None:

@@ -114,7 +114,7 @@ def by_norm(accelerator, model, _kept):
 
 
 def clipping(options):
-    train(options, Accelerator(gradient_accumulation_steps=options.gradient_accumulation_steps), clip=by_norm)
+    train(options, Accelerator(), clip=by_norm)
 
 
 def accumulating(options):

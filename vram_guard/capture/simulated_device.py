@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import nn
 
 from vram_guard.language import _
-from vram_guard.patching import replaced
 
 
 def move_to_simulated_device(module: nn.Module) -> None:
@@ -20,21 +15,6 @@ def move_to_simulated_device(module: nn.Module) -> None:
             part.to("cuda")
         elif "_device" in vars(part):
             vars(part)["_device"] = torch.device("cuda", 0)
-
-
-@contextlib.contextmanager
-def fully_sharded_by_number() -> Iterator[None]:
-    """FullyShardedDataParallel takes its GPU by number, as frameworks give it; torch would look for that GPU."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    as_written: Any = FullyShardedDataParallel.__init__
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["device_id"] = torch.device("cuda", 0)
-        as_written(self, *args, **kwargs)
-
-    with replaced(FullyShardedDataParallel, {"__init__": made}):
-        yield
 
 
 def offloaded() -> str:

@@ -190,7 +190,8 @@ def _proven_plan(
         progress(_("running one step on a few samples, as written and as planned"))
         proof = prove(captured, plan, graph, settings.said_loss_weight, settings.proof_seconds)
         if isinstance(proof, Proof):
-            if captured.step.parallel is None or not isinstance(proof.loss_weight, Normaliser) or plan.splits == 1:
+            divided = captured.step.parallel is not None or plan.recipe.sharding is not None
+            if not divided or not isinstance(proof.loss_weight, Normaliser) or plan.splits == 1:
                 return plan, proof
             refused["accumulate"] = left_out()
             continue

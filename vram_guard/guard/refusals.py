@@ -25,6 +25,8 @@ _WHY: dict[str, str] = {
     "fused": marked("a fused optimizer is not possible here: {why}"),
     "offload_parameters": marked("parameters on the host are not possible here: {why}"),
     "offload_optimizer": marked("an optimizer on the host is not possible here: {why}"),
+    "reshard": marked("gathered weights cannot be freed at another time here: {why}"),
+    "shard": marked("FSDP2 in place of DDP is not possible here: {why}"),
 }
 
 
@@ -43,7 +45,7 @@ class Refusal(NamedTuple):
 
 
 #: Techniques that leave a model divided over its processes as a framework has divided it.
-BESIDE_LAYOUTS = ("accumulate", "foreach", "fused")
+BESIDE_LAYOUTS = ("accumulate", "foreach", "fused", "reshard", "shard")
 
 
 def beside_layout(strategy: str, *possible: str) -> Iterator[Refusal]:

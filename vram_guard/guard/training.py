@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.step import TrainingStep
+    from vram_guard.techniques import Sharding
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class CapturedTraining(ABC):
         Raises:
             Exception: whatever the user's code raises, or the framework.
         """
+
+    def rehearses(self, sharding: Sharding) -> bool:  # noqa: ARG002 - for those who can
+        """True if a rehearsal, which is one process, runs under this change of how the model is divided."""
+        return False
 
     @abstractmethod
     def loss_of(self, batch: Any) -> torch.Tensor:

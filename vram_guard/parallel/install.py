@@ -5,7 +5,8 @@ The same in a trace, whose ranks are pretended, and in a real training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
@@ -79,7 +80,8 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any, **ddp_options: Any)
         return put_on(model, parallel, mesh)
     from torch import nn
 
-    made = parallel.apply(model, mesh)
+    with _errors_of_apply():
+        made = parallel.apply(model, mesh)
     if not isinstance(made, nn.Module):
         raise InvalidInputError(
             _(
@@ -88,6 +90,32 @@ def install(model: nn.Module, parallel: Parallel, mesh: Any, **ddp_options: Any)
             )
         )
     return made
+
+
+@contextlib.contextmanager
+def _errors_of_apply() -> Iterator[None]:
+    """Errors of torch's that come of how ``apply`` is called, in words that say what to do.
+
+    Raises:
+        InvalidInputError: in place of torch's own error.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        if "Cannot copy out of meta tensor" not in str(error):
+            raise
+        raise InvalidInputError(
+            _(
+                "apply moves a model that was made on the meta device, where it has no values: say "
+                'Parallel(init="cpu") where it is made in host memory, or let apply use to_empty'
+            )
+        ) from error
+    except ValueError as error:
+        if "default process group twice" not in str(error):
+            raise
+        raise InvalidInputError(
+            _("apply is called within a process group: leave init_process_group out, and take the groups of the mesh")
+        ) from error
 
 
 def blocks_of(model: nn.Module, parallel: Parallel) -> tuple[str, ...]:

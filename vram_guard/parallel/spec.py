@@ -200,8 +200,14 @@ class Parallel:
                     kind=self.kind,
                 )
             )
+        if not isinstance(self.offload, bool):
+            raise InvalidInputError(_("offload must be True or False, not {value}", value=repr(self.offload)))
         if not isinstance(self.reshard, bool):
             self._set("reshard", checked_count("reshard", self.reshard))
+            if self.reshard == 1:
+                raise InvalidInputError(
+                    _("reshard must be True, False or a number of GPUs from 2 on, not 1: False keeps whole weights")
+                )
             if self.kind == "fsdp1":
                 raise InvalidInputError(_("reshard is True or False for fsdp1"))
             if self.shards % self.reshard:

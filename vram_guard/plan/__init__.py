@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
+from vram_guard.parallel.spec import data_parallel
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import check_pinned_blocks, watched_modules, why_not_again, why_not_checkpointed
 from vram_guard.plan._search import search
@@ -146,9 +147,9 @@ def plan(
     if link is not None and over is None and layout is None:
         raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
-    if over is not None:
-        from vram_guard.parallel.links import topology
+    from vram_guard.parallel.links import topology
 
+    if over is not None:
         topology(link, gpus=over.node, node=over.node, gpu=resolved.gpu)  # which the card may not have
     capability = _compute_capability(resolved)
     trains = step.trains if isinstance(step, Source) else step.optimizer is not None
@@ -193,25 +194,30 @@ def plan(
     if isinstance(step, Source):
         source = step
     elif layout is not None:
-        from vram_guard.parallel.links import topology
         from vram_guard.parallel.outside import outside_allocator
         from vram_guard.plan.over_gpus import less_nccl
 
-        wires = topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=resolved.gpu)
-        resolved = less_nccl(resolved, outside_allocator(layout, wires))
-        source = source_of(step, assumed, watched, wires)
+        links = topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=resolved.gpu)
+        resolved = less_nccl(resolved, outside_allocator(layout, links))
+        source = source_of(step, assumed, watched, links)
     else:
         source = source_of(step, assumed, watched)
     host_usable = host_share(host_budget, 1)
+    may_divide = frozenset(techniques)
     if source.topology is not None:
         techniques -= _NOT_SPREAD
         # The memory of this machine says nothing of the nodes that are planned for.
         host_usable = None if host_budget is None else host_share(host_budget, source.topology.node)
     source = replace(source, trace=under(choice, source.trace))
     traces = Traces(source, batch_size, report, resolved.multiprocessors)
-    cost_model = CostModel(source, traces, batch_size, resolved.gpu)
     # Errors of the step as written come before all others.
     changes = traces(Option(source.precision, 1)).changes
+    shardings = [] if source.shardings is None else [s for s in source.shardings() if s.techniques <= may_divide]
+    wires = None
+    if shardings and source.topology is None:
+        node = data_parallel(source.ranks).gpus_of_a_node
+        wires = topology(link, gpus=source.ranks, node=node, gpu=resolved.gpu)
+    cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires)
     parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
     check_pinned_blocks(pins, parts.blocks, changes)
     if source.forward_again and (again := why_not_again(changes)) is not None:
@@ -228,6 +234,7 @@ def plan(
             parts,
             pins,
             trains=trains,
+            shardings=shardings,
             incompatible=_incompatible(source),
         ),
         why_precision=reasons.get("precision", why_precision),

@@ -21,9 +21,11 @@ from vram_guard.plan.step_time import (
     relative_cost,
     step_seconds,
 )
+from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
+    from vram_guard.parallel.links import Topology
     from vram_guard.plan.search_space import Timelines
     from vram_guard.plan.source import Source
     from vram_guard.techniques.recipe import Recipe
@@ -31,6 +33,11 @@ if TYPE_CHECKING:
 
 #: An 8-bit state is a quarter of a 32-bit one (its scales come on top).
 EIGHT_BIT_SHARE = 0.25
+
+
+def _whole(option: Option) -> Option:
+    """The step in this precision and divided so over its processes, on whole batches and otherwise as written."""
+    return Option(option.precision, 1, AS_WRITTEN.with_(sharding=option.recipe.sharding))
 
 
 class CostModel:
@@ -41,17 +48,22 @@ class CostModel:
         timelines: of it; only those of whole batches as written are asked for, one per precision.
         batch_size: samples that the loader delivers at once.
         gpu: the card; None: one of the compute capability that was traced for.
+        topology: what connects the processes, where the source does not say it; None: collectives take no time.
     """
 
-    def __init__(self, source: Source, timelines: Timelines, batch_size: int, gpu: GPU | None) -> None:
+    def __init__(
+        self, source: Source, timelines: Timelines, batch_size: int, gpu: GPU | None, topology: Topology | None = None
+    ) -> None:
         self._source = source
         self._timelines = timelines
         self._batch_size = batch_size
         self._gpu = gpu
+        self._topology = source.topology or topology
         self._times: dict[Option, StepTime] = {}
-        self._steps: dict[tuple[str, int], StepTime] = {}
-        self._saved: dict[tuple[str, int], Mapping[str, int]] = {}
+        self._steps: dict[tuple[Option, int], StepTime] = {}
+        self._saved: dict[tuple[Option, int], Mapping[str, int]] = {}
         """Bytes saved for the backward pass, by module, what lies inside it included."""
+        self._static: dict[Option, Mapping[Category, int]] = {}
         self._outside: dict[tuple[str, ...], tuple[int, int]] = {}
 
     # --- time -------------------------------------------------------------------------------------------------
@@ -73,9 +85,10 @@ class CostModel:
 
     def _seconds(self, option: Option) -> StepTime:
         recipe, size = option.recipe, self._batch_size // option.splits
-        timeline = self._timelines(Option(option.precision, 1))
+        base = _whole(option)
+        timeline = self._timelines(base)
         rounds = option.splits * self._source.accumulate
-        time = self._step(option.precision, size, rounds)
+        time = self._step(base, size, rounds)
         if recipe.checkpoint:
             work = timeline.exact(size).work
             time += recompute_seconds(work, recipe.checkpoint, size, self._gpu, micro_batches=rounds)
@@ -83,7 +96,7 @@ class CostModel:
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += sum(forward.values(), StepTime()).times(rounds)
         if recipe.offload_activations:
-            saved = sum(self._saved_by(option.precision, size, recipe.offload_activations).values())
+            saved = sum(self._saved_by(base, size, recipe.offload_activations).values())
             time += offload_seconds(saved, self._gpu).times(rounds)
         if recipe.frozen_on_host:
             # They never change: nothing is copied back. accelerate's hooks keep them in ordinary memory.
@@ -91,14 +104,14 @@ class CostModel:
             time += arriving.times(rounds)
         return time + self._host_optimizer(timeline, recipe, rounds) + self._form(timeline, recipe)
 
-    def _step(self, precision: str, size: int, rounds: int) -> StepTime:
-        key = (precision, size)
+    def _step(self, base: Option, size: int, rounds: int) -> StepTime:
+        key = (base, size)
         if key not in self._steps:
-            timeline = self._timelines(Option(precision, 1))
+            timeline = self._timelines(base)
             self._steps[key] = step_seconds(timeline, size, self._gpu, micro_batches=rounds)
-            if self._source.topology is not None:
+            if self._topology is not None:
                 card = card_of(self._gpu, timeline.compute_capability)
-                waited = communication(timeline, size, card, self._source.topology, micro_batches=rounds)
+                waited = communication(timeline, size, card, self._topology, micro_batches=rounds)
                 self._steps[key] += waited.step_time
         return self._steps[key]
 
@@ -106,7 +119,8 @@ class CostModel:
         """Gradients go to the host, the step is made there, weights come back."""
         if not (recipe.optimizer_on_host or recipe.parameters_on_host):
             return StepTime()
-        static = {name: size // self._sharers(recipe) for name, size in self._static.items()}
+        held = self._held(Option(self._source.precision, 1))
+        static = {name: size // self._sharers(recipe) for name, size in held.items()}
         down = offload_seconds(static["gradients"], self._gpu, both_ways=False).times(rounds)
         # The weights once after the step, or for every forward and every backward pass.
         trips = 2 * rounds if recipe.parameters_on_host else 1
@@ -131,7 +145,7 @@ class CostModel:
         """For each block: bytes it saves for the backward pass, seconds of its forward, seconds of offloading it."""
         names = tuple(names)
         timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
-        saved = self._saved_by(self._source.precision, self._batch_size, names)
+        saved = self._saved_by(Option(self._source.precision, 1), self._batch_size, names)
         # A step that could not be followed says nothing of its work, and is not planned for.
         forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu) if timeline.work else {}
         recompute = dict.fromkeys(names, 0.0)
@@ -142,11 +156,11 @@ class CostModel:
         offload = {name: offload_seconds(size, self._gpu).seconds for name, size in saved.items()}
         return saved, recompute, offload
 
-    def _saved_by(self, precision: str, size: int, names: Iterable[str]) -> Mapping[str, int]:
-        key = (precision, size)
+    def _saved_by(self, base: Option, size: int, names: Iterable[str]) -> Mapping[str, int]:
+        key = (base, size)
         if key not in self._saved:
             whole: dict[str, int] = {}
-            for path, held in activation_bytes(self._timelines(Option(precision, 1)), size).items():
+            for path, held in activation_bytes(self._timelines(base), size).items():
                 for module in ancestors(path):
                     whole[module] = whole.get(module, 0) + held
             self._saved[key] = whole
@@ -169,7 +183,7 @@ class CostModel:
         recipe, size = option.recipe, self._batch_size // option.splits
         if recipe.parameters_on_host and self._source.sharded and option.precision.endswith("-mixed"):
             return 0  # who shards by other means may compute wholly in half precision, and save less than autocast does
-        every = (option.precision, size)
+        every = (_whole(option), size)
         treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
         saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())
         # From the second micro-batch on, the gradients of those before are there.
@@ -194,7 +208,8 @@ class CostModel:
         return halved if option.precision.startswith("bf16") else whole
 
     def _state(self, option: Option, *, gradients: bool) -> int:
-        recipe, static = option.recipe, self._static
+        recipe = option.recipe
+        static = self._held(_whole(option)._replace(precision=self._source.precision))
         if recipe.parameters_on_host:
             return 0
         states = 0 if recipe.optimizer_on_host else static["optimizer_states"]
@@ -206,10 +221,13 @@ class CostModel:
         halved = self._source.precision == "32-true" and option.precision in ("16-true", "bf16-true")
         return total // 2 if halved else total
 
-    @cached_property
-    def _static(self) -> Mapping[Category, int]:
+    def _held(self, base: Option) -> Mapping[Category, int]:
         """Bytes by category when the second optimizer step begins, or at the end where there is none."""
-        timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
+        if base not in self._static:
+            self._static[base] = self._held_in(self._timelines(base).exact(self._batch_size))
+        return self._static[base]
+
+    def _held_in(self, timeline: Timeline) -> Mapping[Category, int]:
         ends = [phase.start for phase in timeline.phases if phase.name == "optimizer" and phase.step == 2]
         held: dict[Category, int] = {"parameters": 0, "gradients": 0, "optimizer_states": 0}
         for block in timeline.alive_at(ends[-1] if ends else len(timeline.events)):

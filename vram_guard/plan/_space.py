@@ -12,7 +12,7 @@ from vram_guard.language import _
 from vram_guard.plan._option import Option
 from vram_guard.plan.search_space import BlockPrefix, Space
 from vram_guard.plan.techniques import splits_of
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,6 +81,7 @@ def space_of(
     pins: Pins,
     *,
     trains: bool,
+    shardings: Iterable[Sharding] = (),
     incompatible: Callable[[Option], str] = lambda _option: "",
 ) -> Space:
     """Every option that is allowed for this step.
@@ -92,6 +93,7 @@ def space_of(
         parts: what the model offers.
         pins: what is fixed.
         trains: whether there is an optimizer.
+        shardings: other ways to divide the step over its processes that may be chosen.
         incompatible: why an option cannot run in this step ("" where it can).
 
     Raises:
@@ -102,7 +104,11 @@ def space_of(
     return Space(
         precisions=precisions,
         splits=tuple(_splits(batch_size, techniques, pins, trains=trains)),
-        recipes=tuple(dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))),
+        recipes=tuple(
+            recipe.with_(sharding=sharding)
+            for sharding in (None, *shardings)
+            for recipe in dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))
+        ),
         prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
         incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
     )

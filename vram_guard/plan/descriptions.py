@@ -12,7 +12,7 @@ from vram_guard.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vram_guard.techniques.recipe import Recipe
+    from vram_guard.techniques.recipe import Recipe, Sharding
 
 
 class Why(Enum):
@@ -150,6 +150,8 @@ _ONE = {
     "checkpoint": marked("activation checkpointing of blocks"),
     "fused": marked("a fused optimizer"),
     "offload_optimizer": marked("an optimizer on the host"),
+    "reshard": marked("another time at which gathered weights are freed"),
+    "shard": marked("FSDP2 in place of DDP"),
 }
 _SEVERAL = {
     "accumulate": marked("smaller micro-batches"),
@@ -169,10 +171,23 @@ def recipe_words(recipe: Recipe) -> list[str]:
     words = []
     if recipe.checkpoint:
         words.append(_("{blocks} checkpointed", blocks=counted(recipe.checkpoint)))
+    words += [sharding_words(recipe.sharding)] if recipe.sharding is not None else []
     words += offload_words(recipe)
     if recipe.optimizer != "as-written":
         words.append(_(_FORMS[recipe.optimizer]))
     return words
+
+
+def sharding_words(sharding: Sharding) -> str:
+    """A change of how the training is divided over its processes, in a few words."""
+    words = [_("FSDP2 in place of DDP")] if sharding.fsdp2 else []
+    if sharding.reshard is True:
+        words.append(_("gathered weights freed after the forward"))
+    elif sharding.reshard is False:
+        words.append(_("gathered weights kept for the backward pass"))
+    if sharding.offload:
+        words.append(_("weights and optimizer in host memory"))
+    return ", ".join(words)
 
 
 def offload_words(recipe: Recipe) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan._option import Option, OptionText
-from vram_guard.plan.descriptions import Reason, offload_words, optimizer_words, ranges
+from vram_guard.plan.descriptions import Reason, offload_words, optimizer_words, ranges, sharding_words
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
@@ -139,6 +139,7 @@ class Plan:
         """Differences from the step as written: (name, before, after)."""
         sizes = (
             *(() if self.spread is None else self.spread.changes()),
+            (_("spread"), _("as written"), self._sharding() or _("as written")),
             (_("precision"), self.precision_before, self.precision),
             (_("batch size"), str(self.batch_size_before), str(self.batch_size)),
             (_("micro-batch size"), str(self.batch_size), str(self.micro_batch_size)),
@@ -150,6 +151,9 @@ class Plan:
             (_("optimizer"), _("as written"), optimizer_words(self.recipe)),
         )
         return tuple(change for change in sizes if change[1] != change[2])
+
+    def _sharding(self) -> str:
+        return "" if self.recipe.sharding is None else sharding_words(self.recipe.sharding)
 
     @property
     def nearest_miss(self) -> Rejected | None:

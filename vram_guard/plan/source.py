@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.plan.layouts import half_of
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,8 @@ class Source:
     """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
+    shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
+    """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
 
     def request(self, precision: str, splits: int, recipe: Recipe, size: int) -> TraceRequest:
         """The request that is traced for an option: two micro-batches stand for any number, unless the model slices."""
@@ -107,8 +109,12 @@ def source_of(
 
     def run(request: TraceRequest) -> Timeline:
         changes: dict[str, Any] = {"accumulate": request.slices, "whole_batch": True} if request.slices > 1 else {}
-        if built.parallel is not None:
-            changes["parallel"] = _in_precision(built.parallel, request.precision, step.precision)
+        layout = built.parallel
+        if request.recipe.sharding is not None and built.shardings is not None:
+            changes["parallel"] = built.shardings()[request.recipe.sharding]
+            changes["data_parallel_ranks"] = 1
+        elif layout is not None:
+            changes["parallel"] = _in_precision(layout, request.precision, step.precision)
         changed = built.with_(precision=request.precision, recipe=request.recipe, **changes)
         size = request.batch_size if topology is not None else first.batch_size
         is_first = request == replace(first, batch_size=size)
@@ -124,6 +130,7 @@ def source_of(
         clips=step.clip_grad_norm is not None or step.clip_grad_value is not None,
         topology=topology,
         batch_slices=step.accumulate if step.whole_batch else 1,
+        shardings=step.shardings,
     )
 
 

@@ -38,6 +38,8 @@ _CLOSED = (
 )
 #: Attributes that every module has; ``training`` is state.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+#: Those that ``fully_shard`` gives to modules (torch/distributed/_composable/contract.py, _fully_shard.py).
+_OF_FSDP2 = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +278,7 @@ def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         for part in ("_parameters", "_buffers", "_modules"):
             yield from own.get(part, {}).items()
-        own = {name: held for name, held in own.items() if name not in _OF_EVERY_MODULE}
+        own = {n: held for n, held in own.items() if n not in _OF_EVERY_MODULE and not n.startswith(_OF_FSDP2)}
     yield from own.items()
     slots = (slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ()))
     yield from ((slot, getattr(value, slot)) for slot in slots if slot != "__dict__" and hasattr(value, slot))

@@ -15,10 +15,11 @@ from vram_guard.budget.host import host_share
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
+from vram_guard.plan.descriptions import sharding_words
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
-from vram_guard.techniques.recipe import AS_WRITTEN
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -125,9 +126,23 @@ class _Prover:
         self._seconds = seconds
         self._plan = plan
         self._splits = splits
-        self._recipe = AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint)
+        sharding = plan.recipe.sharding
+        shown = sharding is not None and captured.rehearses(sharding)
+        self._recipe = AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint, sharding=sharding if shown else None)
+        self._unseen = None if shown else sharding
 
     def verdict(self) -> Proof | Disproof:
+        proof = self._verdict()
+        if self._unseen is None or isinstance(proof, Disproof):
+            return proof
+        moved = _(
+            "{change}: not run in a copy, which is one process; the same numbers are gathered and reduced, at another "
+            "time or from another place",
+            change=sharding_words(self._unseen),
+        )
+        return replace(proof, notes=(*proof.notes, moved))
+
+    def _verdict(self) -> Proof | Disproof:
         if not self._splits and not self._recipe:
             return Proof("")
         try:
@@ -263,15 +278,26 @@ class _Prover:
 
     def _blamed(self, whole: Rehearsed, way: Rehearsal, found: tuple[Difference, ...]) -> Proof | Disproof:
         """The technique that makes the difference; where the user said how the loss is weighed, a note of it."""
-        technique = "accumulate" if self._splits else "checkpoint"
-        if self._splits and self._recipe:
-            alone = self._differences(whole, way.with_(recipe=self._recipe))
+        parts = [(name, part) for name, part in self._parts() if part]
+        technique = "accumulate" if self._splits else parts[-1][0]
+        for name, part in parts if len(parts) + self._splits > 1 else ():
+            alone = self._differences(whole, way.with_(recipe=part))
             if alone:
-                technique, found = "checkpoint", alone
+                technique, found = name, alone
+                break
         words = _in_words(found, way.samples)
         if technique == "accumulate" and self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight); {difference}", difference=words))
         return Disproof(technique, words)
+
+    def _parts(self) -> tuple[tuple[str, Recipe], ...]:
+        """The techniques of the recipe, each by itself."""
+        divided = self._recipe.sharding
+        named = "" if divided is None else max(divided.techniques)  # "shard" before "offload_parameters"
+        return (
+            (named, AS_WRITTEN.with_(sharding=divided)),
+            ("checkpoint", AS_WRITTEN.with_(checkpoint=self._recipe.checkpoint)),
+        )
 
     def _words(self, samples: int, weight: LossWeight) -> str:
         said = _("proven by running {count} samples: the step learns the same", count=samples)
@@ -284,6 +310,8 @@ class _Prover:
     # --- by the graph of the loss ----------------------------------------------------------------------------------
 
     def _by_graph(self, reason: str) -> Proof | Disproof:
+        if self._recipe.sharding is not None:
+            return Disproof(self._parts()[0][0], reason)
         if not self._splits:
             return Proof(
                 _("not proven by running ({reason}); the trace found nothing that checkpointing changes", reason=reason)

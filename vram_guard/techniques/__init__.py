@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vram_guard.techniques.blocks import ModelBlock, find_blocks, named_blocks
 from vram_guard.techniques.compatibility import incompatible
 from vram_guard.techniques.placement import optimizer_for, place
-from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, OptimizerForm, Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, OptimizerForm, Recipe, Sharding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +19,7 @@ __all__ = [
     "ModelBlock",
     "OptimizerForm",
     "Recipe",
+    "Sharding",
     "find_blocks",
     "incompatible",
     "install",

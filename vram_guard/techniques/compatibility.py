@@ -40,11 +40,24 @@ def incompatible(
         torch_version: (major, minor); None: the installed one is not asked.
         sharded: whether parameters on the host are sharded over the processes.
     """
-    for check in (_optimizer_form, _optimizer_on_host, _parameters_on_host):
+    for check in (_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host):
         among = 1 if sharded and check is _parameters_on_host else ranks
         reason = check(recipe, clip, precision, optimizer_name, among, torch_version)
         if reason:
             return reason
+    return ""
+
+
+def _sharding(
+    recipe: Recipe, _clip: bool, precision: str, _name: str, _ranks: int, _version: tuple[int, int] | None
+) -> str:
+    divided = recipe.sharding
+    if divided is None:
+        return ""
+    if precision == "16-mixed" and (divided.fsdp2 or divided.offload):
+        return _("the GradScaler is not known to find what overflows in weights that are divided or on the host")
+    if recipe.frozen_on_host or recipe.parameters_on_host or recipe.optimizer_on_host or recipe.optimizer == "8bit":
+        return _("weights that are divided over the processes have their own places on host and GPU")
     return ""
 
 

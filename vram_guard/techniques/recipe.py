@@ -13,6 +13,28 @@ OPTIMIZER_FORMS: tuple[str, ...] = get_args(OptimizerForm)
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """Changes of how a training is divided over its processes, by its framework's own means; the rest is as written.
+
+    Attributes:
+        fsdp2: True: weights, gradients and optimizer states are divided by FSDP2, in place of DistributedDataParallel.
+        reshard: True: gathered weights are freed after the forward; False: they are kept until the backward pass; None:
+            as written.
+        offload: True: parameters, gradients and optimizer states lie in host memory.
+    """
+
+    fsdp2: bool = False
+    reshard: bool | None = None
+    offload: bool = False
+
+    @property
+    def techniques(self) -> frozenset[str]:
+        """What has to be allowed for it, of :data:`vram_guard.plan.techniques.TECHNIQUES`."""
+        names = ("shard",) if self.fsdp2 else ("reshard",) if self.reshard is not None else ()
+        return frozenset((*names, *(("offload_parameters",) if self.offload else ())))
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The techniques that are switched on. Modules are named as in ``model.named_modules()``.
 
@@ -29,6 +51,7 @@ class Recipe:
         optimizer_on_host: optimizer states, and the step itself, live in host memory.
         parameters_on_host: modules whose parameters, gradients and optimizer states live in host memory and come to
             the GPU one module at a time (FSDP2).
+        sharding: how the training is divided over its processes, where that is not as written; None: as written.
     """
 
     checkpoint: tuple[str, ...] = ()
@@ -37,6 +60,7 @@ class Recipe:
     optimizer: OptimizerForm = "as-written"
     optimizer_on_host: bool = False
     parameters_on_host: tuple[str, ...] = ()
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_FORMS:

@@ -14,7 +14,6 @@ import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.capture.simulated_device import fully_sharded_by_number
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply import fsdp
@@ -107,7 +106,7 @@ class ShardedProcess:
 
     def around(self, accelerator: Any, models: list[nn.Module]) -> AbstractContextManager[None]:
         """What is done around ``Accelerator.prepare``, in a real launch too: see :func:`.fsdp.sharding`."""
-        return fully_sharded_by_number() if self.flat else fsdp.sharding(accelerator, models, self.change)
+        return fsdp.sharding(accelerator, models, self.change)
 
 
 class ShardedCopy(ShardedProcess):

@@ -17,6 +17,7 @@ from vram_guard.proof.observed import Observed
 from vram_guard.simulate.device.symbolic import without_modes
 from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard_accelerate._launch_plan import LaunchPlan
+from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._proving import ProofStep, ProofTask
@@ -240,4 +241,5 @@ def _small(plan: LaunchPlan, samples: int) -> LaunchPlan:
         learning_rate_factor=1.0,
         resumes_grown=False,
         recipe=AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint),
+        sharding=AS_LAUNCHED,  # a copy that proves is alone
     )

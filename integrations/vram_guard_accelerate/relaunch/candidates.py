@@ -100,7 +100,7 @@ class RelaunchCandidates:
         if plugin.fsdp_version != 2 or present.introduced:
             return []
         found = []
-        if "reshard" in allowed and plugin.reshard_after_forward is False:
+        if "reshard" in allowed and plugin.reshard_after_forward is False and not present.offload:  # first of the two
             found.append(replace(present, reshard=True))
         if self._settings.may_offload_shards and not on_host(plugin):
             found.append(replace(present, offload=True))

@@ -178,6 +178,7 @@ class Relaunch:
             effective_batch_size_before=written.effective_batch_size,
             before=written.estimate,
             timeline_before=None,
+            recipe=plan.recipe.with_(sharding=self.change.sharding.planned),
             slowdown=slowdown,
             reason_values=(
                 written.reason,

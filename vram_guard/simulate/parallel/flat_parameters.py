@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
     """Inside the block FSDP1 finds addresses where it looks whether parameters are views of its flat ones."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
     from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    as_written: Any = FullyShardedDataParallel.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("device_id")
+        if isinstance(given, int) or str(given) == "cuda":  # as frameworks give it; torch would look for that GPU
+            kwargs["device_id"] = torch.device("cuda", 0)
+        as_written(self, *args, **kwargs)
 
     gather = FlatParamHandle._alloc_padded_unsharded_flat_param
 
@@ -32,8 +41,11 @@ def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
         return self._cdata if address == 0 and self.nbytes() else address
 
     with (
+        replaced(FullyShardedDataParallel, {"__init__": made}),
         replaced(torch.Tensor, {"data_ptr": address_of}),
         replaced(torch.UntypedStorage, {"data_ptr": storage_address}),
+        # torch would look for a GPU by its number.
+        replaced(_init_utils, {"_get_compute_device": lambda *_args: torch.device("cuda", 0)}),
         replaced(FlatParamHandle, {"_alloc_padded_unsharded_flat_param": gathered}),
     ):
         yield

@@ -1,0 +1,68 @@
+"""Changes of FSDP2 modules that a user's own code has made: when gathered weights are freed, and where weights lie."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def set_resharding(model: nn.Module, reshard: bool) -> None:
+    """Free gathered weights after the forward, or keep them until the backward pass, by torch's own option.
+
+    The outermost FSDP2 modules stay as they are: their backward begins when their forward is over.
+    """
+    for module in _inner(model):
+        module.set_reshard_after_forward(reshard, recurse=False)
+
+
+def divided_by_fsdp2(module: nn.Module) -> bool:
+    """True if ``fully_shard`` was called with this module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def resharding_of(model: nn.Module) -> frozenset[bool]:
+    """True, where inner FSDP2 modules free their gathered weights after the forward; False, where some keep them."""
+    found = set()
+    for module in _inner(model):
+        state = module._get_fsdp_state()  # noqa: SLF001 - torch has no public name for what was set
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # noqa: SLF001 - older
+            if group is not None:
+                found.add(group.post_forward_mesh_info is not None)
+    return frozenset(found)
+
+
+def _inner(model: nn.Module) -> list[Any]:
+    """FSDP2 modules that lie inside others."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, Any] = {}
+    for outer in model.modules():
+        if isinstance(outer, FSDPModule):
+            found.update((id(one), one) for one in outer.modules() if one is not outer and isinstance(one, FSDPModule))
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def offloaded_where_unsaid(device: str) -> Iterator[None]:
+    """Inside the block ``fully_shard`` leaves weights in host memory, unless its caller gives a policy of its own.
+
+    Args:
+        device: the type of the device that computes.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    function: Any = inspect.unwrap(fully_shard)
+    policy = CPUOffloadPolicy(pin_memory=device == "cuda")
+    before = function.__kwdefaults__["offload_policy"]
+    function.__kwdefaults__["offload_policy"] = policy
+    try:
+        yield
+    finally:
+        function.__kwdefaults__["offload_policy"] = before
