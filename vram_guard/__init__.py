@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.check import assert_fits
     from vram_guard.errors import VramGuardError
+    from vram_guard.job import Job
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan.variants import variants
     from vram_guard.simulate import estimate, trace
@@ -30,6 +31,7 @@ __all__ = [
     "AllocatorSettings",
     "Budget",
     "Estimate",
+    "Job",
     "Parallel",
     "Plan",
     "Timeline",
@@ -47,6 +49,7 @@ _HOME = {
     "AllocatorSettings": "vram_guard.allocator",
     "Budget": "vram_guard.budget",
     "Estimate": "vram_guard.timeline",
+    "Job": "vram_guard.job",
     "Parallel": "vram_guard.parallel.spec",
     "Timeline": "vram_guard.timeline",
     "TrainingStep": "vram_guard.step",

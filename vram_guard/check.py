@@ -108,7 +108,8 @@ def raise_unless_it_fits(
     Raises:
         DoesNotFitError: the estimate is above the budget's usable bytes, or only a lower bound.
     """
-    from vram_guard.report.categories import PHASES, category_name
+    from vram_guard.report.categories import category_name
+    from vram_guard.timeline import phase_words
 
     if estimate.fits(budget):
         return
@@ -119,7 +120,7 @@ def raise_unless_it_fits(
         verdict = _("at least {peak} needed: the step could not be followed to its end", peak=format_bytes(peak))
     largest = sorted(((size, name) for name, size in estimate.breakdown.items() if size), reverse=True)[:4]
     held = ", ".join(f"{category_name(name)} {format_bytes(size)}" for size, name in largest)
-    place = (_(PHASES[estimate.peak_phase.name]), estimate.peak_module, estimate.peak_source, estimate.peak_operator)
+    place = (str(phase_words(estimate.peak_phase)), estimate.peak_module, estimate.peak_source, estimate.peak_operator)
     most = timeline.max_batch_size(budget, settings=settings) or _("none")
     lines = [
         _("batch size {size} does not fit: {verdict}.", size=estimate.batch_size, verdict=verdict),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from vram_guard.checks import LARGEST_BATCH, checked_count, one_of
 from vram_guard.errors import InvalidInputError
+from vram_guard.job import Job
 from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
@@ -77,6 +78,8 @@ class TrainingStep:
             precision, batch sizes, accumulation and clipping are those of the step.
         shardings: other ways to divide the step over its processes that a plan may choose, each with its layout; asked
             once the step as written has been traced. None: there are none.
+        job: what the run does besides its steps (evaluation, saving, resuming, schedules), see
+            :class:`~vram_guard.job.Job`; None: nothing, and two optimizer steps are followed.
 
     Example:
         >>> step = TrainingStep(
@@ -108,12 +111,15 @@ class TrainingStep:
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
+    job: Job | None = None
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
         one_of("device", self.device, ("cuda", "cpu"))
         one_of("zero_grad", self.zero_grad, ZERO_GRADS)
         one_of("keeps", self.keeps, KEEPS)
+        if self.job is not None and not isinstance(self.job, Job):
+            raise InvalidInputError(_("job must be a Job, or None"))
         if self.parallel is not None and not isinstance(self.parallel, Parallel):
             raise InvalidInputError(_("parallel must be a Parallel, or None"))
         if self.parallel is not None and self.data_parallel_ranks != 1:

@@ -4,7 +4,7 @@ from vram_guard.allocator._caching import CachingAllocator, SimulatedOutOfMemory
 from vram_guard.allocator._comparison import Difference, RecordingComparison, SegmentCount, compare
 from vram_guard.allocator._host import host_peak, pinned_size
 from vram_guard.allocator._recording import Recording, read_recording, read_recordings
-from vram_guard.allocator._replaying import Replay, ReplayFailure, replay
+from vram_guard.allocator._replaying import Replay, ReplayFailure, StretchPeak, replay
 from vram_guard.allocator._settings import AllocatorSettings
 from vram_guard.allocator.blocks import Segment, SegmentBlock, SegmentEvent, TraceEntry
 
@@ -21,6 +21,7 @@ __all__ = [
     "SegmentCount",
     "SegmentEvent",
     "SimulatedOutOfMemory",
+    "StretchPeak",
     "TraceEntry",
     "compare",
     "host_peak",

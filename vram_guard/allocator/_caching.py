@@ -130,6 +130,11 @@ class CachingAllocator:
         """The most bytes that were ever in segments."""
         return self._device.peak_reserved
 
+    def restart_peaks(self) -> None:
+        """Peaks from here on (``torch.cuda.reset_peak_memory_stats``)."""
+        self.peak_allocated = self.allocated
+        self._device.peak_reserved = self._device.reserved
+
     @property
     def segment_events(self) -> list[SegmentEvent]:
         """Every call made to the device, in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.allocator._caching import CachingAllocator, SimulatedOutOfMemory
 from vram_guard.errors import InvalidInputError
@@ -30,6 +30,15 @@ class ReplayFailure:
     """Still reserved after every cached segment that could be given back was given back."""
 
 
+class StretchPeak(NamedTuple):
+    """The peaks within a stretch of the events; sizes in bytes, what was there at its beginning included."""
+
+    allocated: int
+    reserved: int
+    event: int
+    """Index of the event at which the allocated bytes first reached their maximum; the first one where none rose."""
+
+
 @dataclass(frozen=True)
 class Replay:
     """The result of a sequence of allocations and frees; sizes in bytes.
@@ -49,6 +58,8 @@ class Replay:
     reserved_curve: tuple[int, ...] | None = field(default=None, repr=False)
     segments: tuple[Segment, ...] = field(default=(), repr=False)
     """The segments at the end, where a curve was asked for."""
+    stretches: tuple[StretchPeak, ...] = ()
+    """The peaks of each stretch that was begun, in order."""
 
 
 def replay(
@@ -60,6 +71,7 @@ def replay(
     curve: bool = False,
     streams: Sequence[int] | None = None,
     optional: Container[int] = (),
+    starts: Sequence[int] = (0,),
 ) -> Replay:
     """Run allocations and frees through a fresh caching allocator.
 
@@ -73,6 +85,7 @@ def replay(
         streams: the stream of every block; None: all on one.
         optional: blocks that are done without where they do not fit; whatever was given back to make room for them
             stays given back.
+        starts: the events at which stretches begin whose peaks are wanted, ascending from 0.
 
     Raises:
         InvalidInputError: for a negative size, a block that is not in ``sizes``, is allocated twice, or is
@@ -81,16 +94,26 @@ def replay(
     run = _Run(list(map(operator.index, events)), list(map(operator.index, sizes)), streams, optional)
     allocator = CachingAllocator(settings, capacity)
     curves: tuple[list[int], list[int]] | None = ([], []) if curve else None
-    failure = run.step_through(allocator, curves)
+    stretches = []
+    failure = None
+    for start, end in zip(starts, (*starts[1:], len(run.events)), strict=True):
+        allocator.restart_peaks()
+        failure = run.step_through(allocator, curves, start, end)
+        stretches.append(StretchPeak(allocator.peak_allocated, allocator.peak_reserved, run.peak_event))
+        if failure is not None:
+            break
+    highest = max(stretches, key=lambda stretch: stretch.allocated)
+    run.peak_event = highest.event
     return Replay(
-        peak_allocated=allocator.peak_allocated,
-        peak_reserved=allocator.peak_reserved,
-        peak_event=run.peak_event,
+        peak_allocated=highest.allocated,
+        peak_reserved=max(stretch.reserved for stretch in stretches),
+        peak_event=highest.event,
         peak_live=run.alive_at_peak(),
         failure=failure,
         allocated_curve=tuple(curves[0]) if curves else None,
         reserved_curve=tuple(curves[1]) if curves else None,
         segments=tuple(allocator.segments()) if curves else (),
+        stretches=tuple(stretches),
     )
 
 
@@ -122,17 +145,19 @@ class _Run:
         self.optional = optional
         #: Bytes that the allocator counted for each block when it was allocated; 0: not yet.
         self.granted = [0] * len(sizes)
+        self.blocks: list[PoolBlock | None] = [None] * len(sizes)
         self.peak_event = 0
 
     def step_through(
-        self, allocator: CachingAllocator, curves: tuple[list[int], list[int]] | None
+        self, allocator: CachingAllocator, curves: tuple[list[int], list[int]] | None, start: int, end: int
     ) -> ReplayFailure | None:
-        """Every event in order. The loop is the hot path of all predictions: hence the local names."""
+        """A stretch of the events in order. The loop is the hot path of all predictions: hence the local names."""
         sizes, streams, granted = self.sizes, self.streams, self.granted
-        blocks: list[PoolBlock | None] = [None] * len(sizes)
+        blocks = self.blocks
         allocate, release = allocator.allocate, allocator.release
-        peak = 0
-        for index, event in enumerate(self.events):
+        peak = allocator.allocated
+        self.peak_event = start
+        for index, event in enumerate(self.events[start:end], start):
             if event >= 0:
                 size = sizes[event]
                 if size:

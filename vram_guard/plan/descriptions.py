@@ -61,6 +61,17 @@ class Why(Enum):
     LAUNCHED_WITH = marked("The script is launched with {options}.")
     LAUNCHED_SO = marked("With these options: {reason}")
 
+    # the whole job
+    PHASE_TOO_LARGE = marked(
+        "{phase} needs {peak} beside the step that fits by itself, {missing} more than may be used."
+    )
+    STEP_DOES_NOT_HELP = marked("No change of the training step makes the whole run fit.")
+    SMALLER_EVALUATION = marked(
+        "With batches of {size} in place of {batch}, {phase} fits beside the step; what is learned stays the same. "
+        "It is not applied."
+    )
+    NO_EVALUATION = marked("Not even batches of one sample make {phase} fit beside the step.")
+
     # what was refused
     REFUSED = marked("{technique} is not possible here: {why}")
     REFUSED_SEVERAL = marked("{techniques} are not possible here: {why}")

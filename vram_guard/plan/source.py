@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.plan.layouts import half_of
@@ -12,6 +13,7 @@ from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
 if TYPE_CHECKING:
     import torch
 
+    from vram_guard.job import Job
     from vram_guard.parallel.links import Topology
     from vram_guard.parallel.spec import Parallel
     from vram_guard.step import TrainingStep
@@ -74,6 +76,10 @@ class Source:
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     most_seconds: float | None = None
     """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
+    job: Job | None = None
+    """What the run does besides its steps; None: nothing."""
+    whole: Callable[[Job], Callable[[TraceRequest], Timeline]] | None = None
+    """As ``trace``, with the steps' job, or another like it; None where there is none."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
@@ -107,7 +113,7 @@ def source_of(
     built = with_built_model(step, capability)
     first = TraceRequest(TRACED_SIZES[0], step.precision)
 
-    def run(request: TraceRequest) -> Timeline:
+    def run(request: TraceRequest, job: Job | None = None) -> Timeline:
         changes: dict[str, Any] = {"accumulate": request.slices, "whole_batch": True} if request.slices > 1 else {}
         layout = built.parallel
         if request.recipe.sharding is not None and built.shardings is not None:
@@ -115,7 +121,7 @@ def source_of(
             changes["data_parallel_ranks"] = 1
         elif layout is not None:
             changes["parallel"] = _in_precision(layout, request.precision, step.precision)
-        changed = built.with_(precision=request.precision, recipe=request.recipe, **changes)
+        changed = built.with_(precision=request.precision, recipe=request.recipe, job=job, **changes)
         size = request.batch_size if topology is not None else first.batch_size
         is_first = request == replace(first, batch_size=size)
         return run_step(changed, request.batch_size, capability, watched(built.model) if is_first else ())
@@ -129,6 +135,8 @@ def source_of(
         trains=step.optimizer is not None,
         clips=step.clip_grad_norm is not None or step.clip_grad_value is not None,
         topology=topology,
+        job=step.job,
+        whole=None if step.job is None else lambda job: partial(run, job=job),
         batch_slices=step.accumulate if step.whole_batch else 1,
         shardings=step.shardings,
     )

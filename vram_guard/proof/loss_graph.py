@@ -54,7 +54,7 @@ class LossGraph:
         try:
             for size in (max(2, batch_size), max(1, batch_size // 2)):
                 if len(self._terms) < 2:
-                    run_step(self.step, size, (8, 0))
+                    run_step(self.step.with_(job=None), size, (8, 0))
         except Exception as error:  # noqa: BLE001 - the user's own code runs in it
             return None, f"{type(error).__name__}: {error}"
         if len(self._terms) < 2:

@@ -13,7 +13,7 @@ from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._walk import stack
 from vram_guard.report.batch_curve import close_together
-from vram_guard.report.categories import PHASES
+from vram_guard.timeline import STEP_PHASES, phase_words
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _timeline_chart(
         peak=peak,
         reserved=reserved,
     )
-    first = (_("peak {amount}", amount=peak), _(PHASES[estimate.peak_phase.name]), estimate.peak_module)
+    first = (_("peak {amount}", amount=peak), str(phase_words(estimate.peak_phase)), estimate.peak_module)
     second = (estimate.peak_source, estimate.peak_operator)
     lines = [printable(", ".join(filter(None, parts)), lines=False) for parts in (first, second)]
     around = [size for at, size in zip(drawn.events, drawn.reserved, strict=True) if at <= event]
@@ -214,16 +214,19 @@ def _phases(phases: Sequence[Phase], count: int) -> list[Span]:
     ends = [*(phase.start for phase in phases[1:]), count]
     spans = []
     for index, (phase, end) in enumerate(zip(phases, ends, strict=True)):
-        name = _(PHASES[phase.name if phase.step else "setup"]) if end - phase.start >= LEAST_LABELLED * count else ""
+        name = str(phase_words(phase)) if end - phase.start >= LEAST_LABELLED * count else ""
         spans.append(Span(name, phase.start, end, shaded=index % 2 == 1 and end > phase.start))
     return spans
 
 
 def _steps(phases: Sequence[Phase], count: int) -> list[Span]:
-    starts = {phase.step: phase.start for phase in reversed(phases) if phase.step}
-    steps = sorted(starts)
-    ends = [*(starts[step] for step in steps[1:]), count]
-    return [Span(_("step {count}", count=step), starts[step], end) for step, end in zip(steps, ends, strict=False)]
+    ends = [*(phase.start for phase in phases[1:]), count]
+    spans: dict[int, Span] = {}
+    for phase, end in zip(phases, ends, strict=True):
+        if phase.step and phase.name in STEP_PHASES:
+            start = spans[phase.step].start if phase.step in spans else phase.start
+            spans[phase.step] = Span(_("step {count}", count=phase.step), start, end)
+    return list(spans.values())
 
 
 def batch_chart(curve: BatchCurve, precision: str, *, at: int) -> Chart:

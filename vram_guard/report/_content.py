@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from vram_guard.language import _, marked
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
-from vram_guard.report.categories import PHASES, category_name
-from vram_guard.timeline import CATEGORIES
+from vram_guard.report.categories import category_name
+from vram_guard.timeline import CATEGORIES, phase_and_step
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,12 +101,10 @@ class Content:
 
     def peak_facts(self) -> list[tuple[str, str]]:
         """(name, value): where the peak is, and how far the answer can be trusted."""
-        estimate, phase = self.estimate, _(PHASES[self.estimate.peak_phase.name])
-        if estimate.peak_phase.step:
-            phase = _("{phase}, step {count}", phase=phase, count=estimate.peak_phase.step)
+        estimate = self.estimate
         facts = [
             (_("batch size"), str(estimate.batch_size)),
-            (_("phase"), phase),
+            (_("phase"), str(phase_and_step(estimate.peak_phase))),
             (_("module"), estimate.peak_module),
             (_("source"), estimate.peak_source),
             (_("operator"), estimate.peak_operator),
@@ -125,6 +123,34 @@ class Content:
             )
             facts.append((_("would fail"), words))
         return [(name, printable(value, lines=False)) for name, value in facts if value]
+
+    def phase_heads(self) -> list[str]:
+        """Titles of the columns of :meth:`phase_rows`."""
+        return [_("phase"), _("peak allocated"), _("peak reserved"), _("where")]
+
+    def phase_rows(self) -> list[list[str]]:
+        """The peak of each phase of the run; none where the step has no job."""
+        return [
+            [
+                str(phase_and_step(phase)),
+                format_bytes(phase.peak_allocated),
+                format_bytes(phase.peak_reserved),
+                printable(", ".join(filter(None, (phase.module, phase.source))), lines=False),
+            ]
+            for phase in self.estimate.phases
+        ]
+
+    def leaks(self) -> list[str]:
+        """The lines whose memory grows with every step, and when the budget is full."""
+        lines = []
+        for leak in self.estimate.leaks:
+            amount = format_bytes(leak.bytes_per_step)
+            place = printable(", ".join(filter(None, (leak.module, leak.source))), lines=False) or leak.operator
+            line = _("{amount} more with every step: {place}", amount=amount, place=place)
+            name = printable(leak.kept_in, lines=False)
+            lines.append(_("{line}, kept in {name}", line=line, name=name) if name else line)
+        steps = None if self.budget is None else self.estimate.steps_until_full(self.budget)
+        return lines if steps is None else [*lines, _("the budget is full after {count} steps", count=steps)]
 
     def modules(self, most: int) -> list[tuple[str, str, str]]:
         """(name, bytes, share) of the modules that hold most at the peak."""

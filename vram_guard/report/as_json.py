@@ -102,11 +102,13 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "cudnn": estimate.cudnn and {**estimate.cudnn._asdict(), "bytes": estimate.cudnn_bytes},
         "notes": [_note(note) for note in estimate.notes],
         "out_of_memory": _out_of_memory(estimate.out_of_memory),
+        **({"phases": [phase._asdict() for phase in estimate.phases]} if estimate.phases else {}),
+        **({"leaks": [leak._asdict() for leak in estimate.leaks]} if estimate.leaks else {}),
     }
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    return {"phase": phase.name, "step": phase.step}
+    return {"phase": phase.name, "step": phase.step, **({"label": phase.label} if phase.label else {})}
 
 
 def _note(note: Note) -> dict[str, Any]:

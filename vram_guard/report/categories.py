@@ -16,16 +16,6 @@ _NAMES = {
 }
 
 
-#: Phases of a step, :data:`vram_guard.timeline.Phase`.
-PHASES = {
-    "setup": marked("setup"),
-    "batch": marked("batch"),
-    "forward": marked("forward"),
-    "backward": marked("backward"),
-    "optimizer": marked("optimizer"),
-}
-
-
 def category_name(name: str) -> str:
     """A category of :data:`vram_guard.timeline.CATEGORIES` in words."""
     return _(_NAMES[name])

@@ -143,6 +143,11 @@ def _numbers(content: Content) -> str:
         rows.append(_row(swatch + escape(name), cells, kind="" if category else "sum"))
     parts = [f"<h2>{escape(_('Memory use'))}</h2>", _table(content.peak_heads(), rows)]
     parts += [f"<h3>{escape(_('Peak'))}</h3>", _facts(content.peak_facts())]
+    phases = [_row(escape(name), cells) for name, *cells in content.phase_rows()]
+    if phases:
+        parts.append(f"<h3>{escape(_('Peak of each phase'))}</h3>")
+        parts.append(_table(content.phase_heads(), phases))
+    parts.append(_list(_("Memory that grows"), content.leaks()))
     modules = [_row(f"<code>{escape(name)}</code>", cells) for name, *cells in content.modules(MOST_MODULES)]
     if modules:
         parts.append(f"<h3>{escape(_('Modules that hold most at the peak'))}</h3>")

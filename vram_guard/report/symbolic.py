@@ -11,6 +11,7 @@ from vram_guard.report._content import range_facts
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.calculator import amount
 from vram_guard.report.categories import category_name
+from vram_guard.timeline import phase_and_step
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -49,6 +50,8 @@ def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
             yield f"     {category_name(name)}: {amount(held)}"
     if estimate.releases is not None:
         yield _("   - releases: {releases}", releases=estimate.releases)
+    for phase in estimate.phases:
+        yield f"   - {phase_and_step(phase)}: {amount(phase.peak_reserved)}"
     for name, words in range_facts(estimate):
         yield f"   - {name}: {words}"
     if answer.budget is None:

@@ -101,6 +101,10 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
         yield words(_("Budget: {budget}", budget=budget.explain()), "dim")
     yield _heading(_("Peak"))
     yield _grid(content.peak_facts())
+    phases = content.phase_rows()
+    if phases:
+        yield from _ways(_("Peak of each phase"), [content.phase_heads(), *phases], signs)
+    yield from _bullets(_("Memory that grows"), content.leaks(), signs)
     modules = content.modules(TOP_MODULES)
     if modules:
         yield _heading(_("Modules that hold most at the peak"))
@@ -136,7 +140,7 @@ def _table(content: Content, signs: _Signs) -> Table:
 
 
 def _ways(title: str, rows: list[list[str]], signs: _Signs) -> Iterator[RenderableType]:
-    """Rows of ways to spread a training; the first row holds the titles of the columns."""
+    """A table with figures in its second and third column; the first row holds the titles of the columns."""
     if not rows:
         return
     yield _heading(title)

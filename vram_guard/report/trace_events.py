@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import Budget
-    from vram_guard.timeline import Timeline
+    from vram_guard.timeline import Phase, Timeline
 
 #: More moments than this make the file slow to open; each then stands for the highest of its stretch.
 MOST_MOMENTS = 20_000
@@ -95,10 +95,15 @@ def _slice(name: str, kind: str, start: int, end: int, thread: int) -> dict[str,
     return {"name": name, "cat": kind, "ph": "X", "ts": start, "dur": end - start, "pid": PROCESS, "tid": thread}
 
 
+def _phase(phase: Phase) -> str:
+    name = f"{phase.name} ({phase.label})" if phase.label else phase.name
+    return f"{name}, step {phase.step}" if phase.step else name
+
+
 def _phases(timeline: Timeline) -> list[dict[str, Any]]:
     ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
     return [
-        _slice(f"{phase.name}, step {phase.step}" if phase.step else phase.name, "phase", phase.start, end, PHASES)
+        _slice(_phase(phase), "phase", phase.start, end, PHASES)
         for phase, end in zip(timeline.phases, ends, strict=True)
         if end > phase.start
     ]

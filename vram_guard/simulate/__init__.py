@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from vram_guard.job import Job
 from vram_guard.language import Message
 from vram_guard.step import TrainingStep, checked_count
-from vram_guard.timeline import Affine, Collective, Estimate, Note, Timeline, merge_affine
+from vram_guard.timeline import FOLLOWED_STEPS, Affine, Collective, Estimate, Note, Timeline, merge_affine
 
 __all__ = ["estimate", "holds_at", "law", "trace", "traced_at"]
 
@@ -32,6 +33,7 @@ def trace(
     check_at: int | None = None,
     checked: bool = True,
     cudnn: str | None = None,
+    leaks: bool = False,
 ) -> Timeline:
     """Two consecutive training steps as allocations and frees, for every batch size.
 
@@ -50,6 +52,8 @@ def trace(
         cudnn: the cuDNN that is asked, without a GPU, for the workspaces of convolutions: "off", "ask" (the installed
             one), the path of a libcudnn.so.9 of 9.8 or later, or "auto": the installed one where torch has a GPU here.
             None: what the setting ``cudnn`` says, "auto" without one. The timeline says what came of it.
+        leaks: follow a third step, and compare what the second and the third leave behind
+            (:attr:`vram_guard.Estimate.leaks`); a job with three steps does so anyhow.
 
     Raises:
         InvalidInputError: ``cudnn`` is none of these.
@@ -67,7 +71,7 @@ def trace(
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
     choice = checked_choice(cudnn)
-    step = with_built_model(step, compute_capability)
+    step = with_built_model(_with_third_step(step) if leaks else step, compute_capability)
 
     def run(size: int) -> Timeline:
         return run_step(step, size, compute_capability)
@@ -109,6 +113,7 @@ def trace_at(
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
     cudnn: str | None = None,
+    leaks: bool = False,
 ) -> Timeline:
     """The step traced at one batch size alone, see :func:`traced_at`; the arguments are those of :func:`trace`.
 
@@ -121,11 +126,16 @@ def trace_at(
     from vram_guard.simulate.tracing.run import run_step
 
     checked_count("batch_size", batch_size)
+    step = _with_third_step(step) if leaks else step
 
     def run(size: int) -> Timeline:
         return run_step(step, size, compute_capability).on(multiprocessors)
 
     return traced_at(under(checked_choice(cudnn), run), batch_size)
+
+
+def _with_third_step(step: TrainingStep) -> TrainingStep:
+    return step if step.job is not None else step.with_(job=Job(lambda run: run.train(FOLLOWED_STEPS)))
 
 
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
@@ -152,6 +162,7 @@ def estimate(
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     cudnn: str | None = None,
+    leaks: bool = False,
 ) -> Estimate:
     """The memory of the step at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked.
 
@@ -163,4 +174,4 @@ def estimate(
         >>> estimate(step, 1000).breakdown["parameters"]  # (256 x 256 + 256) numbers of 4 bytes, in blocks of 512
         263168
     """
-    return trace_at(step, batch_size, compute_capability=compute_capability, cudnn=cudnn).at(batch_size)
+    return trace_at(step, batch_size, compute_capability=compute_capability, cudnn=cudnn, leaks=leaks).at(batch_size)

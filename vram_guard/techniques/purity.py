@@ -9,19 +9,19 @@ made at the first call is there by then, and what is set to the value that it ha
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from vram_guard.state.forwards import counts_as_written
+from vram_guard.state.reached import parts_of
 from vram_guard.techniques._patched_forward import PatchedForward, has_forward
 from vram_guard.tensors import tensors_in, version_of
 from vram_guard.timeline import Change, ChangeKind
@@ -225,24 +225,9 @@ def _content(value: Any, depth: int) -> Any:
         return own if depth == 0 else None
     if isinstance(value, (nn.Module, ModuleType)) or _defined_in(value).startswith(_OURS):
         return None
-    if isinstance(value, FunctionType):
-        names, cells = value.__code__.co_freevars, value.__closure__ or ()
-        return {name: _held(cell) for name, cell in zip(names, cells, strict=True) if name != "__class__"}
-    if isinstance(value, MethodType):
-        return (value.__self__,)
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
     if type(value).__name__ == "ndarray" and type(value).__module__ == "numpy":
         return value.tobytes() if value.nbytes <= LARGEST_ARRAY else None
-    # Past what a class may do when it is asked for attributes.
-    return object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else None
-
-
-def _held(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
+    return parts_of(value)
 
 
 def _tokens(content: Any) -> Any:

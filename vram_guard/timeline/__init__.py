@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
+from vram_guard.timeline._estimate import FOLLOWED_STEPS, Estimate, OutOfMemoryPoint
 from vram_guard.timeline._law import merge_affine
 from vram_guard.timeline._timeline import Timeline, largest_that_fits
 from vram_guard.timeline._values import (
     ASSUMED_CARD,
     CATEGORIES,
+    PHASE_NAMES,
+    STEP_PHASES,
     SYNCHRONISED_NORM,
     Affine,
     Block,
@@ -18,21 +20,30 @@ from vram_guard.timeline._values import (
     CudnnAnswers,
     Deferred,
     Frees,
+    Growth,
     HostBlock,
+    Leak,
     Note,
     Phase,
     PhaseName,
+    PhasePeak,
     Scratch,
+    Stretch,
+    StretchName,
     Tier,
     Unit,
     UpperReason,
     Work,
     Workspaces,
 )
+from vram_guard.timeline._words import phase_and_step, phase_words
 
 __all__ = [
     "ASSUMED_CARD",
     "CATEGORIES",
+    "FOLLOWED_STEPS",
+    "PHASE_NAMES",
+    "STEP_PHASES",
     "SYNCHRONISED_NORM",
     "Affine",
     "Block",
@@ -44,12 +55,17 @@ __all__ = [
     "Deferred",
     "Estimate",
     "Frees",
+    "Growth",
     "HostBlock",
+    "Leak",
     "Note",
     "OutOfMemoryPoint",
     "Phase",
     "PhaseName",
+    "PhasePeak",
     "Scratch",
+    "Stretch",
+    "StretchName",
     "Tier",
     "Timeline",
     "Unit",
@@ -58,4 +74,6 @@ __all__ = [
     "Workspaces",
     "largest_that_fits",
     "merge_affine",
+    "phase_and_step",
+    "phase_words",
 ]

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from vram_guard.budget.margins import Network
 from vram_guard.releases.installed import Releases
-from vram_guard.timeline._values import Category, CudnnAnswers, Note, Phase, Tier, UpperReason
+from vram_guard.timeline._values import Category, CudnnAnswers, Leak, Note, Phase, PhasePeak, Tier, UpperReason
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
+
+#: Steps after which growth is told: what the first two set up is there by then.
+FOLLOWED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ class Estimate:
     """The cuDNN that was asked for workspaces; None: none was."""
     cudnn_bytes: int = 0
     """Bytes that its answers add to the reserved peak."""
+    phases: tuple[PhasePeak, ...] = ()
+    """The peak of each phase of the run, in order; empty where the step has no job, and so no other phases."""
+    leaks: tuple[Leak, ...] = ()
+    """Memory that grows from one training step to the next, the most first; empty also where that was not asked."""
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
         """True if the step is known to stay within the budget.
@@ -88,6 +95,22 @@ class Estimate:
             correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
         """
         return budget.holds(self.corrected(correction), self.tier, self.network)
+
+    @property
+    def first_steps(self) -> tuple[int, int]:
+        """Peak allocated and reserved until the end of the first training steps: the whole run's where that is all."""
+        at = next((index for index, phase in enumerate(self.phases, 1) if phase.name == "training"), 0)
+        if not at:
+            return self.peak_allocated, self.peak_reserved
+        until = self.phases[:at]
+        return max(phase.peak_allocated for phase in until), max(phase.peak_reserved for phase in until)
+
+    def steps_until_full(self, budget: Budget) -> int | None:
+        """Optimizer steps after which leaks have filled the budget; None where nothing grows."""
+        grows = sum(leak.bytes_per_step for leak in self.leaks)
+        if not grows:
+            return None
+        return FOLLOWED_STEPS + max(0, budget.usable - self.peak_reserved) // grows
 
     def corrected(self, correction: float) -> int:
         """The reserved peak as it is compared with a budget, in bytes."""

@@ -51,6 +51,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         network=high.network,
         cudnn=low.cudnn,
         parallel=low.parallel,
+        growth=low.growth,
     )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
+from vram_guard.allocator.blocks import LEAST_BLOCK
 from vram_guard.budget.margins import Network
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
@@ -17,6 +18,7 @@ from vram_guard.scratch import Card
 from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
 from vram_guard.timeline._values import (
     CATEGORIES,
+    STEP_PHASES,
     Block,
     Category,
     Change,
@@ -24,9 +26,14 @@ from vram_guard.timeline._values import (
     CudnnAnswers,
     Deferred,
     Frees,
+    Growth,
     HostBlock,
+    Leak,
     Note,
     Phase,
+    PhasePeak,
+    Stretch,
+    StretchName,
     Tier,
     UpperReason,
     Work,
@@ -88,6 +95,8 @@ class Timeline:
     """The cuDNN that was asked for workspaces; None: none was."""
     parallel: Parallel | None = None
     """The layout over several GPUs, one rank of which this is; None: one GPU."""
+    growth: tuple[Growth, ...] = ()
+    """The blocks that each further step would leave behind, of the last step; empty also where that was not asked."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -124,6 +133,17 @@ class Timeline:
         """The stream of every block; None where all are on the default stream."""
         streams = tuple(block.stream for block in self.blocks)
         return streams if any(streams) else None
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The phases of the run, training steps in a row as one; a single one where there are no others."""
+        found: list[Stretch] = []
+        for phase in self.phases:
+            name: StretchName = "training" if phase.name in STEP_PHASES else phase.name
+            if not found or (name, phase.label) != found[-1][:2]:
+                found.append(Stretch(name, phase.label, phase.start if found else 0, phase.step))
+        only_steps = all(stretch.name in ("setup", "training") and not stretch.label for stretch in found)
+        return (Stretch("training", "", 0, 0),) if only_steps else tuple(found)
 
     @cached_property
     def upper_reasons(self) -> tuple[UpperReason, ...]:
@@ -196,6 +216,7 @@ class Timeline:
             curve=curve,
             streams=timeline.streams,
             optional=optional,
+            starts=tuple(stretch.start for stretch in timeline.stretches),
         )
 
     def at(
@@ -330,7 +351,43 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         network=timeline.network,
         cudnn=timeline.cudnn,
         by_stream=tuple(by_stream) if timeline.streams else (),
+        phases=_phase_peaks(timeline, result),
+        leaks=_leaks(timeline, batch_size),
     )
+
+
+def _leaks(timeline: Timeline, batch_size: int) -> tuple[Leak, ...]:
+    """The growth of each line, the most first."""
+    lines: dict[tuple[str, str], Leak] = {}
+    for index, instead_of, kept_in in timeline.growth:
+        block = timeline.blocks[index]
+        size = _rounded(block.bytes_at(batch_size, timeline.card))
+        if instead_of is not None:
+            size -= _rounded(timeline.blocks[instead_of].bytes_at(batch_size, timeline.card))
+        first = Leak(0, block.module, block.source, block.operator, kept_in)
+        line = lines.setdefault((block.module, block.source), first)
+        lines[block.module, block.source] = line._replace(bytes_per_step=line.bytes_per_step + size)
+    return tuple(sorted((leak for leak in lines.values() if leak.bytes_per_step > 0), key=lambda leak: -leak[0]))
+
+
+def _rounded(size: int) -> int:
+    """Bytes as the allocator counts them."""
+    return -(-size // LEAST_BLOCK) * LEAST_BLOCK
+
+
+def _phase_peaks(timeline: Timeline, result: Replay) -> tuple[PhasePeak, ...]:
+    """The peak of each phase; none where there are only training steps."""
+    if len(timeline.stretches) == 1:
+        return ()
+    peaks = []
+    ends = (*(stretch.start for stretch in timeline.stretches[1:]), len(timeline.events))
+    for stretch, end, peak in zip(timeline.stretches, ends, result.stretches, strict=False):  # a replay may fail
+        event = timeline.events[peak.event] if peak.event < end else -1
+        asked = timeline.blocks[event] if event >= 0 else None
+        step = timeline.phase_of(peak.event).step if peak.event < end else stretch.step
+        origin = (asked.module, asked.source, asked.operator) if asked else ("", "", "")
+        peaks.append(PhasePeak(stretch.name, stretch.label, step, peak.allocated, peak.reserved, *origin))
+    return tuple(peaks)
 
 
 def _out_of_memory_point(timeline: Timeline, batch_size: int, result: Replay) -> OutOfMemoryPoint | None:

@@ -28,7 +28,22 @@ Workspaces = Literal["known", "most", "none"]
 #: When memory that another stream uses is free again: where the program frees it, or as late as it may be.
 Frees = Literal["at once", "late"]
 
-PhaseName = Literal["setup", "batch", "forward", "backward", "optimizer"]
+PhaseName = Literal[
+    "setup",
+    "batch",
+    "forward",
+    "backward",
+    "optimizer",
+    "resuming",
+    "validation",
+    "saving",
+    "test",
+    "prediction",
+    "generation",
+]
+PHASE_NAMES: tuple[PhaseName, ...] = get_args(PhaseName)
+#: Of a training step.
+STEP_PHASES = frozenset({"batch", "forward", "backward", "optimizer"})
 
 #: How an answer came about. "symbolic": every operator's memory is known exactly. "partly symbolic": some
 #: sizes are bounds (they depend on data) or some operators ran on stand-in data. "formula": the step could
@@ -107,8 +122,63 @@ class Phase(NamedTuple):
 
     name: PhaseName
     step: int
-    """Optimizer step, from 1; 0 for set-up."""
+    """Optimizer step, from 1; of phases between steps (validation, saving), those before it; 0 for set-up."""
     start: int
+    label: str = ""
+    """What tells it from others of its name: "sanity check", "epoch 5"."""
+
+
+#: A phase, or "training": the training steps between two others.
+StretchName = Literal[PhaseName, "training"]
+
+
+class Stretch(NamedTuple):
+    """Phases in a row that a report shows as one: training steps, or one phase between them."""
+
+    name: StretchName
+    label: str
+    start: int
+    """Index of its first event."""
+    step: int
+    """Of its first phase."""
+
+
+class PhasePeak(NamedTuple):
+    """The peak within one stretch of a run; bytes, what was there at its beginning included."""
+
+    name: StretchName
+    label: str
+    """What tells it from others of its name; "" where nothing does."""
+    step: int
+    """Optimizer step in which its peak is, from 1; of phases between steps, those before it; 0 for set-up."""
+    peak_allocated: int
+    peak_reserved: int
+    module: str
+    """Of the block that reached the allocated peak; "" where the phase began with it."""
+    source: str
+    operator: str
+
+
+class Growth(NamedTuple):
+    """A block that a training step leaves behind, and the next one will leave behind again."""
+
+    block: int
+    instead_of: int | None
+    """The smaller block of the step before that it stands in place of; None: there was none."""
+    kept_in: str = ""
+    """The name of what keeps it: "losses", "metric.outputs"; "" where that is not known."""
+
+
+class Leak(NamedTuple):
+    """Memory that grows from step to step."""
+
+    bytes_per_step: int
+    module: str
+    source: str
+    """The line that makes what is kept."""
+    operator: str
+    kept_in: str = ""
+    """The name of the list, attribute or variable that keeps it, or whose graph does; "" where that is not known."""
 
 
 class Deferred(NamedTuple):

@@ -88,7 +88,7 @@ class Watcher:
             peak - before if peak > earlier else None
             for peak, earlier, before in zip(peaks, self._earlier, self._before, strict=True)
         )
-        return Measured(self._estimate.peak_allocated, self._estimate.peak_reserved, allocated, reserved)
+        return Measured(*self._estimate.first_steps, allocated, reserved)
 
 
 def _words(name: str, measured: int | None, predicted: int) -> str:

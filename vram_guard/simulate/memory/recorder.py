@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Literal
@@ -16,8 +17,22 @@ from vram_guard.language import Message
 from vram_guard.scratch import Rule
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
+from vram_guard.simulate.memory.repeats import Repeat, paired
 from vram_guard.simulate.memory.streams import Issued, StreamLog
-from vram_guard.timeline import Affine, Block, Category, Collective, Deferred, Note, Phase, Scratch, Tier
+from vram_guard.state.containers import leaves
+from vram_guard.timeline import (
+    STEP_PHASES,
+    Affine,
+    Block,
+    Category,
+    Collective,
+    Deferred,
+    Growth,
+    Note,
+    Phase,
+    Scratch,
+    Tier,
+)
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
 #: This package's folder, as code objects have it (links and all); the file is at
@@ -30,6 +45,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Place = Literal["cuda", "cpu", "meta"]
 #: Attribute of a symbolic tensor with its place: one that was made before the trace began.
 PLACE = "_vram_guard_place"
+
+#: Categories of which a parameter has one.
+_OF_PARAMETERS = frozenset({"gradients", "optimizer_states", "parameters"})
+
+#: Functions of ours that run a step: what called them is not the step's.
+_BEGINNINGS = frozenset({"run_step", "_traced_step"})
 
 #: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
@@ -48,6 +69,11 @@ class Recorder:
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
         self._collectives: list[tuple[Collective, Issued | None]] = []
+        self.repeats: list[Repeat] = []
+        self.repeated: dict[int, int] = {}
+        """Blocks that stand for several -> how many."""
+        self.label = ""
+        """Of the phases that begin."""
         self.modules: list[str] = [""]
         """Stack of the module paths whose forward is running; the last one is current."""
         self.in_backward = False
@@ -88,18 +114,37 @@ class Recorder:
         if self.phases and self.phases[-1].name == "forward" and name != "forward":
             self._settle_forward()
         self._count_micro_batches(name, step)
-        self.phases.append(Phase(name, step, len(self.events)))  # type: ignore[arg-type]
+        self.phases.append(Phase(name, step, len(self.events), self.label))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"
         self._backward_on = self.streams.current
 
     def _count_micro_batches(self, name: str, step: int) -> None:
-        self.measured = step == 2
+        self.measured = step == 2 and name in STEP_PHASES
         before = self.phases[-1] if self.phases else None
         if before is None or before.step != step:
             self.micro_batch = 0
         elif before.name == "backward" and name in ("batch", "forward"):
             self.micro_batch += 1
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is allocated inside the block is a batch, all of it."""
+        before = self._default_category, self.batch_factor
+        self._default_category, self.batch_factor = "batch", 1
+        try:
+            yield
+        finally:
+            self._default_category, self.batch_factor = before
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Nothing that is allocated inside the block is counted; what was there before must stay alive."""
+        before, self._closed = self._closed, True
+        try:
+            yield
+        finally:
+            self._closed = before
 
     def _settle_forward(self) -> None:
         """Classify what the forward pass made: activations are still alive, the rest were temporaries."""
@@ -225,6 +270,60 @@ class Recorder:
     def blocks_so_far(self) -> int:
         """Number of blocks; the next one gets this index."""
         return len(self._sizes)
+
+    def alive(self) -> set[int]:
+        """The blocks of tensors that are there now."""
+        return {ref.block for ref in self._live.values()}
+
+    @contextlib.contextmanager
+    def repeat(self, count: int) -> Iterator[None]:
+        """The round inside the block stands for ``count``: what it leaves behind is counted so many times."""
+        start, before = len(self.events), self.alive()
+        yield
+        after = self.alive()
+        pairs = paired(after - before, before - after, self._origins)
+        left = tuple(block for block, instead in pairs if instead is None)
+        self.repeats.append(Repeat(start, len(self.events), count - 1, left))
+        self.repeated |= dict.fromkeys(left, count)
+        grown = [block for block, old in pairs if old is not None and self._sizes[block] > self._sizes[old]]
+        if grown and count > 1:
+            said = Message(
+                "{line} keeps more with every round: its growth beyond the traced rounds is not counted",
+                line=self._origins[grown[-1]][1],
+            )
+            self.note(said, tier="formula")
+
+    def as_often(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, those that a repeated round has left behind as often as there are rounds."""
+        found = []
+        for tensor in tensors:
+            block = self.block_of(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            found += [tensor] * (1 if block is None else self.repeated.get(block, 1))
+        return found
+
+    def grown(self, first: int, before: set[int]) -> tuple[Growth, ...]:
+        """The blocks from ``first`` on that have stayed, beyond those of ``before`` that they stand in place of.
+
+        Gradients and optimizer states are as many as there are parameters: they do not count.
+        """
+        after = self.alive()
+        made = {block for block in after if block >= first and self._categories[block] not in _OF_PARAMETERS}
+        pairs = paired(made, before - after, self._origins)
+        return tuple(Growth(one, old) for one, old in pairs if old is None or self._sizes[one] > self._sizes[old])
+
+    def named(self, growth: Iterable[Growth], kept: Iterable[tuple[str, object]]) -> tuple[Growth, ...]:
+        """The growth with the names that keep it: of its tensors, or of one whose graph may hold it."""
+        names: dict[int, str] = {}
+        graphs: list[str] = []
+        for name, value in kept:
+            for tensor in (one for one in leaves(value) if isinstance(one, torch.Tensor)):
+                block = self.block_of(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+                if block is not None:
+                    names.setdefault(block, name)
+                if tensor.grad_fn is not None:
+                    graphs.append(name)
+        graph = graphs[0] if graphs else ""
+        return tuple(one._replace(kept_in=names.get(one.block, graph)) for one in growth)
 
     def block_of(self, storage: int) -> int | None:
         """The index of the block that a storage stands for (``_cdata``); None where it is not counted."""
@@ -475,7 +574,7 @@ def _label(frame: FrameType) -> str | None:
     name = code.co_filename
     if str(frame.f_globals.get("__name__")).startswith(_ADAPTERS):
         return None
-    if code.co_name == "run_step" and name.startswith(_OWN_ROOT):
+    if code.co_name in _BEGINNINGS and name.startswith(_OWN_ROOT):
         return ""
     if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
         return None

@@ -18,6 +18,7 @@ from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
+from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
@@ -130,6 +131,8 @@ class SymbolicMode(TorchDispatchMode):
             return self._reduction
         if func is _add:
             return self._add
+        if name in _JOINS:
+            return self._join
         if name in ("aten::resize_", "aten::set_", "aten::resize_as_"):
             return self._resize
         written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
@@ -288,6 +291,12 @@ class SymbolicMode(TorchDispatchMode):
             return _add_(args[0], args[1])
         return self._generic(func, args, kwargs)
 
+    def _join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Lists that a repeated round has added to are as long as they will be."""
+        if self.recorder.repeated:
+            args = (self.recorder.as_often(args[0]), *args[1:])
+        return self._generic(func, args, kwargs)
+
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
         old, new = args[:2]
         if torch.is_grad_enabled() or not isinstance(new, torch.Tensor) or not is_symbolic(old):
@@ -329,7 +338,7 @@ class SymbolicMode(TorchDispatchMode):
     def timeline(self, batch_size: int, precision: str) -> Timeline:
         """Everything recorded so far; sizes are those of this batch size."""
         recorder = self.recorder
-        return Timeline(
+        traced = Timeline(
             blocks=recorder.blocks(),
             events=tuple(recorder.events),
             phases=tuple(recorder.phases),
@@ -347,6 +356,7 @@ class SymbolicMode(TorchDispatchMode):
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),
         )
+        return expanded(traced, recorder.repeats)
 
     # --- helpers ---------------------------------------------------------------------------------------------
 
@@ -391,6 +401,9 @@ _NO_RULE_YET: Any = object()
 
 #: Operators that may read one place and write another.
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"})
+
+#: Operators that join lists of tensors.
+_JOINS = frozenset({"aten::cat", "aten::stack"})
 
 #: References to a gradient that only autograd's input buffer holds, as seen from inside ``__torch_dispatch__``.
 _ENGINE_HOLDS = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -59,24 +59,29 @@ class Loop:
         self.returned: Any = None
         """The result of the loss callable, where the step keeps more of it than the loss."""
 
-    def run(self) -> None:
-        """Two optimizer steps; two forwards where nothing is trained."""
+    def change(self, **changes: Any) -> None:
+        """Fields of the step that differ from here on."""
+        self.step = self.step.with_(**changes)
+        self.source = batch_source(self.step.batch)
+
+    def run(self, numbers: Iterable[int] = (1, 2)) -> None:
+        """Optimizer steps; forwards where nothing is trained."""
         if self.step.keeps != "outputs":
-            return self._run()
+            return self._run(numbers)
         # ``outputs = model(batch)``: the old ones die where the new ones are there, and not only once the loss is.
         handle = self.model.register_forward_hook(lambda *_: setattr(self, "returned", None))
         try:
-            return self._run()
+            return self._run(numbers)
         finally:
             handle.remove()
 
-    def _run(self) -> None:
+    def _run(self, numbers: Iterable[int]) -> None:
         if self.optimizer is None:
-            return self._infer()
+            return self._infer(numbers)
         if needs_closure(self.optimizer):
-            return self._run_with_closure(self.optimizer)
+            return self._run_with_closure(self.optimizer, numbers)
         rounds = traced_micro_batches(self.step)
-        for number in (1, 2):
+        for number in numbers:
             if self.step.zero_grad == "before_forward":
                 self._zero_grad(number)
             for micro in range(rounds):
@@ -92,7 +97,7 @@ class Loop:
                 self.optimizer.zero_grad()
         return None
 
-    def _run_with_closure(self, optimizer: torch.optim.Optimizer) -> None:
+    def _run_with_closure(self, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
         """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
         self.recorder.note(
             Message(
@@ -109,16 +114,16 @@ class Loop:
             self._backward(number, first=True)
             return self.loss
 
-        for number in (1, 2):
+        for number in numbers:
             self._load(number)
             self.recorder.phase("optimizer", number)
             optimizer.step(lambda number=number: closure(number))  # type: ignore[misc]
             self._ends()
             classify_states(self.recorder, optimizer)
 
-    def _infer(self) -> None:
+    def _infer(self, numbers: Iterable[int]) -> None:
         with torch.no_grad():
-            for number in (1, 2):
+            for number in numbers:
                 self._load(number)
                 self._forward(number)
                 self._ends()
@@ -140,9 +145,10 @@ class Loop:
         # The old batch dies first: ``for batch in loader`` gives its name to a batch on the host, and Lightning's and
         # MMEngine's loops end the function that held it.
         self.batch = None
-        self.batch = map_tensors(self._to_device, real)
+        self.batch = map_tensors(self.to_device, real)
 
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of a batch on the device."""
         if tensor.is_nested:
             raise UnsupportedStepError(_("the batch holds a nested tensor: its rows have no common size"))
         dtype = self.input_dtype if tensor.is_floating_point() else None
@@ -155,12 +161,15 @@ class Loop:
         self.mode.meter.loaded(moved)
         return moved.requires_grad_() if tensor.requires_grad else moved
 
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The region in which the step's precision runs a forward."""
+        dtype = _AUTOCAST.get(self.step.precision)
+        return torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
+
     def _forward(self, number: int) -> None:
         self.recorder.phase("forward", number)
-        dtype = _AUTOCAST.get(self.step.precision)
-        region = torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
         before = self.mode.operations
-        with region:
+        with self.autocast():
             returned = self.step.loss(self.model, self.batch)
             self.loss = scalar_loss(returned)
         self.returned = None if self.step.keeps == "loss" else returned

@@ -47,12 +47,14 @@ from vram_guard.simulate.tracing._substitution import (
     process_state_restored,
     symbolic_model,
 )
+from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
+from vram_guard.state.reached import ReachedState, reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
-from vram_guard.timeline import Note, Timeline
+from vram_guard.timeline import Growth, Note, Timeline
 
 #: Where torch's compiler keeps its results; torch's own default where nobody has set it.
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -196,6 +198,9 @@ class _Run:
         self.recorder = Recorder()
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
+        self.growth: tuple[Growth, ...] = ()
+        self.reached: ReachedState | None = None
+        """What the user's callables hold, where a job is played."""
         self.take_off: Callable[[], None] = lambda: None
 
     @property
@@ -207,6 +212,8 @@ class _Run:
         import_libraries(step.recipe)
         replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
+            if step.job is not None:
+                self.reached = stack.enter_context(reached_kept(_callables(step)))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
@@ -224,7 +231,8 @@ class _Run:
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
-        return replace(self.mode.timeline(self.batch_size, self.written.precision), parallel=step.layout)
+        timeline = self.mode.timeline(self.batch_size, self.written.precision)
+        return replace(timeline, parallel=step.layout, growth=self.growth)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -278,13 +286,23 @@ class _Run:
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 try:
                     with replicas.unused_parameters_said():
-                        loop.run()
+                        self._play(loop, model)
                 except UnsupportedOperatorError as error:
                     self._lower_bound(model, optimizer, str(error))
                 recorder.close()
         finally:
             recorder.close()
             self.take_off()
+
+    def _play(self, loop: Loop, model: nn.Module) -> None:
+        """The steps, or the whole job."""
+        if self.step.job is None:
+            loop.run()
+        else:
+            played = PlayedRun(loop, lambda: self._watch_gradients(model))
+            played.play(self.step.job)
+            if played.growth and self.reached is not None:
+                self.growth = self.recorder.named(played.growth, self.reached.kept())
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
@@ -331,14 +349,21 @@ class _Run:
                 model = divided(model, parallel, mesh, recorder, self.step.ddp_options)
             recorder.classify(itertools.chain(*map(inner_tensors, model.buffers())), "buffers")
             recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
-        for parameter in model.parameters():
-            if parameter.requires_grad and (parallel is not None or not hasattr(parameter, "__tensor_flatten__")):
-                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+        self._watch_gradients(model)
         if parallel is None and self.step.layout is not None:
             reduction = replicas.reduction_of(model, self.step.layout, self.step.ddp_options, recorder)
             if reduction is not None:
                 self.step = self.step.with_(loss=reduction.around(self.step.loss, traced_micro_batches(self.step)))
         return model
+
+    def _watch_gradients(self, model: nn.Module) -> None:
+        """Gradients are told from other tensors as they arrive; a schedule may have parameters trained later."""
+        spread = self.step.parallel is not None
+        for parameter in model.parameters():
+            if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
+                hooks = parameter._post_accumulate_grad_hooks
+                if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
+                    parameter.register_post_accumulate_grad_hook(self._new_gradient)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
@@ -390,6 +415,17 @@ class _Run:
         self.recorder.phase("optimizer", 1)
         optimizer.step()
         classify_states(self.recorder, optimizer)
+
+
+def _callables(step: TrainingStep) -> Iterator[tuple[str, Any]]:
+    """Everything that a job runs, and that may keep something: the step's callables, hooks and helpers of its model."""
+    own = (step.batch, step.loss, step.optimizer, step.prepare)
+    yield from (("", one) for one in (*own, *(() if step.job is None else step.job.callables())))
+    if isinstance(step.model, nn.Module):
+        for path, module in step.model.named_modules():
+            prefix = f"{path}." if path else ""
+            yield from ((prefix + name, value) for name, value in vars(module).items() if name not in _MODULE_DICTS)
+            yield path, type(module).forward
 
 
 def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> None:

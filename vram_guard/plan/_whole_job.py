@@ -1,0 +1,125 @@
+"""The whole job of a plan: the step that was chosen, followed once more with all that the run does besides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vram_guard.language import _
+from vram_guard.plan._option import Option
+from vram_guard.plan._search import search
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.timeline import phase_words
+from vram_guard.units import Amount
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vram_guard.plan.model import Plan
+    from vram_guard.plan.search_space import Costs, Request, Timelines
+    from vram_guard.plan.source import Source, TraceRequest
+    from vram_guard.timeline import Estimate, PhasePeak, Timeline
+
+    Follow = Callable[[TraceRequest], Timeline]
+
+
+def with_whole_job(
+    made: Plan,
+    request: Request,
+    whole: Timelines,
+    costs: Costs,
+    smaller: Callable[[Option, int, PhasePeak], tuple[int, int] | None],
+    progress: Callable[[str], None],
+) -> Plan:
+    """The plan for the whole run. Where its job does not fit under the step's plan, it counts in the search.
+
+    Args:
+        made: the plan for the step alone.
+        request: what is asked.
+        whole: timelines of options with the job.
+        costs: of options.
+        smaller: (option, micro-batch size, phase of an evaluation) -> its batch size and the largest that fits.
+        progress: called with a line of text before each slow part.
+    """
+    if not made.fits:
+        return made  # neither does a run of such steps
+    option, size = Option(made.precision, made.splits, made.recipe), made.micro_batch_size
+    progress(_("following the whole job"))
+    try:
+        timeline = whole.exact(option, size)
+    except Exception:
+        if option == request.as_written:
+            raise
+        return search(request, whole, costs, progress)  # which passes over what the job fails under
+    estimate = timeline.at(size, settings=request.settings)
+    if request.fits(estimate):
+        return _as_followed(made, option, timeline, estimate, request, whole)
+    highest = max(estimate.phases, key=lambda phase: phase.peak_reserved)
+    planned = search(request, whole, costs, progress)
+    why = list(_why(request, estimate, highest, smaller(option, size, highest), fits=planned.fits))
+    return replace(planned, reason_values=(*why, *planned.reason_values))
+
+
+def _as_followed(
+    made: Plan, option: Option, timeline: Timeline, estimate: Estimate, request: Request, whole: Timelines
+) -> Plan:
+    """The plan with what its whole job takes, and what that of the step as written would."""
+    before, timeline_before = estimate, timeline
+    if (option, made.micro_batch_size) != (request.as_written, request.batch_size):
+        timeline_before = whole.exact(request.as_written, request.batch_size)
+        before = timeline_before.at(request.batch_size, settings=request.settings)
+    budget = request.budget.for_tier(estimate.tier, estimate.network)
+    return replace(
+        made,
+        estimate=estimate,
+        timeline=timeline,
+        before=before,
+        timeline_before=timeline_before,
+        budget=budget,
+    )
+
+
+def _why(
+    request: Request, estimate: Estimate, phase: PhasePeak, smaller: tuple[int, int] | None, *, fits: bool
+) -> Iterator[Reason]:
+    """The phase for which the step's own plan does not suffice, and what else would."""
+    words, peak = phase_words(phase), Amount(phase.peak_reserved)
+    missing = Amount(max(0, request.corrected(estimate) - request.usable(estimate)))
+    yield Reason(Why.PHASE_TOO_LARGE, phase=words, peak=peak, missing=missing)
+    if not fits:
+        yield Reason(Why.STEP_DOES_NOT_HELP)
+    if smaller is not None and smaller[1]:
+        yield Reason(Why.SMALLER_EVALUATION, phase=words, size=smaller[1], batch=smaller[0])
+    elif smaller is not None:
+        yield Reason(Why.NO_EVALUATION, phase=words)
+
+
+def smaller_evaluation(
+    source: Source, request: Request, asking: Callable[[Follow], Follow]
+) -> Callable[[Option, int, PhasePeak], tuple[int, int] | None]:
+    """The search for the largest batch of an evaluation that fits beside a step; it says None for other phases.
+
+    Args:
+        source: with its job.
+        request: what is asked of the plan.
+        asking: what each trace runs in.
+    """
+
+    def largest(option: Option, size: int, phase: PhasePeak) -> tuple[int, int] | None:
+        from vram_guard.simulate import law
+
+        job, whole = source.job, source.whole
+        evaluation = None if job is None else job.evaluation(phase.name, phase.label)
+        if job is None or whole is None or evaluation is None:
+            return None
+        asked = evaluation.batch_size or size
+        traced = source.request(option.precision, option.splits, option.recipe, size)
+
+        def follow(count: int) -> Timeline:
+            timeline = asking(whole(job.with_evaluation(evaluation, count)))(traced)
+            return replace(timeline, traced=(count,), multiprocessors=request.budget.multiprocessors)
+
+        most = law(follow, check_at=asked).max_batch_size(request.budget, settings=request.settings, limit=asked)
+        return asked, min(most, asked - 1)
+
+    return largest
