@@ -85,7 +85,8 @@ def choose(
 
 
 def peak_of(step: TrainingStep, capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Peak:
-    """The memory of a step, by tracing it at one batch size."""
+    """The memory of a step, by tracing it at one batch size; what else its job has is the same with every batch."""
+    step = step.with_(job=None)
 
     def peak(size: int) -> tuple[int, int]:
         taken = trace_at(step, size, compute_capability=capability).at(size)
