@@ -396,7 +396,7 @@ def begun(
 ) -> Guard:
     """A guard whose decision was made."""
     guard = Guard(training, GuardSettings(budget="1GiB", **given))
-    recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host)
+    recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host, sharding=None)
     plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
     guard.decision = SimpleNamespace(plan=plan, refused=dict(refused), unproven="", collectives=())  # type: ignore[assignment]
     return guard
