@@ -69,7 +69,7 @@ def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
 def test_a_refusal_is_told_of_what_was_asked_for() -> None:
     assert PlanSettings().techniques == {"precision", "accumulate", "checkpoint", "foreach", "reshard", *OFFLOADS}
     assert PlanSettings().asked_for == PlanSettings(allow=DEFAULT_ALLOW).asked_for
-    assert PlanSettings().asked_for == {"precision", "accumulate", "checkpoint", "foreach"}
+    assert PlanSettings().asked_for == {"precision", "accumulate", "checkpoint", "foreach", "reshard"}
     assert PlanSettings(allow="offload").asked_for == set(OFFLOADS)
 
 
@@ -396,7 +396,7 @@ def begun(
 ) -> Guard:
     """A guard whose decision was made."""
     guard = Guard(training, GuardSettings(budget="1GiB", **given))
-    recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host)
+    recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host, sharding=None)
     plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
     guard.decision = SimpleNamespace(plan=plan, refused=dict(refused), unproven="", collectives=())  # type: ignore[assignment]
     return guard
