@@ -81,8 +81,11 @@ class Settings(PlanSettings):
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Settings of what is given; the rest comes from the project's settings, see :mod:`vram_guard.settings`."""
-        # A switch that was not given is False.
-        own = {name: value for name, value in given.items() if value is not None and value is not False}
+        # A switch that was not given is False; but for the one that is on by default, which is None then.
+        off = {name for name in ("whole_job",) if given.get(name) is False}
+        own = {
+            name: value for name, value in given.items() if value is not None and (value is not False or name in off)
+        }
         return super().of(filled(own, cls.names()))
 
     @classmethod
@@ -120,6 +123,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--longest",
         metavar="SHARE",
         help=_("the batch that is planned for: largest, first, or a share such as 0.99 (default: largest)"),
+    )
+    group.add_argument(
+        "--no-whole-job",
+        dest="whole_job",
+        action="store_false",
+        default=None,
+        help=_("plan for the first steps alone, not for evaluation, saving and the next epoch"),
     )
     group.add_argument(
         "--longest-seconds",

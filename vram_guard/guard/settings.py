@@ -53,6 +53,8 @@ class PlanSettings:
             as the sizes of samples can be known; a share such as 0.99: 99% of the batches are no longer, and the others
             are left to the recovery from out-of-memory errors; "first": the largest of the first samples.
         longest_seconds: that looking for it may take.
+        whole_job: predict and plan also for what the training does besides its first steps: resuming, validation,
+            saving, steps of later epochs that differ. False: for the first steps alone.
 
     Raises:
         InvalidInputError: a setting makes no sense.
@@ -71,6 +73,7 @@ class PlanSettings:
     ignore_releases: bool = False
     longest: float | str = "largest"
     longest_seconds: float = 2.0
+    whole_job: bool = True
 
     def __post_init__(self) -> None:
         allow = DEFAULT_ALLOW if self.allow is None else self.allow
@@ -81,7 +84,7 @@ class PlanSettings:
         check_growth(self.target_utilization, self.lr_rule)
         self._keep("longest", checked_longest(self.longest))
         check_seconds("longest_seconds", self.longest_seconds)
-        check_switches(grow=self.grow, ignore_releases=self.ignore_releases)
+        check_switches(grow=self.grow, ignore_releases=self.ignore_releases, whole_job=self.whole_job)
         if not isinstance(self.releases, str | None):
             raise InvalidInputError(_("releases must be the path of a file, not {value}", value=repr(self.releases)))
 
@@ -161,8 +164,6 @@ class GuardSettings(PlanSettings):
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
-        whole_job: predict and plan also for what the training does besides its first steps: resuming, validation,
-            saving, steps of later epochs that differ. False: for the first steps alone.
 
     Raises:
         InvalidInputError: a setting makes no sense.
@@ -178,13 +179,12 @@ class GuardSettings(PlanSettings):
     remember: bool = True
     proof_seconds: float = 20.0
     cudnn: str | None = None
-    whole_job: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_mode(self.mode)
         check_loss_weight(self.loss_weight)
-        check_switches(recover=self.recover, remember=self.remember, whole_job=self.whole_job)
+        check_switches(recover=self.recover, remember=self.remember)
         check_cudnn(self.cudnn)
         checked_count("max_recoveries", self.max_recoveries)
         if isinstance(self.proof_seconds, bool) or not 0 <= self.proof_seconds < float("inf"):

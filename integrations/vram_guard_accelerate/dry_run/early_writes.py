@@ -77,7 +77,7 @@ class EarlyWrites:
             return os_opened(path, flags, *args, **kwargs)
 
         builtins.open = io.open = open_
-        os.open = os_open
+        os.open = os_open  # type: ignore[assignment]
         wrap(torch, "save", self._save)
         for module in (sqlite3, sqlite3.dbapi2):
             wrap(module, "connect", self._connect)

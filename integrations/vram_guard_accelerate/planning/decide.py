@@ -147,7 +147,7 @@ class _Planner:
             sharded=first.fork_server is not None,
             sliced_by=sliced_by,
             forward_again=forward_again,
-            job=_OWN_JOB,
+            job=_OWN_JOB if settings.whole_job else None,
             whole=lambda _job: self.traces.whole_job,
         )
         return plan(
