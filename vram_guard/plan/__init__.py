@@ -248,6 +248,7 @@ def plan(
     made = search(request, traces, cost_model, report)
     if source.job is None or source.whole is None:
         return made
+    source = replace(source, job=source.job.beside(batch_size))
     whole = replace(source, trace=under(choice, source.whole(source.job)))
     return with_whole_job(
         made,

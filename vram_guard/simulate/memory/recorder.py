@@ -48,6 +48,9 @@ PLACE = "_vram_guard_place"
 #: Categories of which a parameter has one.
 _OF_PARAMETERS = frozenset({"gradients", "optimizer_states", "parameters"})
 
+#: Functions of ours that run a step: what called them is not the step's.
+_BEGINNINGS = frozenset({"run_step", "_traced_step"})
+
 #: How the packages of our adapters begin: the code that they wrap is not ours.
 _ADAPTERS = "vram_guard_"
 
@@ -125,12 +128,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """What is allocated inside the block is a batch."""
-        before, self._default_category = self._default_category, "batch"
+        """What is allocated inside the block is a batch, all of it."""
+        before = self._default_category, self.batch_factor
+        self._default_category, self.batch_factor = "batch", 1
         try:
             yield
         finally:
-            self._default_category = before
+            self._default_category, self.batch_factor = before
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -567,7 +571,7 @@ def _label(frame: FrameType) -> str | None:
     name = code.co_filename
     if str(frame.f_globals.get("__name__")).startswith(_ADAPTERS):
         return None
-    if code.co_name == "run_step" and name.startswith(_OWN_ROOT):
+    if code.co_name in _BEGINNINGS and name.startswith(_OWN_ROOT):
         return ""
     if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
         return None

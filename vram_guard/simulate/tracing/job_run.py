@@ -80,7 +80,9 @@ class PlayedRun:
         if not self._steps:
             raise InvalidInputError(_("the job never trains: its play has to call run.train()"))
 
-    def train(self, steps: int = 2, label: str = "", **changes: Any) -> None:
+    def train(
+        self, steps: int = 2, label: str = "", *, after: Callable[[], object] | None = None, **changes: Any
+    ) -> None:
         """So many optimizer steps."""
         checked_count("steps", steps)
         known_names("run.train", changes, CHANGEABLE)
@@ -93,16 +95,18 @@ class PlayedRun:
         if changes or label != self._label:
             self._before, self._label = None, label
         for _step in range(steps):
-            self._step()
+            self._traced_step(after)
         if self._loop.step.keeps == "nothing":
             self._loop.batch = None
         self._recorder.label = ""
 
-    def _step(self) -> None:
+    def _traced_step(self, after: Callable[[], object] | None) -> None:
         """One optimizer step; what it leaves behind, where the step before was one like it."""
         self._steps += 1
         first = self._recorder.blocks_so_far
         self._loop.run((self._steps,))
+        if after is not None:
+            after()
         if self._before is not None and self._steps >= FOLLOWED_STEPS:
             self.growth = self._recorder.grown(first, self._before)
         self._before = self._recorder.alive()
@@ -187,29 +191,29 @@ class PlayedRun:
     def loaded(self, state: Any, map_location: Literal["cpu", "cuda"] = "cpu") -> Any:
         """The state with tensors of its own."""
         made: dict[int, torch.Tensor] = {}
+        return pytree.tree_map(lambda leaf: self._loaded(leaf, map_location, made), state)
 
-        def load(tensor: torch.Tensor) -> torch.Tensor:
-            if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around others: DTensor, 8-bit states
-                names, context = tensor.__tensor_flatten__()
-                parts = {name: getattr(tensor, name) for name in names}
-                inner = {name: load(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
-                wrapper: Any = type(tensor)
-                return wrapper.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-            real = not is_symbolic(tensor)
-            if real and map_location == "cpu":
-                return tensor.clone()
-            key = tensor.untyped_storage()._cdata
-            if key not in made:
-                with self._recorder.aside():
-                    made[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
-                self._recorder.put(made[key], map_location, operator="torch.load")
-            memory = made[key].view(tensor.dtype)
-            copied = memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-            if real:
-                constants.known(copied, tensor)
-            return copied
-
-        return pytree.tree_map(lambda leaf: load(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
+    def _loaded(self, leaf: Any, place: Literal["cpu", "cuda"], made: dict[int, torch.Tensor]) -> Any:
+        """A tensor of a checkpoint, in memory of its own; views of one storage share it, as in the file."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if hasattr(leaf, "__tensor_flatten__"):  # a wrapper around others: DTensor, 8-bit states
+            names, context = leaf.__tensor_flatten__()
+            inner = {name: self._loaded(getattr(leaf, name), place, made) for name in names}
+            wrapper: Any = type(leaf)
+            return wrapper.__tensor_unflatten__(inner, context, leaf.size(), leaf.stride())
+        real = not is_symbolic(leaf)
+        if real and place == "cpu":
+            return leaf.clone()
+        key = leaf.untyped_storage()._cdata
+        if key not in made:
+            with self._recorder.aside():
+                made[key] = torch.empty(leaf.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+            self._recorder.put(made[key], place, operator="torch.load")
+        copied = made[key].view(leaf.dtype).as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+        if real:
+            constants.known(copied, leaf)
+        return copied
 
     def hold(self, value: Any) -> None:
         """Keep a value."""
