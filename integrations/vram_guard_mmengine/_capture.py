@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.forks.exclusive import in_copy
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
@@ -29,7 +30,7 @@ from vram_guard.step import TrainingStep
 from vram_guard_mmengine import _layouts, _optim, _refusals, _rehearsal, _symbolic_run
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of, number_of_batches, validation_of
 from vram_guard_mmengine._schedule import Schedule
-from vram_guard_mmengine._shadow import Shadow
+from vram_guard_mmengine._shadow import Shadow, is_users
 
 if TYPE_CHECKING:
     import torch
@@ -233,6 +234,17 @@ def _job(
 ) -> Job:
     """What the training does besides its steps."""
     length = _length(runner, sample.loader)
+    loop = runner._train_loop  # noqa: SLF001 - the runner has no public name for a loop that is not built
+    begins = loop.get("val_begin", 1) if isinstance(loop, dict) else loop.val_begin
+    most = length[0 if by_epoch(runner) else 1]
+    if left_out := [hook for hook in runner.hooks if is_users(hook)] if not in_copy() else []:
+        notes.append(
+            _(
+                "hooks that are not MMEngine's are followed in a copy of the process only, which could not be made: "
+                "what they do is not included in the prediction ({hooks})",
+                hooks=", ".join(sorted({type(hook).__name__ for hook in left_out})),
+            )
+        )
 
     def shadow(run: JobRun) -> Shadow:
         return Shadow(
@@ -255,7 +267,7 @@ def _job(
             shadow,
             recorder.begin,
             lambda: recorder.outputs,
-            validation_of(runner, lambda given: _built(runner, given), _is_endless, notes),
+            validation_of(runner, lambda given: _built(runner, given), _is_endless, begins, most, notes),
             checkpoint_of(runner, notes),
             schedule,
         )

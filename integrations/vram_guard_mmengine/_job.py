@@ -16,6 +16,7 @@ from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.job import JobRun
 from vram_guard.language import Message, _
 from vram_guard.patching import replaced
+from vram_guard.state.containers import mapped
 from vram_guard.state.objects import objects_kept
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_mmengine._checkpoints import resumable
@@ -47,7 +48,7 @@ class Checkpoint:
 
     path: str
     content: Any
-    """Its tensors are in the file still."""
+    """Its tensors have sizes, and no data."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,13 @@ class RunnerJob:
     def _train(self, run: JobRun, shadow: Shadow, steps: int, label: str = "", **changes: Any) -> None:
         """Steps, each followed by what the hooks do after it."""
         hub = shadow.runner.message_hub
-        for _step in range(steps):
-            with replaced(hub, {"get_info": self._asked(hub)}):
-                run.train(1, label, **changes)
+
+        def after() -> None:
             shadow.call("after_train_iter", batch_idx=0, data_batch=shadow.data_batch, outputs=self.outputs())
             self.batch_ends()
+
+        with replaced(hub, {"get_info": self._asked(hub)}):
+            run.train(steps, label, after=after, **changes)
 
     def _asked(self, hub: Any) -> Callable[..., Any]:
         """In place of ``MessageHub.get_info``: a model that asks it may run other steps later."""
@@ -211,7 +214,12 @@ class _Rounds:
 
 
 def validation_of(
-    runner: Any, built: Callable[[Any], Any], endless: Callable[[Any], bool], notes: list[str]
+    runner: Any,
+    built: Callable[[Any], Any],
+    endless: Callable[[Any], bool],
+    begins: int,
+    most: int,
+    notes: list[str],
 ) -> Validation | None:
     """The validation of a runner, of which two samples are read; what is in the way is among the notes.
 
@@ -219,10 +227,12 @@ def validation_of(
         runner: whose loops are not built yet.
         built: a loader's config, or a loader -> the loader.
         endless: True for loaders that never end.
+        begins: the epoch, or iteration, from which on is validated.
+        most: epochs, or iterations, of the training.
         notes: remarks for a reader of the prediction.
     """
     loop = runner._val_loop
-    if loop is None:
+    if loop is None or begins > most:
         return None
     try:
         with random_state_kept():
@@ -285,7 +295,12 @@ def checkpoint_of(runner: Any, notes: list[str]) -> Checkpoint | None:
     except Exception as error:  # noqa: BLE001 - whatever is in the file
         notes.append(_("resuming is not included in the prediction ({why})", why=f"{type(error).__name__}: {error}"))
         return None
-    return Checkpoint(str(path), content)
+    return Checkpoint(str(path), mapped(content, _without_data))
+
+
+def _without_data(leaf: Any) -> Any:
+    """A tensor's sizes; counters keep their values."""
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 else leaf
 
 
 def _opened(path: str) -> Any:

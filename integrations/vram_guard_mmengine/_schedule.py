@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import torch
 from mmengine.hooks import Hook
-from torch import nn
 
-from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.capture.loader import Sample
 from vram_guard.language import Message, _
-from vram_guard.state.random_generators import random_state_kept
-from vram_guard_mmengine._shadow import PARTS, Shadow, is_users
+from vram_guard_mmengine._shadow import Shadow, is_users
+from vram_guard_mmengine._step_look import LONG, StepLook
 
 if TYPE_CHECKING:
     from vram_guard.job import JobRun
@@ -27,9 +24,6 @@ MOST_PLACES, MOST_SECONDS = 1000, 2.0
 
 _OF_EPOCHS = ("before_train_epoch", "after_train_epoch")
 _OF_ITERATIONS = ("before_train_iter", "after_train_iter")
-_NOT_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_device"))
-#: Longer containers hold data, not switches.
-_LONG = 64
 
 
 @dataclass(frozen=True)
@@ -82,10 +76,10 @@ class Schedule:
         found = self._found = {}
         if not places:
             return found
-        look = _Look(run, shadow, self)
-        ends, left_out = time.monotonic() + MOST_SECONDS, 0
+        look = StepLook(run, shadow, self.sample)
+        ends, left_out = time.process_time() + MOST_SECONDS, 0
         for place in places[:MOST_PLACES]:
-            if time.monotonic() > ends:
+            if time.process_time() > ends:
                 break
             self._looked += 1
             taken = run.allocated
@@ -96,10 +90,10 @@ class Schedule:
             if what and len(found) >= MOST_STEPS and place != places[-1]:
                 left_out += 1
             elif what:
-                found[place] = _Found(what, look.changes())
-                began = time.monotonic()
+                found[place] = _Found(what, {"accumulate": look.accumulate, "batch": self.batch(look.batches())})
+                began = time.process_time()
                 self._follow(run, place, train)
-                ends += time.monotonic() - began
+                ends += time.process_time() - began
         if self._looked < len(places):
             run.note(
                 Message(
@@ -114,6 +108,7 @@ class Schedule:
     def _follow(self, run: JobRun, place: int, train: Callable[..., None]) -> None:
         found = (self._found or {})[place]
         run.note(Message("from {place} on the step differs: {what}", place=self._name(place), what=found.what))
+        run.model.train()
         train(label=self._name(place), **found.changes)
 
     # --- places -----------------------------------------------------------------------------------------------
@@ -147,7 +142,8 @@ class Schedule:
             shadow.at(epoch, place)
             shadow.call("before_train_epoch")
         shadow.at(epoch, place)
-        run.model.train()
+        if shadow.sets_modes:
+            run.model.train()
         shadow.call("before_train_iter", batch_idx=place % (self.batches or 1), data_batch=shadow.data_batch)
 
     def _asked_at(self, shadow: Shadow, place: int, places: list[int]) -> bool:
@@ -172,153 +168,9 @@ def _numbers_of(part: Any, depth: int = 3) -> Iterator[int]:
     if type(part) is int:
         if part > 0:
             yield part
-    elif depth and isinstance(part, (list, tuple, set, dict)) and len(part) <= _LONG:
+    elif depth and isinstance(part, (list, tuple, set, dict)) and len(part) <= LONG:
         for one in [*part, *(part.values() if isinstance(part, dict) else ())]:
             yield from _numbers_of(one, depth - 1)
     elif depth == 3 and hasattr(part, "__dict__"):
         for one in vars(part).values():
             yield from _numbers_of(one, depth - 1)
-
-
-class _Look:
-    """All that decides about a step's memory: flags of weights and modules, accumulation, the data set's pipeline."""
-
-    def __init__(self, run: JobRun, shadow: Shadow, schedule: Schedule) -> None:
-        self._run, self._shadow, self._schedule = run, shadow, schedule
-        self._splits = run.accumulate // shadow.accumulate
-        self._data = _parts_of(shadow.loader)
-        self._sample = schedule.sample
-        self._sizes = _shapes(self._sample.make(1))
-        self.counters: set[str] = set()
-        """Numbers that go on by the same amount from place to place, such as an epoch's."""
-        self._known: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._state = self._look()
-        self._seen = [self._state]
-        self._gone: dict[str, int] = {}
-
-    def difference(self) -> str:
-        """What is now as it was never before, in words; "" where there is nothing."""
-        data = _parts_of(self._shadow.loader)
-        if data != self._data:
-            self._data = data
-            self._read()
-        before, self._state = self._state, self._look()
-        self._count(before)
-        for counter in self.counters:
-            for state in (*self._seen, self._state):
-                state.pop(counter, None)
-        if any(self._state == state for state in self._seen):
-            return ""
-        self._seen.append(self._state)
-        return self._in_words(before)
-
-    def changes(self) -> dict[str, Any]:
-        """The fields of the step as they are now."""
-        before, after = self._schedule.sample.batch_size, self._sample.batch_size
-        make = self._sample.make
-        return {
-            "accumulate": self._splits * self._state["accumulative_counts"],
-            "batch": self._schedule.batch(lambda size: make(-(-size * after // before))),
-        }
-
-    def _count(self, before: dict[str, Any]) -> None:
-        """Find counters: the same step forward twice in a row."""
-        gone = {}
-        for name, value in self._state.items():
-            old = before.get(name)
-            if type(value) is int and type(old) is int and value != old:
-                gone[name] = value - old
-                if self._gone.get(name) == value - old:
-                    self.counters.add(name)
-        self._gone = gone
-
-    def _in_words(self, before: dict[str, Any]) -> str:
-        now = self._state
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in self.counters]
-        trained = [name for name in names if name.startswith("requires_grad ")]
-        words = []
-        if trained:
-            more = sum(1 if now.get(name) else -1 for name in trained)
-            said = _("{count} more parameters are trained", count=more)
-            words.append(said if more > 0 else _("{count} fewer parameters are trained", count=-more))
-        others = [name for name in names if name not in trained]
-        return ", ".join([*words, *others[:3], *(["..."] if len(others) > 3 else [])])
-
-    def _look(self) -> dict[str, Any]:
-        model, wrapper = self._shadow.runner.model, self._shadow.runner.optim_wrapper
-        state: dict[str, Any] = {
-            "accumulative_counts": getattr(wrapper, "_accumulative_counts", 1),
-            "train_dataloader": (self._sizes, self._sample.batch_size),
-        }
-        for name, parameter in model.named_parameters():
-            state[f"requires_grad {name}"] = parameter.requires_grad
-        for path, module in model.named_modules():
-            own = vars(module)
-            signature = [
-                (id(value), len(value) if isinstance(value, (list, dict, set)) else 0) for value in own.values()
-            ]
-            known = self._known.get(id(module))
-            if known is None or known[0] != signature:
-                simple = {
-                    f"{path}.{name}".lstrip("."): _simple(value)
-                    for name, value in own.items()
-                    if name not in _NOT_OF_MODULES
-                }
-                known = self._known[id(module)] = signature, {path: type(module).__qualname__, **simple}
-            state.update(known[1])
-        return state
-
-    def _read(self) -> None:
-        """Samples of a pipeline that a hook has exchanged."""
-        try:
-            with random_state_kept():
-                self._sample = read_loader(self._shadow.loader)
-                self._sizes = _shapes(self._sample.make(1))
-        except Exception as error:  # noqa: BLE001 - the user's own code reads the data
-            self._run.note(
-                Message(
-                    "samples of a data set that hooks changed cannot be read ({error}): they are taken as before",
-                    error=f"{type(error).__name__}: {error}",
-                )
-            )
-
-
-def _shapes(batch: Any) -> Any:
-    from vram_guard.simulate.tracing.batches import leaves_of
-
-    return [tuple(leaf.shape) for leaf in leaves_of(batch) if hasattr(leaf, "shape")]
-
-
-def _simple(value: Any, depth: int = 2) -> Any:
-    """A value as far as it decides about memory: of a factor, whether it is 0."""
-    if value is None or isinstance(value, (bool, str, Enum, torch.dtype, torch.device)):
-        return value
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return value == 0
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    if isinstance(value, (list, tuple)) and len(value) <= _LONG and depth:
-        return [_simple(one, depth - 1) for one in value]
-    if isinstance(value, dict) and len(value) <= _LONG and depth:
-        return {str(key): _simple(one, depth - 1) for key, one in value.items()}
-    if callable(value) and not isinstance(value, nn.Module):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    own = getattr(value, "__dict__", None)
-    if own is None or isinstance(value, nn.Module) or not depth:
-        return type(value).__qualname__
-    return type(value).__qualname__, {name: _simple(one, depth - 1) for name, one in list(own.items())[:_LONG]}
-
-
-def _parts_of(part: Any, depth: int = 6) -> Any:
-    """What a hook may have exchanged in a loader: objects by identity, and their simple attributes."""
-    if not depth:
-        return None
-    if isinstance(part, (list, tuple)):
-        return [_parts_of(one, depth - 1) for one in part]
-    if not hasattr(part, "__dict__"):
-        return type(part).__qualname__
-    simple = {name: _simple(value, 1) for name, value in vars(part).items() if name not in PARTS}
-    inner = {name: _parts_of(vars(part)[name], depth - 1) for name in PARTS if name in vars(part)}
-    return type(part).__qualname__, simple, inner

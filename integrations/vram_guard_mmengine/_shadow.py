@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from mmengine._strategy import single_device
 from mmengine.config import Config
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
+from torch import nn
 
 from vram_guard.forks.exclusive import in_copy
 from vram_guard.language import Message
@@ -65,6 +67,8 @@ class Shadow:
         self._run = run
         self.accumulate = accumulate
         self.data_batch = data_batch
+        self.sets_modes = any(type(part).train is not nn.Module.train for part in run.model.modules())
+        """True if ``train()`` of some module does more than it does everywhere: backbones freeze stages in it."""
         self._failed: set[tuple[int, str]] = set()
         self.hooks = followed_hooks(runner)
         self.runner = shadow = _twin(runner)
@@ -127,8 +131,8 @@ def followed_hooks(runner: Any) -> list[Any]:
 
 
 def is_users(hook: Any) -> bool:
-    """True if the hook is not one of MMEngine's own."""
-    return type(hook).__module__.partition(".")[0] != "mmengine"
+    """True if the hook is neither the guard nor one of MMEngine's own."""
+    return type(hook).__module__.partition(".")[0] not in ("mmengine", "vram_guard_mmengine")
 
 
 def _short(error: Exception) -> str:
@@ -201,6 +205,8 @@ def quiet_mmengine(checkpoint: Callable[..., Any]) -> Iterator[None]:
         read = staticmethod(lambda filename, map_location=None, *_args, **_kwargs: checkpoint(filename, map_location))
         stack.enter_context(replaced(checkpoints.CheckpointLoader, {"load_checkpoint": read}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # they are shown in the training itself
         yield
 
 

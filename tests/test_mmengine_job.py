@@ -1,0 +1,444 @@
+"""Runners whose memory is highest elsewhere than in the first steps: validation, resuming, later epochs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mmengine")
+from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it knows what MMEngine's own imports warn of
+
+import mmengine_cases as cases
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
+from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
+from torch.utils import _pytree as pytree
+
+from vram_guard import estimate
+from vram_guard.forks.fork import run_in_fork
+from vram_guard_mmengine import _shadow
+from vram_guard_mmengine._capture import capture
+from vram_guard_mmengine._checkpoints import resumable
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning"),
+]
+
+BATCH = 8
+
+
+class Look:
+    """What a runner is predicted to take."""
+
+    def __init__(self, runner: Any, *, whole_job: bool = True) -> None:
+        captured = capture(runner, whole_job=whole_job)
+        with captured.symbolic_run():
+            taken = estimate(captured.step, BATCH)
+        self.peak, self.reserved = taken.peak_allocated, taken.peak_reserved
+        self.peak_phase = taken.peak_phase
+        self.phases = taken.phases
+        self.leaks = taken.leaks
+        self.notes = [*captured.notes, *map(str, taken.notes)]
+
+    def phase(self, name: str, label: str = "") -> Any:
+        """The highest of a name."""
+        return max((one for one in self.phases if (one.name, one.label) == (name, label)), key=lambda one: one[3])
+
+    def said(self, *parts: str) -> bool:
+        """True if one note has all the parts."""
+        return any(all(part in note for part in parts) for note in self.notes)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: Any) -> Callable[..., Any]:
+    root = cases.write_configs(tmp_path_factory.mktemp("configs"), {**cases.MMPRETRAIN})
+
+    def built(*hooks: dict[str, Any], **changes: Any) -> Any:
+        changes = {"custom_hooks": list(hooks), "train_cfg.max_epochs": 6, **changes}
+        changes = {name.replace("__", "."): value for name, value in changes.items()}
+        return cases.build(cases.load(root, "small.py", tmp_path_factory.mktemp("work"), **changes))
+
+    return built
+
+
+@pytest.fixture(scope="module")
+def look(build: Callable[..., Any]) -> Callable[..., Look]:
+    """In a copy of the process, as the guard looks."""
+
+    def looked(*hooks: dict[str, Any], whole_job: bool = True, **changes: Any) -> Look:
+        runner = build(*hooks, **changes)
+        return run_in_fork(lambda _progress: Look(runner, whole_job=whole_job))
+
+    return looked
+
+
+@pytest.fixture(scope="module")
+def plain(look: Callable[..., Look]) -> Look:
+    return look()
+
+
+# --- the cases ----------------------------------------------------------------------------------------------------
+
+
+@HOOKS.register_module(force=True)
+class Unfreeze(Hook):
+    """Blocks that are trained from an epoch on."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.done: list[int] = []
+
+    def before_train(self, runner: Any) -> None:
+        runner.model.layers.requires_grad_(False)
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == self.epoch:
+            runner.model.layers.requires_grad_(True)
+            self.done.append(runner.epoch)
+
+
+@HOOKS.register_module(force=True)
+class PipelineSwitch(Hook):
+    """As mmdet's PipelineSwitchHook and mmpretrain's: another pipeline from an epoch on."""
+
+    def __init__(self, switch_epoch: int, size: int) -> None:
+        self.switch_epoch, self.size = switch_epoch, size
+
+    def before_train_epoch(self, runner: Any) -> None:
+        loader = runner.train_dataloader
+        if runner.epoch >= self.switch_epoch:
+            loader.dataset.pipeline.transforms = [Paint(self.size)]
+            if loader.persistent_workers:
+                loader._DataLoader__initialized = False
+                loader._iterator = None
+
+
+class Paint:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, info: dict[str, Any]) -> dict[str, Any]:
+        sample = cases.BaseDataElement(metainfo={})
+        sample.gt_label = torch.tensor(info["label"])
+        return {"inputs": torch.zeros(3, self.size, self.size, dtype=torch.uint8), "data_samples": sample}
+
+
+@DATASETS.register_module(force=True)
+class Piped(BaseDataset):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(pipeline=[Paint(64)], **kwargs)
+
+    def load_data_list(self) -> list[dict[str, Any]]:
+        return [{"label": number % 2} for number in range(20)]
+
+
+@HOOKS.register_module(force=True)
+class ExtraLoss(Hook):
+    """As mmdet's YOLOXModeSwitchHook: a second loss in the last epochs."""
+
+    def __init__(self, num_last_epochs: int) -> None:
+        self.num_last_epochs = num_last_epochs
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch + 1 >= runner.max_epochs - self.num_last_epochs:
+            runner.model.use_l1 = True
+
+
+@MODELS.register_module(force=True)
+class TwoLosses(cases.SmallClassifier):
+    def __init__(self, initial_epoch: int = -1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.use_l1, self.initial_epoch = False, initial_epoch
+
+    def forward(self, inputs: torch.Tensor, data_samples: list[Any], mode: str = "tensor") -> Any:
+        out = super().forward(inputs, data_samples, mode)
+        late = self.initial_epoch >= 0 and MessageHub.get_current_instance().get_info("epoch") >= self.initial_epoch
+        if mode == "loss" and (self.use_l1 or late):
+            pairs = self.patches(inputs).flatten(1)[:, None] - self.patches(inputs).flatten(1)[None]
+            out["loss_l1"] = pairs.abs().mean()
+        return out
+
+
+@HOOKS.register_module(force=True)
+class Accumulate(Hook):
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 3:
+            runner.optim_wrapper._accumulative_counts = 4
+
+
+@HOOKS.register_module(force=True)
+class Teacher(Hook):
+    """A copy of the model on the GPU from an epoch on."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 4:
+            self.teacher = copy.deepcopy(runner.model)
+
+
+@HOOKS.register_module(force=True)
+class Leaking(Hook):
+    def before_train(self, runner: Any) -> None:
+        self.kept: list[Any] = []
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self.kept.append(torch.zeros(1000, device=next(runner.model.parameters()).device))
+
+
+@HOOKS.register_module(force=True)
+class Gathering(Hook):
+    """Puts its own copies of the weights into checkpoints."""
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: Any) -> None:
+        checkpoint["copies"] = [one.clone() for one in runner.model.parameters()]
+
+
+@HOOKS.register_module(force=True)
+class Broken(Hook):
+    def before_train_epoch(self, runner: Any) -> None:
+        raise KeyError("no such thing")
+
+
+@METRICS.register_module(force=True)
+class Keeping(BaseMetric):
+    """Collects a tensor of a thousand numbers of every sample on the GPU."""
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        self.results += [sample["scores"].new_zeros(1000) for sample in data_samples]
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        return {"kept": float(len(results))}
+
+
+@MODELS.register_module(force=True)
+class Scoring(cases.SmallClassifier):
+    def forward(self, inputs: torch.Tensor, data_samples: list[Any], mode: str = "tensor") -> Any:
+        if mode == "predict":
+            return [{"scores": one} for one in self.scores(inputs)]
+        return super().forward(inputs, data_samples, mode)
+
+
+@MODELS.register_module(force=True)
+class Unpredictable(cases.SmallClassifier):
+    def forward(self, inputs: torch.Tensor, data_samples: list[Any], mode: str = "tensor") -> Any:
+        if mode == "predict":
+            raise RuntimeError("no prediction here")
+        return super().forward(inputs, data_samples, mode)
+
+
+MODEL = {"type": "SmallClassifier", "width": 64, "depth": 4}
+
+
+def rounded(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes as the allocator rounds them."""
+    return sum(-(-one.nbytes // 512) * 512 for one in tensors)
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    return rounded([*model.parameters(), *model.buffers()])
+
+
+# --- validation ---------------------------------------------------------------------------------------------------
+
+
+def test_validation_with_a_larger_batch_takes_more_than_training(plain: Look, look: Callable[..., Look]) -> None:
+    larger = look(val_dataloader__batch_size=64, val_dataloader__dataset__samples=200)
+    assert plain.peak_phase.name == "backward"
+    assert larger.peak_phase.name == "validation", larger.notes
+    assert larger.phase("validation").peak_allocated == larger.peak > plain.peak
+    assert larger.phase("training").peak_allocated == plain.phase("training").peak_allocated
+
+
+def test_what_a_metric_keeps_is_counted_for_every_batch(look: Callable[..., Look]) -> None:
+    def kept(samples: int) -> int:
+        found = look(
+            model={**MODEL, "type": "Scoring"},
+            val_evaluator={"type": "Keeping"},
+            val_dataloader__dataset__samples=samples,
+        )
+        return int(found.phase("validation").peak_allocated)
+
+    assert kept(8 * 200) - kept(8 * 100) == 800 * 4096
+    assert kept(8 * 200 + 3) == kept(8 * 200), "a last round of three samples takes less than those before it"
+
+
+def test_a_validation_loader_without_an_end_is_bounded_and_said(look: Callable[..., Look]) -> None:
+    endless = look(val_dataloader__sampler={"type": "InfiniteSampler", "shuffle": False})
+    assert endless.said("validation loader has no known end", "two of its batches")
+    assert endless.phase("validation").peak_allocated
+
+
+def test_a_validation_that_fails_is_left_out_and_said(plain: Look, look: Callable[..., Look]) -> None:
+    found = look(model={**MODEL, "type": "Unpredictable"})
+    assert found.said("validation cannot be followed", "RuntimeError: no prediction here")
+    assert found.phase("training").peak_allocated == plain.phase("training").peak_allocated
+    unreadable = look(val_dataloader__dataset={"type": "Missing", "_delete_": True})
+    assert unreadable.said("validation is not included", "Missing")
+    assert "validation" not in [phase.name for phase in unreadable.phases]
+
+
+# --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+
+def test_the_copy_of_an_average_that_begins_later_is_there_from_the_start(
+    plain: Look, look: Callable[..., Look]
+) -> None:
+    average = look({"type": "EMAHook", "begin_epoch": 3})
+    own = bytes_of(MODELS.build(MODEL))
+    assert average.phase("setup").peak_allocated - plain.phase("setup").peak_allocated == own
+    assert average.phase("training").peak_allocated - plain.phase("training").peak_allocated == own
+
+
+def test_saving_takes_what_hooks_add_and_writes_nothing(build: Callable[..., Any], plain: Look) -> None:
+    runner = build({"type": "EMAHook"}, {"type": "Gathering"})
+    before = sorted(Path(runner.work_dir).rglob("*"))
+    found = run_in_fork(lambda _progress: Look(runner))
+    assert [phase.name for phase in found.phases] == ["setup", "training", "saving", "validation", "training"]
+    saving, average = found.phase("saving").peak_allocated, bytes_of(runner.model)
+    assert saving > found.phase("setup").peak_allocated + 2 * average, "optimizer states, and a copy on the GPU"
+    assert not plain.phase("saving").operator, "copies to the host take nothing of the GPU"
+    assert sorted(Path(runner.work_dir).rglob("*")) == before
+
+
+def test_resuming_holds_the_checkpoint_beside_the_model(
+    plain: Look, look: Callable[..., Look], build: Callable[..., Any]
+) -> None:
+    saved = build(train_cfg__max_epochs=1)
+    saved.train()
+    path = str(Path(saved.work_dir) / "epoch_1.pth")
+    found = look(load_from=path, resume=True)
+    with resumable():
+        loaded = torch.load(path, map_location="cpu")
+    tensors = [leaf for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, torch.Tensor)]
+    kept = found.phase("resuming").peak_allocated - plain.phase("setup").peak_allocated
+    assert kept == rounded(tensors)
+    states = rounded([one for one in tensors if one.numel() > 1]) - rounded(saved.model.state_dict().values())
+    assert states == 2 * rounded(saved.model.parameters())
+    assert found.peak == pytest.approx(plain.peak, abs=512 * len(tensors))  # counters are on the GPU, too
+    gone = look(load_from=path + ".gone", resume=True)
+    assert gone.said("resuming is not included", ".gone")
+
+
+# --- later steps --------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_a_hook_unfreezes_later_are_told_before_the_first_epoch(
+    plain: Look, look: Callable[..., Look]
+) -> None:
+    frozen = look({"type": "Unfreeze", "epoch": 4})
+    assert frozen.said("from epoch 5 on the step differs", "24 more parameters are trained")
+    assert frozen.phase("training").peak_allocated < plain.phase("training").peak_allocated
+    assert frozen.phase("training", "epoch 5").peak_allocated == plain.phase("training").peak_allocated
+    never = look({"type": "Unfreeze", "epoch": 99})
+    assert not never.said("the step differs")
+
+
+def test_a_pipeline_that_a_hook_exchanges_makes_larger_batches(look: Callable[..., Look]) -> None:
+    hook = {"type": "PipelineSwitch", "switch_epoch": 2, "size": 128}
+    found = look(hook, train_dataloader__dataset={"type": "Piped", "_delete_": True})
+    assert found.said("from epoch 3 on the step differs", "train_dataloader")
+    assert found.phase("training", "epoch 3").peak_allocated > 2 * found.phase("training").peak_allocated
+
+
+def test_a_loss_that_a_hook_switches_on(look: Callable[..., Look]) -> None:
+    found = look({"type": "ExtraLoss", "num_last_epochs": 2}, model={**MODEL, "type": "TwoLosses"})
+    assert found.said("from epoch 4 on the step differs", "use_l1")
+    assert found.peak_phase.label == "epoch 4"
+
+
+def test_a_loss_by_the_epoch_that_the_model_asks_for(look: Callable[..., Look]) -> None:
+    found = look(model={**MODEL, "type": "TwoLosses", "initial_epoch": 4})
+    assert found.said("from epoch 5 on the step differs", "the model asks")
+    assert found.peak_phase.label == "epoch 5"
+
+
+def test_accumulation_by_epoch(look: Callable[..., Look]) -> None:
+    found = look({"type": "Accumulate"})
+    assert found.said("from epoch 4 on the step differs", "accumulative_counts")
+    assert found.phase("training", "epoch 4").peak_allocated > found.phase("training").peak_allocated
+
+
+def test_a_copy_that_a_hook_makes_later(plain: Look, look: Callable[..., Look]) -> None:
+    found = look({"type": "Teacher"})
+    assert found.said("from epoch 5 on the step differs", "takes memory")
+    more = found.phase("training", "epoch 5").peak_allocated - plain.phase("training").peak_allocated
+    assert more == bytes_of(MODELS.build(MODEL))
+
+
+def test_what_a_hook_keeps_of_every_step_is_a_leak(plain: Look, look: Callable[..., Look]) -> None:
+    assert not plain.leaks
+    (leak,) = look({"type": "Leaking"}).leaks
+    assert leak.bytes_per_step == 4096
+    assert "test_mmengine_job.py" in leak.source
+
+
+def test_a_hook_that_cannot_be_followed_is_said(plain: Look, look: Callable[..., Look]) -> None:
+    found = look({"type": "Broken"})
+    assert found.said("Broken.before_train_epoch cannot be followed", "no such thing")
+    assert found.peak == plain.peak
+
+
+# --- the user's objects, the guard --------------------------------------------------------------------------------
+
+
+def test_the_users_objects_are_as_before(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = {"type": "Unfreeze", "epoch": 2}, {"type": "PipelineSwitch", "switch_epoch": 2, "size": 128}
+    runner = build(*hooks, {"type": "EMAHook"}, train_dataloader__dataset={"type": "Piped", "_delete_": True})
+    monkeypatch.setattr(_shadow, "in_copy", lambda: True)  # follow the user's hooks here, where it could be seen
+    looks = [(vars(hook), dict(vars(hook))) for hook in runner.hooks]
+    model, generator = copy.deepcopy(runner.model.state_dict()), torch.get_rng_state()
+    evaluator, work = runner._val_evaluator, sorted(Path(runner.work_dir).rglob("*"))
+    found = Look(runner)
+    assert found.said("24 more parameters")
+    assert found.said("train_dataloader")
+    again = Look(runner)
+    assert (again.peak, again.notes) == (found.peak, found.notes)
+    assert all(now == before for now, before in looks)
+    assert all(parameter.requires_grad for parameter in runner.model.parameters())
+    assert all(torch.equal(one, model[name]) for name, one in runner.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [type(one) for one in runner._train_dataloader.dataset.pipeline.transforms] == [Paint]
+    assert runner._train_dataloader.dataset.pipeline.transforms[0].size == 64
+    assert isinstance(runner._val_loop, dict)
+    assert runner._val_evaluator is evaluator
+    assert sorted(Path(runner.work_dir).rglob("*")) == work
+
+
+def test_where_the_process_cannot_be_copied_the_users_hooks_are_left_out(build: Callable[..., Any]) -> None:
+    found = Look(build({"type": "Unfreeze", "epoch": 2}))
+    assert found.said("hooks that are not MMEngine's", "Diary, Unfreeze")
+    assert not found.said("the step differs")
+
+
+def test_the_job_can_be_left_out(look: Callable[..., Look]) -> None:
+    assert not look({"type": "Unfreeze", "epoch": 2}, whole_job=False).phases
+
+
+def test_a_plan_is_made_for_the_epoch_that_takes_most(build: Callable[..., Any], look: Callable[..., Look]) -> None:
+    def planned(**settings: Any) -> Any:
+        shared = {"margin": 0, "allow": ["accumulate"], "loss_weight": "mean", **settings}
+        runner = build(
+            {"type": "Unfreeze", "epoch": 1},
+            runner_type="vram_guard_mmengine.GuardRunner",
+            vram_guard=shared,
+            train_cfg__max_epochs=2,
+        )
+        runner.train()
+        return runner, cases.guard(runner).plan
+
+    hook = {"type": "Unfreeze", "epoch": 1}
+    whole = look(hook, train_cfg__max_epochs=2).reserved
+    assert look(hook, whole_job=False).reserved < whole
+    assert planned(budget=whole - 1, whole_job=False)[1].splits == 1
+    runner, plan = planned(budget=whole - 1)
+    assert plan.fits
+    assert plan.splits > 1
+    assert len(cases.diary(runner).batches) == 6
+    assert all(parameter.requires_grad for parameter in runner.model.parameters())
