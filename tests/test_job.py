@@ -187,6 +187,7 @@ def rounds_of(count, run, batch, *, repeated, join=None):
     [
         (forward, 301, None),
         (forward, 301, torch.cat),
+        (lambda model, batch: model[:3](batch), 64, torch.cat),
         (lambda model, batch: [model[:3](batch), model(batch)], 301, None),
         (lambda model, batch: model(batch).mean(), 64, torch.stack),
     ],
@@ -482,19 +483,21 @@ def leaking(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "line", "per_step"),
+    ("kind", "line", "per_step", "name"),
     [
-        ("losses", "# the loss", 512),
-        ("metric", "# the outputs", 1000 * 256 * 4),
-        ("totals", "# the penalty", 1000 * 256 * 4),
-        ("hook", "# the outputs", 1000 * 1024 * 4),
-        ("cache", "# the cache", 1000 * 256 * 4),
+        ("losses", "# the loss", 512, "KEPT"),
+        ("metric", "# the outputs", 1000 * 256 * 4, "collector.outputs"),
+        ("totals", "# the penalty", 1000 * 256 * 4, "total"),
+        ("hook", "# the outputs", 1000 * 1024 * 4, "activations"),
+        ("cache", "# the cache", 1000 * 256 * 4, "cache.masks"),
     ],
 )
-def test_memory_that_grows_from_step_to_step_is_told_with_its_line(kind, line, per_step):
+def test_memory_that_grows_from_step_to_step_is_told_with_its_line(kind, line, per_step, name):
     timeline = trace(leaking(kind), leaks=True)
     taken = timeline.at(1000)
-    assert [(leak.bytes_per_step, leak.source) for leak in taken.leaks] == [(per_step, line_of(line))]
+    assert [(leak.bytes_per_step, leak.source, leak.kept_in) for leak in taken.leaks] == [
+        (per_step, line_of(line), name)
+    ]
     assert timeline.retrace is None
     assert not KEPT
     budget = Budget.of(taken.peak_reserved + 10 * per_step, margin=0)
