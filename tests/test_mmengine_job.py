@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -27,6 +28,9 @@ from vram_guard_mmengine import _shadow
 from vram_guard_mmengine._capture import capture
 from vram_guard_mmengine._checkpoints import resumable
 
+if TYPE_CHECKING:
+    from vram_guard.plan import Plan
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning"),
@@ -46,6 +50,8 @@ class Look:
         self.peak_phase = taken.peak_phase
         self.phases = taken.phases
         self.leaks = taken.leaks
+        split = cast("Plan", SimpleNamespace(splits=2))
+        self.why_whole = getattr(captured.objection(split), "reason", "")
         self.notes = [*captured.notes, *map(str, taken.notes)]
 
     def phase(self, name: str, label: str = "") -> Any:
@@ -336,6 +342,7 @@ def test_weights_that_a_hook_unfreezes_later_are_told_before_the_first_epoch(
     assert frozen.said("from epoch 5 on the step differs", "24 more parameters are trained")
     assert frozen.phase("training").peak_allocated < plain.phase("training").peak_allocated
     assert frozen.phase("training", "epoch 5").peak_allocated == plain.phase("training").peak_allocated
+    assert not frozen.why_whole, "the loss is the same"
     never = look({"type": "Unfreeze", "epoch": 99})
     assert not never.said("the step differs")
 
@@ -351,12 +358,14 @@ def test_a_loss_that_a_hook_switches_on(look: Callable[..., Look]) -> None:
     found = look({"type": "ExtraLoss", "num_last_epochs": 2}, model={**MODEL, "type": "TwoLosses"})
     assert found.said("from epoch 4 on the step differs", "use_l1")
     assert found.peak_phase.label == "epoch 4"
+    assert "epoch 4: use_l1" in found.why_whole, "a proof by the first step says nothing of that loss"
 
 
 def test_a_loss_by_the_epoch_that_the_model_asks_for(look: Callable[..., Look]) -> None:
     found = look(model={**MODEL, "type": "TwoLosses", "initial_epoch": 4})
     assert found.said("from epoch 5 on the step differs", "the model asks")
     assert found.peak_phase.label == "epoch 5"
+    assert "epoch 5" in found.why_whole
 
 
 def test_accumulation_by_epoch(look: Callable[..., Look]) -> None:
@@ -377,6 +386,13 @@ def test_what_a_hook_keeps_of_every_step_is_a_leak(plain: Look, look: Callable[.
     (leak,) = look({"type": "Leaking"}).leaks
     assert leak.bytes_per_step == 4096
     assert "test_mmengine_job.py" in leak.source
+
+
+def test_a_later_step_that_cannot_be_followed_is_said(plain: Look, look: Callable[..., Look]) -> None:
+    hook = {"type": "PipelineSwitch", "switch_epoch": 2, "size": 3}
+    found = look(hook, train_dataloader__dataset={"type": "Piped", "_delete_": True})
+    assert found.said("the step from epoch 3 on cannot be followed", "Kernel size")
+    assert found.phase("training").peak_allocated == plain.phase("training").peak_allocated
 
 
 def test_a_hook_that_cannot_be_followed_is_said(plain: Look, look: Callable[..., Look]) -> None:

@@ -21,6 +21,7 @@ from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.forks.exclusive import in_copy
+from vram_guard.guard.refusals import Refusal
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
+    from vram_guard.plan import Plan
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
@@ -53,6 +54,24 @@ class Captured(CapturedTraining):
     runner: Any
     optim: _optim.OptimFacts
     recorder: RecordingOptimWrapper
+    schedule: Schedule | None = None
+    """Later steps that traces have found; None where the job is left out."""
+    loss_said: bool = False
+    """True if the user has said how losses of micro-batches are weighed."""
+
+    def objection(self, plan: Plan) -> Refusal | None:
+        """A loss that hooks change later is not proven by the first step."""
+        unproven = "" if self.schedule is None or self.loss_said else self.schedule.unproven
+        if plan.splits == 1 or not unproven:
+            return None
+        return Refusal(
+            "accumulate",
+            _(
+                "the model is changed during the training ({what}): what its loss is over a batch is proven for the "
+                "first steps only; pass loss_weight",
+                what=unproven,
+            ),
+        )
 
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
@@ -177,7 +196,7 @@ class _AccumulatedLoss(_Loss):
         return super().__call__(model, batch)
 
 
-def capture(runner: Any, *, whole_job: bool = True) -> Captured:
+def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> Captured:
     """Read one training from a runner whose loops and optimizer are not built yet.
 
     The train dataloader is built, as the loop would do it; where the loop is one of MMEngine's own, it is handed over.
@@ -185,6 +204,7 @@ def capture(runner: Any, *, whole_job: bool = True) -> Captured:
     Args:
         runner: to read.
         whole_job: also what the training does besides its steps.
+        loss_said: the user has said how losses of micro-batches are weighed.
 
     Raises:
         InvalidInputError: an epoch of this training has no iterations.
@@ -218,10 +238,12 @@ def capture(runner: Any, *, whole_job: bool = True) -> Captured:
         device="cpu" if get_device() == "cpu" else "cuda",
     )
     notes = [*sample.notes, *_notes(runner, model)]
+    schedule = None
     if whole_job:
-        step = step.with_(job=_job(runner, model, sample, facts, recorder, notes))
+        schedule = _schedule(runner, sample)
+        step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
-    return Captured(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder)
+    return Captured(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, schedule, loss_said)
 
 
 def _job(
@@ -230,6 +252,7 @@ def _job(
     sample: Sample,
     facts: _optim.OptimFacts,
     recorder: RecordingOptimWrapper,
+    schedule: Schedule,
     notes: list[str],
 ) -> Job:
     """What the training does besides its steps."""
@@ -246,6 +269,15 @@ def _job(
             )
         )
 
+    sharded = _layouts.layout_of(runner) is not None
+    if sharded:
+        notes.append(
+            _(
+                "saving and resuming under {kind} are not included in the prediction",
+                kind=type(runner.strategy).__name__,
+            )
+        )
+
     def shadow(run: JobRun) -> Shadow:
         return Shadow(
             runner,
@@ -257,9 +289,6 @@ def _job(
             data_batch=sample.make(run.batch_size),
         )
 
-    schedule = Schedule(
-        sample, lambda make: lambda size: HostBatch(make(size)), by_epoch(runner), number_of_batches(sample.loader)
-    )
     return Job(
         RunnerJob(
             runner,
@@ -268,9 +297,16 @@ def _job(
             recorder.begin,
             lambda: recorder.outputs,
             validation_of(runner, lambda given: _built(runner, given), _is_endless, begins, most, notes),
-            checkpoint_of(runner, notes),
+            None if sharded else checkpoint_of(runner, notes),
+            not sharded,
             schedule,
         )
+    )
+
+
+def _schedule(runner: Any, sample: Sample) -> Schedule:
+    return Schedule(
+        sample, lambda make: lambda size: HostBatch(make(size)), by_epoch(runner), number_of_batches(sample.loader)
     )
 
 

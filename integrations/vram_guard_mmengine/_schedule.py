@@ -31,7 +31,8 @@ class _Found:
     """A step that differs, to be traced where it begins."""
 
     what: str
-    changes: dict[str, Any]
+    accumulative_counts: int
+    batch: Callable[[int], Any]
 
 
 @dataclass(slots=True)  # what one trace finds stays for the others: a trace puts back what a job's attributes hold
@@ -52,6 +53,8 @@ class Schedule:
     batches: int | None
     asked: set[str] = field(default_factory=set)
     _found: dict[int, _Found] | None = None
+    unproven: str = ""
+    """A later step whose loss may be another one, in words: a proof by the first step says nothing of it."""
     _looked: int = 0
     """Places that the first trace has looked at."""
 
@@ -63,20 +66,40 @@ class Schedule:
             shadow: after its first steps.
             train: label and changes -> steps of the step's own loop, and the hooks after them.
         """
+        splits = run.accumulate // shadow.accumulate
+
+        def follow(place: int, found: _Found) -> None:
+            run.note(Message("from {place} on the step differs: {what}", place=self._name(place), what=found.what))
+            run.model.train()
+            try:
+                train(label=self._name(place), accumulate=splits * found.accumulative_counts, batch=found.batch)
+            except Exception as error:  # noqa: BLE001 - the user's own code
+                said = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+                run.note(
+                    Message(
+                        "the step from {place} on cannot be followed ({error}): it is not included in the prediction",
+                        place=self._name(place),
+                        error=said,
+                    )
+                )
+
         places = list(self._places(shadow))
         if self._found is None:
-            self._found = self._search(run, shadow, places, train)
+            self._found = self._search(run, shadow, places, follow)
             return
         for place in places[: self._looked]:
             self._go(run, shadow, place)
             if place in self._found:
-                self._follow(run, place, train)
+                follow(place, self._found[place])
 
-    def _search(self, run: JobRun, shadow: Shadow, places: list[int], train: Callable[..., None]) -> dict[int, _Found]:
-        found = self._found = {}
+    def _search(
+        self, run: JobRun, shadow: Shadow, places: list[int], follow: Callable[[int, _Found], None]
+    ) -> dict[int, _Found]:
+        found: dict[int, _Found] = {}
         if not places:
             return found
         look = StepLook(run, shadow, self.sample)
+        self._looked = 0
         ends, left_out = time.process_time() + MOST_SECONDS, 0
         for place in places[:MOST_PLACES]:
             if time.process_time() > ends:
@@ -90,9 +113,11 @@ class Schedule:
             if what and len(found) >= MOST_STEPS and place != places[-1]:
                 left_out += 1
             elif what:
-                found[place] = _Found(what, {"accumulate": look.accumulate, "batch": self.batch(look.batches())})
+                found[place] = _Found(what, look.accumulative_counts, self.batch(look.batches()))
+                if (look.other_loss or self.asked) and not self.unproven:
+                    self.unproven = f"{self._name(place)}: {what}"
                 began = time.process_time()
-                self._follow(run, place, train)
+                follow(place, found[place])
                 ends += time.process_time() - began
         if self._looked < len(places):
             run.note(
@@ -104,12 +129,6 @@ class Schedule:
         if left_out:
             run.note(Message("{count} more steps that differ are not followed", count=left_out))
         return found
-
-    def _follow(self, run: JobRun, place: int, train: Callable[..., None]) -> None:
-        found = (self._found or {})[place]
-        run.note(Message("from {place} on the step differs: {what}", place=self._name(place), what=found.what))
-        run.model.train()
-        train(label=self._name(place), **found.changes)
 
     # --- places -----------------------------------------------------------------------------------------------
 

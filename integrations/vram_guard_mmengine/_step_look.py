@@ -31,12 +31,13 @@ class StepLook:
 
     def __init__(self, run: JobRun, shadow: Shadow, sample: Sample) -> None:
         self._run, self._shadow, self._written = run, shadow, sample
-        self._splits = run.accumulate // shadow.accumulate
         self._data = _parts_of(shadow.loader)
         self._sample = sample
         self._sizes = _shapes(self._sample.make(1))
         self.counters: set[str] = set()
         """Numbers that go on by the same amount from place to place, such as an epoch's."""
+        self.other_loss = False
+        """True once something has changed by which the model may compute another loss."""
         self._known: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._inner: list[Any] = []
         """Objects and containers among the attributes of modules."""
@@ -65,9 +66,9 @@ class StepLook:
         return self._in_words(before)
 
     @property
-    def accumulate(self) -> int:
-        """Micro-batches of a step as it is now, in this trace."""
-        return self._splits * int(self._state["accumulative_counts"])
+    def accumulative_counts(self) -> int:
+        """Batches of an optimizer step as it is now."""
+        return int(self._state["accumulative_counts"])
 
     def batches(self) -> Callable[[int], Any]:
         """Samples of a micro-batch as written -> a micro-batch as it is now."""
@@ -95,6 +96,7 @@ class StepLook:
             said = _("{count} more parameters are trained", count=more)
             words.append(said if more > 0 else _("{count} fewer parameters are trained", count=-more))
         others = [name for name in names if name not in trained]
+        self.other_loss |= any(name not in ("accumulative_counts", "train_dataloader") for name in others)
         return ", ".join([*words, *others[:3], *(["..."] if len(others) > 3 else [])])
 
     def _glance(self) -> list[Any]:

@@ -58,9 +58,10 @@ class Ranks:
 class RunnerTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(self, runner: Any, *, whole_job: bool = True) -> None:
+    def __init__(self, runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> None:
         self.runner = runner
         self._whole_job = whole_job
+        self._loss_said = loss_said
         self.ranks = Ranks()
 
     @property
@@ -76,7 +77,7 @@ class RunnerTraining:
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_mmengine._capture.capture`."""
-        return capture(self.runner, whole_job=self._whole_job)
+        return capture(self.runner, whole_job=self._whole_job, loss_said=self._loss_said)
 
     def why_left_alone(self) -> str:
         """Nothing of MMEngine's keeps the guard from changing a training."""

@@ -96,7 +96,9 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         given = {**(runner.cfg.get("vram_guard") or {}), **self._given}
         self.settings = Settings.of(filled(given, Settings.names()))
         self.plan, self._iterations = None, 0
-        guard = self._guard = Guard(RunnerTraining(runner, whole_job=self.settings.whole_job), self.settings)
+        settings = self.settings
+        said = settings.said_loss_weight is not None
+        guard = self._guard = Guard(RunnerTraining(runner, whole_job=settings.whole_job, loss_said=said), settings)
         try:
             with guard.applied, resumable():
                 try:
