@@ -65,7 +65,7 @@ class Captured(CapturedTraining):
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
         """The Trainer's loggers and loops notice nothing of it."""
-        view = _view(self.trainer, self.sample)
+        view = _view(self.trainer, self.sample, _batches_per_epoch(self.trainer, self.sample))
         with random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view):
             yield
 
@@ -123,13 +123,14 @@ def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True
         names = "; ".join(missing)
         job_notes = [_("only training steps are predicted: this release of Lightning lacks {names}", names=names)]
     elif whole_job:
+        batches = _batches_per_epoch(trainer, found)
         job, later, job_notes = job_of(
             trainer,
             module,
             found,
-            _batches_per_epoch(trainer, found),
+            batches,
             batch_of=lambda sample: _batch_of(trainer, module, sample),
-            view=lambda shadow: _view(shadow, found),
+            view=lambda shadow: _view(shadow, found, batches),
             heard=heard,
         )
     step = TrainingStep(
@@ -353,11 +354,10 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # --- what the user's code sees ----------------------------------------------------------------------------
 
 
-def _view(trainer: Trainer, found: Sample) -> _trainer_proxy.TrainerView:
+def _view(trainer: Trainer, found: Sample, batches: float) -> _trainer_proxy.TrainerView:
     """The Trainer during a trace: its step estimate loads nothing, and its loggers write nothing."""
     namespace = _namespaces.of(trainer)
     silent = _namespaces.part(namespace, "loggers.logger.DummyLogger")()
-    batches = _batches_per_epoch(trainer, found)
     return _trainer_proxy.TrainerView(
         trainer,
         callbacks=[],

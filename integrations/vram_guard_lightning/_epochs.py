@@ -56,19 +56,21 @@ class LaterEpochs:
     regroups: bool = False
     _samples: dict[int, Sample] = field(default_factory=dict)
 
-    def play(self, playing: Playing, first: int, seconds: float) -> None:
+    def play(self, playing: Playing, first: int, seconds: float, *, between: bool) -> None:
         """Run the hooks of the epochs after ``first``, and every step that differs from the one before.
 
         Args:
             playing: after the first epoch's last step.
             first: number of that epoch.
             seconds: that its steps took to follow.
+            between: True if something else has run since that step: another one, as it was, meets what that left.
         """
         if first + 1 >= self.total:
             return
         run = playing.run
         if not (self.reload or any(map(playing.has, _HOOKS))):
-            run.train(1)  # it meets what validation has left of the allocator's segments
+            if between:
+                run.train(1)
             return
         deadline = time.monotonic() + max(seconds, LEAST_SECONDS)
         epoch, known, followed = first, self._signature(playing, first, first), 0
@@ -91,7 +93,7 @@ class LaterEpochs:
                 changes["batch"] = self.batch_of(self._sample(first, epoch))
             label = _("epoch {epoch}", epoch=epoch)
             if now == known:
-                if epoch == first + 1:
+                if between and epoch == first + 1:
                     self._train(playing, 1, "", {})
             elif followed < MOST_STEPS:
                 followed += 1

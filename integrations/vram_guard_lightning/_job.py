@@ -142,7 +142,8 @@ class _Play:
         if self.validation is not None:
             self._validate(playing)
         self._save(playing)
-        self.later.play(playing, first, seconds)
+        between = self.validation is not None or playing.has("on_save_checkpoint")
+        self.later.play(playing, first, seconds, between=between)
 
     def _resume(self, playing: Playing) -> None:
         """Optimizer states of a checkpoint that Lightning has read, as it loads them beside those that are there."""

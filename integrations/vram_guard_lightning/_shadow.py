@@ -83,6 +83,7 @@ def _strategy_of(trainer: Trainer, precision_plugin: Any) -> Any:
     answers = {
         "root_device": property(lambda _self: _GPU),
         "barrier": lambda _self, *_args, **_kwargs: None,
+        "reduce": lambda _self, tensor, *_args, **_kwargs: tensor,
         "broadcast": lambda _self, value, *_args, **_kwargs: value,
         "save_checkpoint": lambda _self, *_args, **_kwargs: None,
     }

@@ -282,6 +282,15 @@ def _job(
             )
         )
 
+    sharded = _layouts.layout_of(runner) is not None
+    if sharded:
+        notes.append(
+            _(
+                "saving and resuming under {kind} are not included in the prediction",
+                kind=type(runner.strategy).__name__,
+            )
+        )
+
     def shadow(run: JobRun) -> Shadow:
         return Shadow(
             runner,
@@ -301,7 +310,8 @@ def _job(
             recorder.begin,
             lambda: recorder.outputs,
             validation_of(runner, lambda given: _built(runner, given), _is_endless, begins, most, notes),
-            checkpoint_of(runner, notes),
+            None if sharded else checkpoint_of(runner, notes),
+            not sharded,
             schedule,
         )
     )

@@ -62,7 +62,8 @@ class RunnerJob:
         batch_ends: lets go of what the last training step held.
         outputs: what its ``train_step`` returned.
         validation: None where nothing is validated, or it cannot be followed.
-        checkpoint: None where the training begins anew.
+        checkpoint: None where the training begins anew, or it cannot be followed.
+        saves: False where the strategy gathers and writes checkpoints itself.
         schedule: of later steps that differ.
     """
 
@@ -73,6 +74,7 @@ class RunnerJob:
     outputs: Callable[[], Any]
     validation: Validation | None
     checkpoint: Checkpoint | None
+    saves: bool
     schedule: Schedule
 
     def __call__(self, run: JobRun) -> None:
@@ -81,8 +83,9 @@ class RunnerJob:
             shadow = self.shadow(run)
             self._begin(run, shadow)
             self._train(run, shadow, 2)
-            with self._followed(run, "saving"):
-                self._save(shadow)
+            if self.saves:
+                with self._followed(run, "saving"):
+                    self._save(shadow)
             if self.validation is not None:
                 with self._followed(run, "validation"):
                     self._validate(run, shadow, self.validation)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
-from vram_guard.timeline import SYNCHRONISED_NORM
+from vram_guard.timeline import STEP_PHASES, SYNCHRONISED_NORM
 
 if TYPE_CHECKING:
     from vram_guard.timeline import Collective, Timeline
 
 
 def collectives_of(timeline: Timeline | None) -> tuple[Collective, ...]:
-    """Those of the step as written, each line once."""
-    found = () if timeline is None else (one for one in timeline.collectives if one.step and not one.by_layout)
-    return tuple({(one.name, one.source, one.phase): one for one in found}.values())
+    """Those of the step as written, each line once; what validation calls belongs to no step."""
+    found = [] if timeline is None else [one for one in timeline.collectives if one.phase in STEP_PHASES]
+    return tuple({(one.name, one.source, one.phase): one for one in found if one.step and not one.by_layout}.values())
 
 
 #: Calls by which a layout gathers weights and reduces gradients; among all ranks, others are the step's own.
