@@ -15,7 +15,8 @@ from benchmarks.harness.environment import environment
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.harness.workers import ask
 from benchmarks.harness.workloads import WORKLOADS
-from vram_guard import Evaluation, Job, Saving, trace
+from vram_guard import Job, trace
+from vram_guard.job import Evaluation, Saving
 
 
 def main() -> None:

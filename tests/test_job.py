@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, Change, Evaluation, Job, Resuming, Saving, TrainingStep, estimate, trace
+from vram_guard import Budget, Job, TrainingStep, estimate, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.job import Change, Evaluation, Resuming, Saving
 from vram_guard.simulate.memory import repeats
 from vram_guard.simulate.tracing.run import run_step
 
@@ -147,6 +148,13 @@ def test_a_batch_is_told_from_what_is_computed_of_it():
     timeline = traced(play)
     start = timeline.stretches[-1].start
     assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
+
+
+def test_a_whole_batch_of_micro_batches_is_the_trainings_alone():
+    step = step_of(Evaluation(ROWS, forward, batch_size=1000), accumulate=4, whole_batch=True)
+    blocks = run_step(step, 8, (8, 0)).blocks
+    sizes = {block.size.base for block in blocks if block.category == "batch"}
+    assert sizes == {4 * 8 * 256 * 4, 1000 * 256 * 4}
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
@@ -474,19 +482,21 @@ def leaking(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "line", "per_step"),
+    ("kind", "line", "per_step", "name"),
     [
-        ("losses", "# the loss", 512),
-        ("metric", "# the outputs", 1000 * 256 * 4),
-        ("totals", "# the penalty", 1000 * 256 * 4),
-        ("hook", "# the outputs", 1000 * 1024 * 4),
-        ("cache", "# the cache", 1000 * 256 * 4),
+        ("losses", "# the loss", 512, "KEPT"),
+        ("metric", "# the outputs", 1000 * 256 * 4, "collector.outputs"),
+        ("totals", "# the penalty", 1000 * 256 * 4, "total"),
+        ("hook", "# the outputs", 1000 * 1024 * 4, "activations"),
+        ("cache", "# the cache", 1000 * 256 * 4, "cache.masks"),
     ],
 )
-def test_memory_that_grows_from_step_to_step_is_told_with_its_line(kind, line, per_step):
+def test_memory_that_grows_from_step_to_step_is_told_with_its_line(kind, line, per_step, name):
     timeline = trace(leaking(kind), leaks=True)
     taken = timeline.at(1000)
-    assert [(leak.bytes_per_step, leak.source) for leak in taken.leaks] == [(per_step, line_of(line))]
+    assert [(leak.bytes_per_step, leak.source, leak.kept_in) for leak in taken.leaks] == [
+        (per_step, line_of(line), name)
+    ]
     assert timeline.retrace is None
     assert not KEPT
     budget = Budget.of(taken.peak_reserved + 10 * per_step, margin=0)

@@ -62,7 +62,7 @@ class Numbers:
 def watch(*, before: tuple[int, int] = (0, 0), start: tuple[int, int], steps: tuple[int, int]) -> Measured | None:
     memory = Numbers()
     memory.take(*before)
-    watcher = Watcher(memory, SimpleNamespace(peak_allocated=10 * GIB, peak_reserved=11 * GIB))  # type: ignore[arg-type]
+    watcher = Watcher(memory, SimpleNamespace(peak_reserved=11 * GIB, first_steps=(10 * GIB, 11 * GIB)))  # type: ignore[arg-type]
     assert watcher.measure() is None
     memory.take(*start)
     watcher.start()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.check import assert_fits
     from vram_guard.errors import VramGuardError
-    from vram_guard.job import Change, Evaluation, Job, Resuming, Saving
+    from vram_guard.job import Job
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan.variants import variants
     from vram_guard.simulate import estimate, trace
@@ -30,14 +30,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AllocatorSettings",
     "Budget",
-    "Change",
     "Estimate",
-    "Evaluation",
     "Job",
     "Parallel",
     "Plan",
-    "Resuming",
-    "Saving",
     "Timeline",
     "TrainingStep",
     "VramGuardError",
@@ -52,13 +48,9 @@ __all__ = [
 _HOME = {
     "AllocatorSettings": "vram_guard.allocator",
     "Budget": "vram_guard.budget",
-    "Change": "vram_guard.job",
     "Estimate": "vram_guard.timeline",
-    "Evaluation": "vram_guard.job",
     "Job": "vram_guard.job",
     "Parallel": "vram_guard.parallel.spec",
-    "Resuming": "vram_guard.job",
-    "Saving": "vram_guard.job",
     "Timeline": "vram_guard.timeline",
     "TrainingStep": "vram_guard.step",
     "VramGuardError": "vram_guard.errors",

@@ -144,9 +144,19 @@ class Job:
 
     def with_evaluation(self, evaluation: Evaluation, batch_size: int) -> Job:
         """The same job with another batch size of one of its evaluations."""
-        assert isinstance(self.play, _InOrder)
-        changed = replace(evaluation, batch_size=batch_size)
-        return Job(_InOrder(tuple(changed if part is evaluation else part for part in self.play.parts)))
+        return self._with_sizes(lambda part: batch_size if part is evaluation else part.batch_size)
+
+    def beside(self, batch_size: int) -> Job:
+        """The same job where the training's batches of this size may be cut: those of evaluations are not."""
+        return self._with_sizes(lambda part: part.batch_size or batch_size)
+
+    def _with_sizes(self, size: Callable[[Evaluation], int | None]) -> Job:
+        if not isinstance(self.play, _InOrder):
+            return self
+        parts = (
+            replace(part, batch_size=size(part)) if isinstance(part, Evaluation) else part for part in self.play.parts
+        )
+        return Job(_InOrder(tuple(parts)))
 
     def callables(self) -> Iterator[object]:
         """Everything of the user's that it calls."""
@@ -183,7 +193,7 @@ class Evaluation:
     Attributes:
         batch: as in a :class:`~vram_guard.step.TrainingStep`: a callable ``batch_size -> batch``, or an example.
         run: ``(model, batch) -> outputs``: what is computed of one batch (losses, metrics, generation).
-        batch_size: of the loader; None: that of the training, micro-batches as they are planned.
+        batch_size: of its own loader; None: that of the training's loader, whose batches a plan may cut.
         batches: rounds of one evaluation; a loader without an end is bounded by it.
         keeps: what the loop holds of the outputs. "nothing": they die with their round; "outputs": until those of
             the next round are there; "all": of all rounds, as a list that ``finish`` gets.

@@ -251,13 +251,14 @@ def plan(
     made = search(request, traces, cost_model, report)
     if source.job is None or source.whole is None:
         return made
-    whole = replace(source, trace=under(choice, source.whole(source.job)))
+    job = source.job.beside(batch_size)
+    whole = replace(source, job=job, trace=under(choice, source.whole(job)))
     return with_whole_job(
         made,
         request,
         Traces(whole, batch_size, report, resolved.multiprocessors),
         cost_model,
-        smaller_evaluation(source, request, lambda run: under(choice, run)),
+        smaller_evaluation(whole, request, lambda run: under(choice, run)),
         report,
     )
 

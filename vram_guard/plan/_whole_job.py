@@ -45,7 +45,12 @@ def with_whole_job(
         return made  # neither does a run of such steps
     option, size = Option(made.precision, made.splits, made.recipe), made.micro_batch_size
     progress(_("following the whole job"))
-    timeline = whole.exact(option, size)
+    try:
+        timeline = whole.exact(option, size)
+    except Exception:
+        if option == request.as_written:
+            raise
+        return search(request, whole, costs, progress)  # which passes over what the job fails under
     estimate = timeline.at(size, settings=request.settings)
     if request.fits(estimate):
         return _as_followed(made, option, timeline, estimate, request, whole)

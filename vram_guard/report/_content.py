@@ -142,14 +142,13 @@ class Content:
 
     def leaks(self) -> list[str]:
         """The lines whose memory grows with every step, and when the budget is full."""
-        lines = [
-            _(
-                "{amount} more with every step: {place}",
-                amount=format_bytes(leak.bytes_per_step),
-                place=printable(", ".join(filter(None, (leak.module, leak.source))), lines=False) or leak.operator,
-            )
-            for leak in self.estimate.leaks
-        ]
+        lines = []
+        for leak in self.estimate.leaks:
+            amount = format_bytes(leak.bytes_per_step)
+            place = printable(", ".join(filter(None, (leak.module, leak.source))), lines=False) or leak.operator
+            line = _("{amount} more with every step: {place}", amount=amount, place=place)
+            name = printable(leak.kept_in, lines=False)
+            lines.append(_("{line}, kept in {name}", line=line, name=name) if name else line)
         steps = None if self.budget is None else self.estimate.steps_until_full(self.budget)
         return lines if steps is None else [*lines, _("the budget is full after {count} steps", count=steps)]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from vram_guard.state.containers import MUTABLE, look, refill
+from vram_guard.state.containers import MUTABLE, alike, look, refill
 
 #: Objects that are looked at.
 MOST = 4096
@@ -48,72 +48,98 @@ class ReachedState:
     """What the objects hold that some callables lead to.
 
     Args:
-        roots: callables, and other objects.
+        roots: names and objects: callables, and others.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
-        self._cells: list[tuple[CellType, Any]] = []
-        self._globals: list[tuple[dict[str, Any], str, Any]] = []
-        self._containers: list[tuple[Any, Any]] = []
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        self._cells: list[tuple[str, CellType, Any]] = []
+        self._globals: list[tuple[str, dict[str, Any], Any]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         pending = deque(roots)
         seen: set[int] = set()
         while pending and len(seen) < MOST:
-            value = pending.popleft()
+            name, value = pending.popleft()
             if id(value) not in seen and not _is_nobodys(value):
                 seen.add(id(value))
-                pending += self._look_at(value)
+                pending += self._look_at(name, value)
 
-    def _look_at(self, value: Any) -> Iterable[Any]:
-        """Remember what an object holds; what it leads to."""
+    def _look_at(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
+        """Remember what an object holds; what it leads to, with names."""
         if isinstance(value, (*MUTABLE, tuple, frozenset)):
             if isinstance(value, MUTABLE):
-                self._containers.append((value, look(value, LONGEST)))
-            return () if len(value) > LONGEST else list(value.values() if isinstance(value, dict) else value)
+                self._containers.append((name, value, look(value, LONGEST)))
+            return () if len(value) > LONGEST else [(name, part) for part in _parts_in(value)]
         if isinstance(value, FunctionType):
             return self._look_at_function(value)
         if isinstance(value, MethodType):
-            return value.__self__, value.__func__
+            return (name, value.__self__), (name, value.__func__)
         parts = parts_of(value)
         if isinstance(parts, dict):
-            self._containers.append((parts, dict(parts)))
+            self._attributes.append((name, parts, dict(parts)))
         # A callable object, or one whose methods the others call, may keep something in globals.
         own = [one for kind in type(value).__mro__ for one in vars(kind).values() if isinstance(one, FunctionType)]
-        return [*own, *(parts.values() if isinstance(parts, Mapping) else parts or ())]
+        if isinstance(parts, Mapping):
+            named = [(f"{name}.{key}" if name else str(key), part) for key, part in parts.items()]
+        else:
+            named = [(name, part) for part in parts or ()]
+        return [*((name, one) for one in own), *named]
 
-    def _look_at_function(self, function: FunctionType) -> Iterator[Any]:
-        for cell in function.__closure__ or ():
-            self._cells.append((cell, held(cell)))
-            yield held(cell)
-        yield from function.__defaults__ or ()
-        yield from (function.__kwdefaults__ or {}).values()
+    def _look_at_function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._cells.append((name, cell, held(cell)))
+            yield name, held(cell)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            yield function.__name__, value
         for name in _names(function.__code__):
             value = function.__globals__.get(name, _MISSING)
-            self._globals.append((function.__globals__, name, value))
-            yield value
+            self._globals.append((name, function.__globals__, value))
+            yield name, value
+
+    def kept(self) -> Iterator[tuple[str, Any]]:
+        """The names that hold something else than they did, with what they hold."""
+        for name, cell, content in self._cells:
+            if held(cell) is not content:
+                yield name, held(cell)
+        for name, names, value in self._globals:
+            if names.get(name, _MISSING) is not value:
+                yield name, names.get(name)
+        for name, attributes, before in self._attributes:
+            for key, value in attributes.items():
+                if before.get(key, _MISSING) is not value:
+                    yield f"{name}.{key}" if name else key, value
+        for name, container, content in self._containers:
+            now = look(container, LONGEST)
+            if not alike(now, content):
+                yield name, container[content:] if isinstance(content, int) else now
 
     def restore(self) -> None:
         """Put everything back."""
-        for cell, content in self._cells:
+        for _name, cell, content in self._cells:
             if held(cell) is not content:
                 cell.cell_contents = content
-        for names, name, value in self._globals:
+        for name, names, value in self._globals:
             if names.get(name, _MISSING) is not value:
                 if value is _MISSING:
                     del names[name]
                 else:
                     names[name] = value
-        for container, content in self._containers:
+        for _name, container, content in (*self._containers, *self._attributes):
             refill(container, content)
 
 
 @contextlib.contextmanager
-def reached_kept(roots: Iterable[Any]) -> Iterator[None]:
+def reached_kept(roots: Iterable[tuple[str, Any]]) -> Iterator[ReachedState]:
     """Afterwards everything that these objects lead to holds what it held before."""
     state = ReachedState(roots)
     try:
-        yield
+        yield state
     finally:
         state.restore()
+
+
+def _parts_in(container: Any) -> Iterable[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
 
 
 def _is_nobodys(value: Any) -> bool:

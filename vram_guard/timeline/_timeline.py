@@ -362,12 +362,13 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
 def _leaks(timeline: Timeline, batch_size: int) -> tuple[Leak, ...]:
     """The growth of each line, the most first."""
     lines: dict[tuple[str, str], Leak] = {}
-    for index, instead_of in timeline.growth:
+    for index, instead_of, kept_in in timeline.growth:
         block = timeline.blocks[index]
         size = _rounded(block.bytes_at(batch_size, timeline.card))
         if instead_of is not None:
             size -= _rounded(timeline.blocks[instead_of].bytes_at(batch_size, timeline.card))
-        line = lines.setdefault((block.module, block.source), Leak(0, block.module, block.source, block.operator))
+        first = Leak(0, block.module, block.source, block.operator, kept_in)
+        line = lines.setdefault((block.module, block.source), first)
         lines[block.module, block.source] = line._replace(bytes_per_step=line.bytes_per_step + size)
     return tuple(sorted((leak for leak in lines.values() if leak.bytes_per_step > 0), key=lambda leak: -leak[0]))
 

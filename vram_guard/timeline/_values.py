@@ -165,6 +165,8 @@ class Growth(NamedTuple):
     block: int
     instead_of: int | None
     """The smaller block of the step before that it stands in place of; None: there was none."""
+    kept_in: str = ""
+    """The name of what keeps it: "losses", "metric.outputs"; "" where that is not known."""
 
 
 class Leak(NamedTuple):
@@ -175,6 +177,8 @@ class Leak(NamedTuple):
     source: str
     """The line that makes what is kept."""
     operator: str
+    kept_in: str = ""
+    """The name of the list, attribute or variable that keeps it, or whose graph does; "" where that is not known."""
 
 
 class Border(NamedTuple):

@@ -19,6 +19,7 @@ from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.simulate.memory.repeats import Repeat, paired
 from vram_guard.simulate.memory.streams import Issued, StreamLog
+from vram_guard.state.containers import leaves
 from vram_guard.timeline import (
     STEP_PHASES,
     Affine,
@@ -133,12 +134,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """What is allocated inside the block is a batch."""
-        before, self._default_category = self._default_category, "batch"
+        """What is allocated inside the block is a batch, all of it."""
+        before = self._default_category, self.batch_factor
+        self._default_category, self.batch_factor = "batch", 1
         try:
             yield
         finally:
-            self._default_category = before
+            self._default_category, self.batch_factor = before
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -313,6 +315,20 @@ class Recorder:
         made = {block for block in after if block >= first and self._categories[block] not in _OF_PARAMETERS}
         pairs = paired(made, before - after, self._origins)
         return tuple(Growth(one, old) for one, old in pairs if old is None or self._sizes[one] > self._sizes[old])
+
+    def named(self, growth: Iterable[Growth], kept: Iterable[tuple[str, object]]) -> tuple[Growth, ...]:
+        """The growth with the names that keep it: of its tensors, or of one whose graph may hold it."""
+        names: dict[int, str] = {}
+        graphs: list[str] = []
+        for name, value in kept:
+            for tensor in (one for one in leaves(value) if isinstance(one, torch.Tensor)):
+                block = self.block_of(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+                if block is not None:
+                    names.setdefault(block, name)
+                if tensor.grad_fn is not None:
+                    graphs.append(name)
+        graph = graphs[0] if graphs else ""
+        return tuple(one._replace(kept_in=names.get(one.block, graph)) for one in growth)
 
     def block_of(self, storage: int) -> int | None:
         """The index of the block that a storage stands for (``_cdata``); None where it is not counted."""

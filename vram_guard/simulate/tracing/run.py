@@ -50,7 +50,7 @@ from vram_guard.simulate.tracing._substitution import (
 from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
 from vram_guard.state.containers import leaves
-from vram_guard.state.reached import reached_kept
+from vram_guard.state.reached import ReachedState, reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
@@ -208,6 +208,8 @@ class _Run:
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.growth: tuple[Growth, ...] = ()
+        self.reached: ReachedState | None = None
+        """What the user's callables hold, where a job is played."""
         self.take_off: Callable[[], None] = lambda: None
 
     @property
@@ -220,7 +222,7 @@ class _Run:
         replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
             if step.job is not None:
-                stack.enter_context(reached_kept(_callables(step)))
+                self.reached = stack.enter_context(reached_kept(_callables(step)))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
@@ -308,7 +310,8 @@ class _Run:
         else:
             played = PlayedRun(loop, lambda: self._watch_gradients(model))
             played.play(self.step.job)
-            self.growth = played.growth
+            if played.growth and self.reached is not None:
+                self.growth = self.recorder.named(played.growth, self.reached.kept())
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
@@ -424,15 +427,15 @@ class _Run:
         classify_states(self.recorder, optimizer)
 
 
-def _callables(step: TrainingStep) -> Iterator[Any]:
+def _callables(step: TrainingStep) -> Iterator[tuple[str, Any]]:
     """Everything that a job runs, and that may keep something: the step's callables, hooks and helpers of its model."""
-    yield from (step.batch, step.loss, step.optimizer, step.prepare)
-    if step.job is not None:
-        yield from step.job.callables()
+    own = (step.batch, step.loss, step.optimizer, step.prepare)
+    yield from (("", one) for one in (*own, *(() if step.job is None else step.job.callables())))
     if isinstance(step.model, nn.Module):
-        for module in step.model.modules():
-            yield from (value for name, value in vars(module).items() if name not in _MODULE_DICTS)
-            yield type(module).forward
+        for path, module in step.model.named_modules():
+            prefix = f"{path}." if path else ""
+            yield from ((prefix + name, value) for name, value in vars(module).items() if name not in _MODULE_DICTS)
+            yield path, type(module).forward
 
 
 def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> None:
