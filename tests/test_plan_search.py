@@ -99,7 +99,7 @@ def space(batch_size: int, *, mixed: bool, accumulate: bool, prefixes: tuple[Blo
 
 
 def request(usable: int, batch_size: int = 64, *, mixed=True, accumulates=True, prefixes=(), **changes) -> Request:
-    budget = Budget.of(usable, margin=0)
+    budget = Budget(usable, usable, 0.0, "explicit")
     every = space(batch_size, mixed=mixed, accumulate=accumulates, prefixes=prefixes)
     return replace(Request(batch_size, "32-true", budget, every, why_precision=Reason(Why.BFLOAT16)), **changes)
 
