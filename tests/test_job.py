@@ -187,6 +187,7 @@ def rounds_of(count, run, batch, *, repeated, join=None):
     [
         (forward, 301, None),
         (forward, 301, torch.cat),
+        (lambda model, batch: model[:3](batch), 64, torch.cat),
         (lambda model, batch: [model[:3](batch), model(batch)], 301, None),
         (lambda model, batch: model(batch).mean(), 64, torch.stack),
     ],
