@@ -139,6 +139,18 @@ def test_what_is_composed_takes_what_a_trace_says(model: Any, data: st.DataObjec
         assert abs(composed - direct) <= (0 if option.splits == 1 else SMALL_SEGMENT)
 
 
+@pytest.mark.parametrize("zero_grad", ["after_step", "before_forward", "before_backward"])
+def test_gradients_die_where_they_did_under_another_form_of_the_optimizer(zero_grad: Any) -> None:
+    traces, blocks = ready(step(*MODELS["layers"], zero_grad=zero_grad))
+    for splits in (1, 3):
+        option = Option("32-true", splits, Recipe(checkpoint=blocks[:2], optimizer="for-loop"))
+        size = BATCH // splits
+        composed = traces.exact(option, size).at(size)
+        direct = traces.direct(option, size).at(size)
+        # As above: a scalar is left out.
+        assert composed.peak_allocated - direct.peak_allocated in ((0,) if splits == 1 else (0, -512))
+
+
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_activations_on_the_host_are_composed_of_a_chain(count: int) -> None:
     traces, blocks = ready(step(*MODELS["layers"]))

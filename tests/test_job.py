@@ -252,7 +252,8 @@ def test_a_checkpoint_on_the_gpu_lies_beside_what_it_is_loaded_into(optimizer, s
     taken = {place: rows_of(trace(step_of(Resuming(place), optimizer=optimizer)).at(8)) for place in ("cpu", "cuda")}
     for place, copies in (("cpu", 1 + states + fresh), ("cuda", 2 + states + fresh)):
         assert taken[place]["resuming"].peak_allocated == pytest.approx(copies * weights, rel=0.02)
-    assert taken["cpu"]["training"].peak_allocated == taken["cuda"]["training"].peak_allocated
+    # The counts of steps of four parameters stay where they were loaded.
+    assert taken["cuda"]["training"].peak_allocated == taken["cpu"]["training"].peak_allocated + 4 * 512
 
 
 def test_a_checkpoint_that_is_held_stays_for_the_run():

@@ -99,7 +99,7 @@ def space(batch_size: int, *, mixed: bool, accumulate: bool, prefixes: tuple[Blo
 
 
 def request(usable: int, batch_size: int = 64, *, mixed=True, accumulates=True, prefixes=(), **changes) -> Request:
-    budget = Budget.of(usable, margin=0)
+    budget = Budget(usable, usable, 0.0, "explicit")
     every = space(batch_size, mixed=mixed, accumulate=accumulates, prefixes=prefixes)
     return replace(Request(batch_size, "32-true", budget, every, why_precision=Reason(Why.BFLOAT16)), **changes)
 
@@ -527,3 +527,59 @@ def test_grown_is_what_search_uses() -> None:
     plan = find(asked, source)
     before = source(asked.as_written)
     assert grown(asked, Candidate(before, before.at(16))) == plan
+
+
+# --- timelines that were composed ---
+
+
+class Composed(Source):
+    """Composed timelines that are wrong by some bytes a sample; traces are right."""
+
+    def __init__(self, wrong: int, **by_precision: Timeline | Exception) -> None:
+        super().__init__(**by_precision)
+        self.wrong = wrong
+        self.traced: list[Option] = []
+        self.trusted = True
+
+    def __call__(self, option: Option) -> Timeline:
+        right = super().__call__(option)
+        if not self.composed(option, 0):
+            return right
+        blocks = tuple(
+            block._replace(size=Affine(block.size.base, block.size.per_sample + self.wrong))
+            if block.category == "activations"
+            else block
+            for block in right.blocks
+        )
+        return replace(right, blocks=blocks)
+
+    def composed(self, option: Option, size: int) -> bool:
+        return self.trusted and bool(option.recipe) and option not in self.traced
+
+    def distrust(self, option: Option) -> None:
+        self.trusted = False
+
+    def direct(self, option: Option, size: int) -> Timeline:
+        self.traced.append(option)
+        return Source.__call__(self, option)
+
+
+CHECKPOINTS = (BlockPrefix("checkpoint", BLOCKS),)
+
+
+@pytest.mark.parametrize("wrong", [0, 10_000, -10_000, 300_000, -300_000])
+@settings(max_examples=25)
+@given(share=st.floats(0.15, 0.99))
+def test_what_was_composed_wrong_is_found_by_traces(wrong: int, share: float) -> None:
+    timelines = {"p32_true": line(10 * MIB, 2 * MIB)}
+    usable = int(timelines["p32_true"].at(64).peak_reserved * share)
+    asked = request(usable, mixed=False, accumulates=False, prefixes=CHECKPOINTS)
+    composed, direct = Composed(wrong, **timelines), Source(**timelines)
+    found, expected = find(asked, composed), find(asked, direct)
+    assert found.fits == expected.fits
+    assert found.recipe == expected.recipe
+    assert found.estimate == expected.estimate
+    if found.changed:
+        assert composed.traced or not composed.trusted
+    if not wrong:
+        assert len(composed.traced) <= 2, "the option that is taken, and the nearest miss"

@@ -90,7 +90,12 @@ class RunnerJob:
                 with self._followed(run, "validation"):
                     self._validate(run, shadow, self.validation)
             run.model.train()
-            self._train(run, shadow, 1)
+            shadow.call("before_train_iter", batch_idx=0, data_batch=shadow.data_batch)
+            try:
+                self._train(run, shadow, 1)
+            except Exception as error:  # noqa: BLE001 - the user's own code, as validation has left it
+                said = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+                run.note(Message("the step after validation cannot be followed ({error})", error=said))
             self.schedule.play(run, shadow, lambda **changes: self._train(run, shadow, 2, **changes))
 
     def _read(self, run: JobRun) -> Callable[[str, Any], Any]:

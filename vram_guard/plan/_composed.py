@@ -40,7 +40,8 @@ class Composer:
         self.blocks: Treatable | None = None
         """Nothing is composed before they are known."""
         self._mixtures: dict[tuple[TraceRequest, TraceRequest], BlockMixture] = {}
-        self._cuts = source.accumulate == 1 and source.topology is None
+        self._divided = source.topology is not None or source.ranks > 1
+        self._cuts = source.accumulate == 1 and not self._divided
         """False where a trace of one micro-batch does not show what two do: layouts add up gradients by themselves."""
         self._refused: set[TraceRequest] = set()
         self._made: dict[TraceRequest, Timeline] = {}
@@ -132,5 +133,5 @@ class Composer:
     def _optimizer(self, request: TraceRequest) -> TraceRequest:
         """A step with the same form of the optimizer; of the weights alone where one GPU has all of them."""
         plain = replace(request, recipe=request.recipe.with_(checkpoint=(), offload_activations=()))
-        divided = self._source.topology is not None or bool(plain.recipe.parameters_on_host)
+        divided = self._divided or bool(plain.recipe.parameters_on_host) or plain.recipe.sharding is not None
         return plain if divided else replace(plain, part="weights")

@@ -137,6 +137,9 @@ class _Trial:
                 return None
             candidate = self.candidate(option, exact=exact, proof=proof)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
+            if not proof and self.is_composed(option):
+                self.timelines.distrust(option)
+                return self._try(option, group, exact=exact)
             self.infeasible.add(group)  # it would fail again
             self._miss(option, group, Reason(Why.FAILS, error=f"{type(error).__name__}: {error}"), 0)
             return None
