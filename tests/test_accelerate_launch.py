@@ -470,8 +470,11 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, c
 def test_sharded_launches_are_refused_by_name(capsys: Any) -> None:
     from vram_guard.cli import main
 
-    assert main(["launch", "--budget", "1GiB", "--use_fsdp", *QUIET_FSDP, str(TRAINING)]) == 3
-    assert "FSDP" in capsys.readouterr().err
+    assert main(["launch", "--budget", "1GiB", "--use_megatron_lm", *QUIET_FSDP, str(TRAINING)]) == 3
+    assert "--use_megatron_lm: Megatron-LM builds the model itself" in capsys.readouterr().err
+    hybrid = ("--use_fsdp", "--fsdp_version", "1", "--fsdp_sharding_strategy", "HYBRID_SHARD")
+    assert main(["launch", "--budget", "1GiB", *hybrid, *QUIET_FSDP, str(TRAINING), "plain"]) == 3
+    assert "FullyShardedDataParallel with HYBRID_SHARD" in capsys.readouterr().err
 
 
 QUIET_FSDP = ("--num_processes", "2", *cases.QUIET)
@@ -495,6 +498,17 @@ def test_several_machines_are_sent_to_the_guard_that_agrees(capsys: Any, monkeyp
     monkeypatch.setattr(module, "budget_for", budget_for)
     assert main([*own, "--dry-run", str(TRAINING), "plain"]) == 2
     assert asked == [8]  # the GPUs of this machine
+
+
+def test_help_names_every_option_of_ours(capsys: Any) -> None:
+    from vram_guard.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--help"])
+    assert ended.value.code in (0, None)
+    shown = capsys.readouterr().out
+    for name in ("--budget", "--host-budget", "--no-whole-job", "--longest-seconds", "--dry-run", "--fsdp_version"):
+        assert f"  {name}" in shown
 
 
 def test_arguments_are_sorted_by_accelerates_own_parser() -> None:

@@ -42,6 +42,7 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
     both = launch_parser()
     add_options(both)
     both.prog = "vram-guard launch"
+    both.formatter_class = _with_hyphens(both.formatter_class)
     with replaced(sys, {"argv": [both.prog]}):  # where accelerate's help looks to find what to leave out
         found = both.parse_args(list(arguments))
     if found.yes and found.ask:
@@ -64,6 +65,18 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
         arguments=tuple(found.training_script_args),
         module=bool(found.module),  # accelerate leaves None
     )
+
+
+def _with_hyphens(formatter: Any) -> type[argparse.HelpFormatter]:
+    """The formatter of accelerate's help, which takes away every name with a hyphen: ours often have no other."""
+
+    class Formatter(formatter):  # type: ignore[misc]
+        def add_argument(self, action: argparse.Action) -> None:
+            names = action.option_strings
+            super().add_argument(action)
+            action.option_strings = action.option_strings or names
+
+    return Formatter
 
 
 def launch_parser() -> argparse.ArgumentParser:
