@@ -263,7 +263,7 @@ def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:
         ("fails", "ValueError: Expected input batch_size (4) to match target batch_size (3)"),
         ("spawns", "torch.multiprocessing.spawn"),
         ("drifting", "LocalSGD"),
-        ("unprepared", "without asking for a training batch"),
+        ("unprepared", "it trains without Accelerate"),
     ],
 )
 def test_a_script_that_cannot_be_followed_says_where_and_why(answers: Any, name: str, says: str) -> None:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -407,9 +408,11 @@ def starts(options):
 
 
 def leaves_one_behind(options):
-    """A process of its own, which outlives it."""
-    process = subprocess.Popen(["sleep", "300"])
-    Path(f"{options.out}.pid").write_text(str(process.pid))
+    """A process of its own, which outlives it, and writes down its number: what the script writes is taken back."""
+    pid = Path(f"{options.out}.pid")
+    subprocess.Popen(["sh", "-c", 'echo $$ > "$0"; exec sleep 300', str(pid)])
+    while not (pid.is_file() and pid.read_text()):
+        time.sleep(0.05)
     return changes(options, lambda: None)
 
 
