@@ -25,7 +25,7 @@ NOT_HERE: dict[str, str] = {
     "offload_frozen": marked("the script moves its frozen models itself"),
     "offload_optimizer": marked(
         "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters "
-        "(offload_parameters), and DeepSpeed, which can separate them, is not supported"
+        "(offload_parameters); DeepSpeed, which can separate them, is set up by the launch itself"
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
 }
@@ -103,8 +103,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--allow",
         metavar="NAMES",
         help=_(
-            "what may be changed, comma-separated (default: {default}; offload_parameters, which is FSDP2, only where "
-            "it is named)",
+            "what may be changed, comma-separated (default: {default}; offload_parameters and shard, which are FSDP2, "
+            "only where they are named)",
             default=",".join(DEFAULT_ALLOW),
         ),
     )
