@@ -256,6 +256,8 @@ def plan(
         thorough=source.thorough,
     )
     made = search(request, traces, cost_model, report)
+    uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
+    made = replace(made, uneven=uneven)
     if source.job is None or source.whole is None:
         return made
     job = source.job.beside(batch_size)

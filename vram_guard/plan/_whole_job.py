@@ -57,7 +57,7 @@ def with_whole_job(
     highest = max(estimate.phases, key=lambda phase: phase.peak_reserved)
     planned = search(request, whole, costs, progress)
     why = list(_why(request, estimate, highest, smaller(option, size, highest), fits=planned.fits))
-    return replace(planned, reason_values=(*why, *planned.reason_values))
+    return replace(planned, reason_values=(*why, *planned.reason_values), uneven=made.uneven)
 
 
 def _as_followed(

@@ -124,9 +124,8 @@ class RelaunchCandidates:
                 )
             )
             return []
-        # Memory that grows otherwise than with the batch: a table of all samples against all samples.
-        uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
-        if facts.compares_samples or uneven:
+        # Uneven: a table of all samples against all samples.
+        if facts.compares_samples or made.uneven:
             why = _("samples of a batch are compared with each other")
         else:
             why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
