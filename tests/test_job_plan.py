@@ -123,6 +123,17 @@ def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits
     assert (below, above) == (True, False)
 
 
+def test_an_evaluation_that_fails_with_smaller_batches_is_no_error():
+    def best(model, batch):
+        return model(batch).topk(100, dim=0)
+
+    made = plan(step_of(Evaluation(ROWS, best, batch_size=40_000)), 1000, "200MiB", margin=0, allow=["accumulate"])
+    assert not made.fits
+    said = "\n".join(made.reasons)
+    assert "validation needs" in said
+    assert "in place of" not in said
+
+
 def test_not_one_sample_may_fit_beside_the_step():
     timeline = trace(step_of(validation_of(1)))
     wide = Evaluation(torch.ones(4, 2**22), lambda _model, batch: batch * 2, batch_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from vram_guard.timeline import Estimate, PhasePeak, Timeline
 
     Follow = Callable[[TraceRequest], Timeline]
+
+_log = logging.getLogger(__name__)
 
 
 def whole_job(job: Job, whole: Callable[[Job], Follow], batch_size: int) -> Follow:
@@ -137,7 +140,11 @@ def smaller_evaluation(
             timeline = asking(whole(job.with_evaluation(evaluation, count)))(traced)
             return replace(timeline, traced=(count,), multiprocessors=request.budget.multiprocessors)
 
-        most = law(follow, check_at=asked).max_batch_size(request.budget, settings=request.settings, limit=asked)
+        try:
+            most = law(follow, check_at=asked).max_batch_size(request.budget, settings=request.settings, limit=asked)
+        except Exception as error:  # noqa: BLE001 - the user's evaluation, which may not take batches of two samples
+            _log.info("no smaller batch of %s is proposed: %s: %s", phase.name, type(error).__name__, error)
+            return None
         return asked, min(most, asked - 1)
 
     return largest
