@@ -15,6 +15,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.job import Change, Evaluation, Resuming, Saving
 from vram_guard.simulate.memory import repeats
 from vram_guard.simulate.tracing.run import run_step
+from vram_guard.state import reached
 
 MIB = 2**20
 ROWS = torch.ones(4, 256)
@@ -356,6 +357,23 @@ def test_the_users_objects_are_as_they_were():
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_large_models_own_attributes_do_not_crowd_out_the_users_objects(monkeypatch):
+    model = nn.Sequential(network(), *(nn.Identity() for _ in range(8)))
+    for layer in model[1:]:
+        layer.options = [[]]
+    monkeypatch.setattr(reached, "MOST", 8)
+    losses = []
+
+    def keeping(net, batch):
+        value = net(batch).square().mean()
+        losses.append(value)
+        return value
+
+    told = estimate(step_of(Evaluation(ROWS, forward), model=model, loss=keeping), 64)
+    assert losses == []
+    assert [leak.kept_in for leak in told.leaks] == ["losses"]
 
 
 def unfreeze_all(model, _optimizer):

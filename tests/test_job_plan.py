@@ -71,6 +71,45 @@ def test_candidates_are_traced_without_the_job_and_the_winner_with_it():
     assert (made.splits, made.recipe) == (alone.splits, alone.recipe)
 
 
+def test_validation_grows_with_the_loader_whose_batch_size_it_has():
+    step = step_of(validation_of(None, keeps="all"))
+    made = plan(step, 64, "1GiB", margin=0, grow=True)
+    assert made.fits
+    assert made.micro_batch_size > 64
+    assert made.estimate.phases == trace(step).at(made.micro_batch_size).phases
+
+
+def test_validation_that_a_grown_batch_makes_too_large_is_said_with_its_size():
+    step, alone = (
+        plan(step_of(validation), 64, "1GiB", margin=0, grow=True, target_utilization=1.0)
+        for validation in (validation_of(None, keeps="all"), None)
+    )
+    assert 64 < step.micro_batch_size < alone.micro_batch_size
+    assert f"in place of {alone.micro_batch_size}, validation fits" in "\n".join(step.reasons)
+
+
+def test_the_target_of_growth_is_one_for_the_whole_run():
+    step = step_of(validation_of(None, keeps="all"))
+    made = plan(step, 64, "1GiB", margin=0, grow=True, target_utilization=0.8)
+    assert made.micro_batch_size > 64
+    assert made.estimate.peak_reserved <= 0.8 * 2**30
+    assert f"{made.estimate.peak_reserved / 2**30:.0%} with batch {made.micro_batch_size}" in "\n".join(made.reasons)
+
+
+def test_steps_alone_may_need_more_than_the_first_two():
+    kept = []
+
+    def keeping(_model, batch):
+        kept.append(batch)
+        return _model(batch).square().mean()
+
+    step = step_of(None).with_(loss=keeping, job=Job(lambda run: run.train(12)))
+    budget = trace(step.with_(job=None)).at(20_000).peak_reserved + 4 * MIB
+    made = plan(step, 20_000, budget, margin=0, allow=["accumulate"])
+    assert made.splits > 1
+    assert trace(step).at(20_000).peak_reserved > budget
+
+
 def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits():
     made = plan(step_of(validation_of(40_000, label="all")), 1000, "200MiB", margin=0, allow=["accumulate"])
     assert not made.fits
@@ -82,6 +121,17 @@ def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits
     budget = Budget.of("200MiB", margin=0)
     below, above = (trace(step_of(validation_of(size))).at(1000).fits(budget) for size in (largest, largest + 1))
     assert (below, above) == (True, False)
+
+
+def test_an_evaluation_that_fails_with_smaller_batches_is_no_error():
+    def best(model, batch):
+        return model(batch).topk(100, dim=0)
+
+    made = plan(step_of(Evaluation(ROWS, best, batch_size=40_000)), 1000, "200MiB", margin=0, allow=["accumulate"])
+    assert not made.fits
+    said = "\n".join(made.reasons)
+    assert "validation needs" in said
+    assert "in place of" not in said
 
 
 def test_not_one_sample_may_fit_beside_the_step():

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
@@ -156,6 +157,21 @@ def test_processes_share_samples_out():
     assert longest_batch(loader, ranks=4)(8).shape == (expected,)
     own = DistributedSampler(Texts(), 4, 1, shuffle=False)
     assert longest_batch(DataLoader(Texts(), 8, sampler=own, collate_fn=torch.cat))(8).shape == (expected,)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("count", [1, 5, 7, 8, 18, 24])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_shared_out_in_order_the_batches_are_those_of_every_process(count, ranks, drops):
+    data = list(range(count))
+    loader = DataLoader(data, 3, drop_last=drops)
+    samplers = [DistributedSampler(data, ranks, rank, shuffle=False) for rank in range(ranks)]
+    by_samples = [one.tolist() for own in samplers for one in DataLoader(data, 3, drop_last=drops, sampler=own)]
+    assert [one.tolist() for one in orders_of(loader, 3, count, ranks, 0.0).made] == by_samples
+    shards = [BatchSamplerShard(loader.batch_sampler, ranks, rank) for rank in range(ranks)]
+    by_batches = [one for shard in shards for one in shard] if ranks > 1 else list(loader.batch_sampler)
+    made = [one.tolist() for one in orders_of(loader, 3, count, ranks, 0.0, by_batches=True).made]
+    assert {*map(tuple, by_batches)} <= {*map(tuple, made)}
 
 
 def test_buckets():

@@ -68,6 +68,7 @@ class Question:
         loader: a DataLoader.
         size: samples in a batch.
         ranks: processes among which a framework shares samples out.
+        by_batches: it shares out whole batches.
         quantile: None: the longest batch of all.
         seconds: the time limit.
         endless: the sampler starts over when it has been through the data set.
@@ -77,6 +78,7 @@ class Question:
     loader: Any
     size: int
     ranks: int = 1
+    by_batches: bool = False
     quantile: float | None = None
     seconds: float = 2.0
     endless: bool = False
@@ -128,7 +130,8 @@ class _Look:
         if not sizes.names:
             return None
         seconds = _FOR_ORDERS * question.seconds if question.alone else 0.0
-        orders = orders_of(question.loader, question.size, count, question.ranks, seconds)
+        by = question.by_batches
+        orders = orders_of(question.loader, question.size, count, question.ranks, seconds, by_batches=by)
         if question.quantile is None or not (orders.made or orders.pools):
             chosen, looked_at = candidates(orders, sizes), 0
         else:

@@ -69,7 +69,7 @@ class Orders:
     budget: int | None = None
 
 
-def orders_of(loader: Any, size: int, count: int, ranks: int, seconds: float) -> Orders:
+def orders_of(loader: Any, size: int, count: int, ranks: int, seconds: float, *, by_batches: bool = False) -> Orders:
     """The batches of a loader whose data set has an index.
 
     Args:
@@ -78,23 +78,31 @@ def orders_of(loader: Any, size: int, count: int, ranks: int, seconds: float) ->
         count: of samples.
         ranks: processes among which the framework is going to share the samples out.
         seconds: that drawing may take; 0: nothing is drawn.
+        by_batches: whole batches are shared out, as Accelerate does, and not sample by sample.
     """
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
     fixed_size = isinstance(getattr(batches, "batch_size", None), int) and sampler is not None
     if fixed_size and type(batches).__iter__ is BatchSampler.__iter__:
-        return _of_indices(sampler, size, count, ranks, seconds, drops=bool(batches.drop_last))
+        drops = bool(batches.drop_last)
+        return _of_indices(sampler, size, count, ranks, seconds, drops=drops, by_batches=by_batches)
     return _of_batches(batches, count, seconds)
 
 
 # --- samplers of single samples -------------------------------------------------------------------------------
 
 
-def _of_indices(sampler: Any, size: int, count: int, ranks: int, seconds: float, *, drops: bool) -> Orders:
+def _of_indices(
+    sampler: Any, size: int, count: int, ranks: int, seconds: float, *, drops: bool, by_batches: bool
+) -> Orders:
     everything = torch.arange(count)
     kind = type(sampler)
     if kind is SequentialSampler:
-        made = [part for rank in range(ranks) for part in _cut(everything[rank::ranks], size, drops=drops)]
+        if by_batches:
+            made = _cut(everything if drops or ranks == 1 else _evened(count, size * ranks), size, drops=drops)
+        else:
+            shares = (_evened(count, ranks)[rank::ranks] for rank in range(ranks))
+            made = [part for share in shares for part in _cut(share, size, drops=drops)]
         return Orders("exact", made, per_epoch=-(-len(made) // ranks))
     if kind is RandomSampler:
         rounds = min(-(-sampler.num_samples // count), 2 + size // count)  # permutations that one batch can be of
@@ -132,6 +140,11 @@ def _together(pool: torch.Tensor, size: int, repeats: int, drawn: int, ranks: in
     return Orders(
         "exact" if exact else "bound", pools=[Pool(pool, most, repeats)], per_epoch=-(-drawn // (size * ranks))
     )
+
+
+def _evened(count: int, multiple: int) -> torch.Tensor:
+    """All samples in order, and the first ones again, so that every process has as many."""
+    return torch.arange(-(-count // multiple) * multiple) % max(1, count)
 
 
 def _cut(order: torch.Tensor, size: int, *, drops: bool) -> list[torch.Tensor]:

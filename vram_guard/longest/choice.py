@@ -50,6 +50,7 @@ def choose(
     wish: Wish,
     *,
     ranks: int = 1,
+    by_batches: bool = False,
     peak: Peak | None = None,
     progress: Progress = lambda _line: None,
     in_copy: bool = True,
@@ -60,6 +61,7 @@ def choose(
         sample: as it was read; its parts are changed.
         wish: which batch is meant.
         ranks: processes among which the framework shares samples out.
+        by_batches: it shares out whole batches.
         peak: compares batches that are the largest in different ways; None: the one that is the largest when padded.
         progress: called with a line of text before each slow part.
         in_copy: look in a copy of the process, which samplers and data sets may change; False where this is one.
@@ -68,7 +70,7 @@ def choose(
         return Chosen(sample)
     size, notes, learned = sample.batch_size, list(sample.notes), []
     for part in sample.parts:
-        question = Question(part.loader, sample.batch_size, ranks, wish.share, wish.seconds, part.endless)
+        question = Question(part.loader, sample.batch_size, ranks, by_batches, wish.share, wish.seconds, part.endless)
         found, remarks = _looked(question, progress, in_copy=in_copy)
         if found is not None:
             alone = len(sample.parts) == 1

@@ -11,7 +11,7 @@ from vram_guard.parallel.spec import data_parallel
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import check_pinned_blocks, watched_modules, why_not_again, why_not_checkpointed
 from vram_guard.plan._search import search
-from vram_guard.plan._whole_job import smaller_evaluation, with_whole_job
+from vram_guard.plan._whole_job import smaller_evaluation, whole_job, with_whole_job
 from vram_guard.plan.checks import check_growth
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.descriptions import refused as refused_reason
@@ -260,8 +260,7 @@ def plan(
     made = replace(made, uneven=uneven)
     if source.job is None or source.whole is None:
         return made
-    job = source.job.beside(batch_size)
-    whole = replace(source, job=job, trace=under(choice, source.whole(job)))
+    whole = replace(source, trace=under(choice, whole_job(source.job, source.whole, batch_size)))
     return with_whole_job(
         made,
         request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,27 @@ from vram_guard.units import Amount
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from vram_guard.job import Job
     from vram_guard.plan.model import Plan
     from vram_guard.plan.search_space import Costs, Request, Timelines
     from vram_guard.plan.source import Source, TraceRequest
     from vram_guard.timeline import Estimate, PhasePeak, Timeline
 
     Follow = Callable[[TraceRequest], Timeline]
+
+_log = logging.getLogger(__name__)
+
+
+def whole_job(job: Job, whole: Callable[[Job], Follow], batch_size: int) -> Follow:
+    """Timelines of the step with its job: evaluations have batches of the loader's size, also where a plan cuts them.
+
+    Args:
+        job: of the step as written.
+        whole: job -> timelines of the step with it.
+        batch_size: of the step as written.
+    """
+    uncut, cut = whole(job), whole(job.beside(batch_size))
+    return lambda request: cut(request) if request.slices > 1 else uncut(request)
 
 
 def with_whole_job(
@@ -52,10 +68,13 @@ def with_whole_job(
             raise
         return search(request, whole, costs, progress)  # which passes over what the job fails under
     estimate = timeline.at(size, settings=request.settings)
-    if request.fits(estimate):
+    fits = request.fits(estimate)
+    if fits and size <= request.batch_size:
         return _as_followed(made, option, timeline, estimate, request, whole)
+    planned = search(request, whole, costs, progress)  # where batches grow, the target is one for the whole run
+    if fits or not estimate.phases:  # without phases, later steps need more than the first two
+        return planned
     highest = max(estimate.phases, key=lambda phase: phase.peak_reserved)
-    planned = search(request, whole, costs, progress)
     why = list(_why(request, estimate, highest, smaller(option, size, highest), fits=planned.fits))
     return replace(planned, reason_values=(*why, *planned.reason_values), uneven=made.uneven)
 
@@ -108,9 +127,11 @@ def smaller_evaluation(
     def largest(option: Option, size: int, phase: PhasePeak) -> tuple[int, int] | None:
         from vram_guard.simulate import law
 
-        job, whole = source.job, source.whole
-        evaluation = None if job is None else job.evaluation(phase.name, phase.label)
-        if job is None or whole is None or evaluation is None:
+        if source.job is None or source.whole is None:
+            return None
+        job, whole = source.job.beside(option.splits * size), source.whole
+        evaluation = job.evaluation(phase.name, phase.label)
+        if evaluation is None:
             return None
         asked = evaluation.batch_size or size
         traced = source.request(option.precision, option.splits, option.recipe, size)
@@ -119,7 +140,11 @@ def smaller_evaluation(
             timeline = asking(whole(job.with_evaluation(evaluation, count)))(traced)
             return replace(timeline, traced=(count,), multiprocessors=request.budget.multiprocessors)
 
-        most = law(follow, check_at=asked).max_batch_size(request.budget, settings=request.settings, limit=asked)
+        try:
+            most = law(follow, check_at=asked).max_batch_size(request.budget, settings=request.settings, limit=asked)
+        except Exception as error:  # noqa: BLE001 - the user's evaluation, which may not take batches of two samples
+            _log.info("no smaller batch of %s is proposed: %s: %s", phase.name, type(error).__name__, error)
+            return None
         return asked, min(most, asked - 1)
 
     return largest

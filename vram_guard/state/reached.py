@@ -11,7 +11,7 @@ from typing import Any
 
 from vram_guard.state.containers import MUTABLE, alike, look, refill
 
-#: Objects that are looked at.
+#: Objects that are looked at, besides those that are given: a large model has more attributes of its own.
 MOST = 4096
 
 #: A longer list is put back by its length; what is in longer containers is not looked at.
@@ -57,8 +57,9 @@ class ReachedState:
         self._containers: list[tuple[str, Any, Any]] = []
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         pending = deque(roots)
+        most = len(pending) + MOST
         seen: set[int] = set()
-        while pending and len(seen) < MOST:
+        while pending and len(seen) < most:
             name, value = pending.popleft()
             if id(value) not in seen and not _is_nobodys(value):
                 seen.add(id(value))
