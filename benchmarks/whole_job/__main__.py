@@ -32,7 +32,7 @@ def page(found: Record, words: Texts) -> str:
         words["made_by"].format(date=found["date"], releases=releases, gpu=found["gpu"]),
         words["intro"],
         words["found"].format(scripts=len(rows), answered=len(answered), later=len(later)),
-        pages.table(words["columns"], [_line(row, words) for row in answered]),
+        pages.table(words["columns"], [_line(row) for row in answered]),
         words["why"],
         "\n".join(f"- `{row['name']}`: {_why(row, words)}" for row in answered),
     ]
@@ -58,7 +58,7 @@ def _column(phase: Record, row: Record) -> str:
     return "later" if phase["name"] == "training" and phase["step"] > first else str(phase["name"])
 
 
-def _line(row: Record, words: Texts) -> tuple[str, ...]:
+def _line(row: Record) -> tuple[str, ...]:
     def peak(column: str) -> str:
         sizes = [phase["peak_allocated"] for phase in row["phases"] if _column(phase, row) == column]
         if not sizes:
