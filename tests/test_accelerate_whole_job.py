@@ -39,6 +39,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
     cases.request(asked / "trainer", SCRIPT, *trainer, "--eval_strategy", "steps")
     cases.request(asked / "never_evaluates", SCRIPT, *trainer)
+    cases.request(asked / "bf16", SCRIPT, *trainer, "--bf16")
     cases.request(asked / "too_small", SCRIPT, *trainer, "--eval_strategy", "epoch", budget="100MiB")
     return cases.dry_runs(asked)
 
@@ -99,6 +100,11 @@ def test_a_run_whose_evaluation_does_not_fit_does_not_fit(answers: dict[str, Any
     assert not answer["fits"]
     assert "validation" in answer["text"]
     assert max(phases(answer), key=lambda phase: phase["peak_reserved"])["name"] == "validation"
+
+
+def test_arguments_of_a_trainer_find_a_gpu_with_bfloat16(answers: dict[str, Any]) -> None:
+    """They look for it before anything of Accelerate's is made."""
+    assert answers["bf16"]["plan"]["precision"]["before"] == "bf16-mixed", answers["bf16"]
 
 
 def test_nothing_is_written(answers: dict[str, Any], output: Path) -> None:

@@ -52,6 +52,7 @@ def install(run: DryRun) -> None:
     wrap(DataLoader, "__iter__", lambda original, loader: BatchIterator(run, loader, original))
     wrap(accelerate.state.PartialState, "__init__", partial(_state_made, run))
     wrap(FullyShardedDataParallelPlugin, "__post_init__", partial(_plugin_made, run))
+    wrap(torch.cuda, "is_available", partial(_gpu_asked_for, run))
 
 
 def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
@@ -98,6 +99,14 @@ def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kw
 def _plugin_made(run: DryRun, original: Any, plugin: Any, *args: Any, **kwargs: Any) -> None:
     run.phase.state_made()  # FSDP1's settings ask for a GPU
     original(plugin, *args, **kwargs)
+
+
+def _gpu_asked_for(run: DryRun, original: Callable[[], bool]) -> bool:
+    """Arguments of Transformers' ``Trainer`` ask for a GPU with bfloat16 before they make Accelerate's state."""
+    if sys._getframe(2).f_code.co_name != "is_torch_bf16_gpu_available":
+        return original()
+    run.phase.state_made()
+    return torch.cuda.is_available()
 
 
 def _take_for_distributed(arguments: Any, ranks: int) -> None:

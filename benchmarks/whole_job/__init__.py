@@ -1,0 +1,1 @@
+"""Example scripts of libraries, followed through their whole job."""
