@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
+from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -118,17 +120,23 @@ class WholeJobPhase(ForkedPhase):
             kind = getattr(sys.modules.get(module), owner, None)
             for name in names:
                 if kind is not None and hasattr(kind, name):
-                    wrap(kind, name, self._saved)
+                    wrap(kind, name, partial(self._saved, gathers=module == "accelerate" and self._gathers(name)))
 
-    def _saved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _gathers(self, method: str) -> bool:
+        """True if a method of Accelerate's, which does nothing here, gathers the weights of a divided model."""
+        process = self.run.sharding.process
+        if not isinstance(process, ShardedProcess):
+            return False
+        return method == "save_model" or "FULL" in str(process.plugin.state_dict_type)
+
+    def _saved(self, original: Callable[..., Any], *args: Any, gathers: bool, **kwargs: Any) -> Any:
         before = self._recorder.phases[-1]
         if before.name == "saving":
             return original(*args, **kwargs)
         self._recorder.phase("saving", self.loop.tracer.steps)
         try:
-            if self.run.sharding.process is not None:
-                for model in self.loop.models:
-                    self.loop.accelerator.get_state_dict(model)
+            for model in self.loop.models if gathers else ():
+                self.loop.accelerator.get_state_dict(model)
             return original(*args, **kwargs)
         finally:
             self._evaluates = False  # another evaluation is a phase of its own
