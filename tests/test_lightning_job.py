@@ -19,7 +19,7 @@ import lightning_cases as cases
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe
-from vram_guard_lightning import VramGuard, _capture, _namespaces
+from vram_guard_lightning import VramGuard, _capture, _namespaces, _shadow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -294,6 +294,18 @@ def test_validation_that_cannot_be_followed_is_said_and_the_steps_are_predicted(
     found = told(tmp_path, Unreadable())
     assert any("no such folder" in note for note in found.capture.notes)
     assert found.estimate.peak_reserved == found.plain.peak_reserved
+
+
+def test_values_logged_in_an_earlier_fit_are_not_those_of_the_copy(tmp_path: Any) -> None:
+    class Logging(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("last", self.head(self.backbone(batch[0])).mean())
+
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, max_epochs=1)
+    trainer.fit(Logging(), loader(), loader())
+    shadow = _shadow.shadow_of(trainer, trainer.precision_plugin)
+    assert trainer.fit_loop.epoch_loop.val_loop._results  # else Lightning refuses other arguments of self.log
+    assert not shadow.fit_loop.epoch_loop.val_loop._results
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ def shadow_of(trainer: Trainer, precision_plugin: Any) -> Any:
         # Loaders and what was logged with batches are the user's own; everything else a loop counts is copied.
         memo |= {id(part): part for part in (loop._data_source, loop._combined_loader)}
         memo[id(loop._data_fetcher)] = None
+        if vars(loop).get("_results") is not None:  # of an earlier run: nothing has been logged in this one
+            memo[id(loop._results)] = type(loop._results)(training=False)
     for name in _LOOPS:
         setattr(shadow, name, copy.deepcopy(getattr(trainer, name), memo))
     for name in _CONNECTORS:
