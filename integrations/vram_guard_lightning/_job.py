@@ -179,7 +179,7 @@ class _Play:
     def _save(self, playing: Playing) -> None:
         """A checkpoint as the Trainer's callbacks save it; it is not written."""
         saving = [one for one in self.trainer.callbacks if _namespaces.is_a(one, "callbacks.Checkpoint")]  # type: ignore[attr-defined]
-        if not saving:
+        if not saving or self.trainer.fast_dev_run:  # type: ignore[attr-defined] # ModelCheckpoint saves nothing then
             return
         if not _layouts.whole(self.trainer):
             playing.run.note(Message("saving a checkpoint of a sharded model is not included in the prediction"))
