@@ -36,6 +36,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "many", SCRIPT, "plain", "--held_out", 5120)
     cases.request(asked / "prepared", SCRIPT, "plain", "--held_out", 5120, "--prepared")
     cases.request(asked / "leaks", SCRIPT, "plain", "--leaks")
+    cases.request(asked / "samples", SCRIPT, "plain", "--samples")
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
     cases.request(asked / "trainer", SCRIPT, *trainer, "--eval_strategy", "steps")
     cases.request(asked / "never_evaluates", SCRIPT, *trainer)
@@ -75,6 +76,11 @@ def test_the_line_that_keeps_memory_is_named(answers: dict[str, Any]) -> None:
     at = next(number for number, line in enumerate(lines, 1) if "cross_entropy" in line)
     assert leak["source"].endswith(f"whole_job.py:{at}")
     assert leak["bytes_per_step"] == 512  # the least block: a loss is one number
+
+
+def test_a_forward_without_gradients_after_the_epoch_is_an_evaluation(answers: dict[str, Any]) -> None:
+    assert peak_of(answers["samples"], "validation") > 100_000 * (64 + 256 + 512) * 4
+    assert peak_of(answers["samples"], "training") < 100_000 * 256 * 4  # what it is made from comes before
 
 
 def test_what_could_not_be_followed_is_said_and_the_steps_are_answered(answers: dict[str, Any]) -> None:

@@ -324,6 +324,14 @@ def test_a_checkpoint_that_copies_on_the_gpu(tmp_path: Any) -> None:
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+def test_a_trial_of_one_batch_saves_nothing(tmp_path: Any) -> None:
+    """Lightning leaves checkpoints out under fast_dev_run, and so does the prediction."""
+    for trial in (False, True):
+        saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path)
+        found = told(tmp_path, Net(), saving, validation=loader(), enable_checkpointing=True, fast_dev_run=trial)
+        assert (("saving", "") in peaks(found)) is not trial
+
+
 def test_states_of_a_checkpoint_are_there_before_the_first_step(tmp_path: Any) -> None:
     trainer = cases.make_trainer(NAMESPACE, tmp_path, max_epochs=1)
     trainer.fit(Net(), loader())

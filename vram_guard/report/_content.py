@@ -9,7 +9,7 @@ from vram_guard.language import _, marked
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report.categories import category_name
-from vram_guard.timeline import CATEGORIES, phase_and_step
+from vram_guard.timeline import CATEGORIES, STEP_PHASES, phase_and_step
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -102,8 +102,9 @@ class Content:
     def peak_facts(self) -> list[tuple[str, str]]:
         """(name, value): where the peak is, and how far the answer can be trusted."""
         estimate = self.estimate
+        steps = estimate.peak_phase.name in (*STEP_PHASES, "setup")
         facts = [
-            (_("batch size"), str(estimate.batch_size)),
+            (_("batch size") if steps else _("batch size of training"), str(estimate.batch_size)),
             (_("phase"), str(phase_and_step(estimate.peak_phase))),
             (_("module"), estimate.peak_module),
             (_("source"), estimate.peak_source),

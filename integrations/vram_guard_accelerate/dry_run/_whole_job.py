@@ -61,6 +61,8 @@ class WholeJobPhase(ForkedPhase):
         self._notes: list[Note] = []
         self._rounds = EvaluationRounds(self._recorder, self.trains_on)
         self._rounds.install()
+        for model in loop.models:
+            model.register_forward_pre_hook(self._forward_begins)
         self._watch_saves()
         _let_trainer_evaluate(lambda: self._next_epoch_at is not None)
 
@@ -94,6 +96,12 @@ class WholeJobPhase(ForkedPhase):
     def moving_batch(self) -> AbstractContextManager[object]:
         """Batches of evaluations are no steps."""
         return self._recorder.loading() if self._evaluates else super().moving_batch()
+
+    def _forward_begins(self, *_call: object) -> None:
+        """Without gradients, once the epoch is over, it belongs to an evaluation, whether that loads data or not."""
+        over = self._over is not None and self._next_epoch_at is None
+        if over and not torch.is_grad_enabled() and self._recorder.phases[-1].name in STEP_PHASES:
+            self._enter_evaluation()
 
     def _enter_evaluation(self) -> None:
         if not self._evaluates:
