@@ -11,6 +11,7 @@ from torch import nn
 from vram_guard import Budget, Job, TrainingStep, assert_fits, cli, plan, trace
 from vram_guard.errors import DoesNotFitError
 from vram_guard.job import Evaluation, Saving
+from vram_guard.plan.variants import variants
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import html_report
 from vram_guard.report.text import render
@@ -39,6 +40,21 @@ def validation_of(batch_size, **changes):
 @pytest.fixture(scope="module")
 def fitting():
     return plan(step_of(validation_of(4000)), 1000, "200MiB", margin=0)
+
+
+def test_the_largest_batch_of_a_run_takes_few_traces():
+    losses = []
+
+    def loss(model, batch):
+        losses.append(batch.shape[0])
+        return model(batch).square().mean()
+
+    run = step_of(validation_of(4000), keeps="nothing").with_(loss=loss)
+    chosen = variants({"one": run}, 1000, "200MiB", margin=0.0).chosen
+    most = chosen.largest_batch_size
+    sizes = sorted(set(losses))
+    assert len(sizes) <= 4  # the law's two and its check, and the one that is asked for
+    assert trace(run).at(most).peak_reserved <= 200 * MIB < trace(run).at(most + 1).peak_reserved
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

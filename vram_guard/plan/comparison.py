@@ -226,15 +226,20 @@ def _found(
 ) -> dict[str, Any]:
     """Fields of a row that have to be worked for."""
     from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
+    from vram_guard.simulate import trace
     from vram_guard.simulate.tracing.run import with_built_model
 
     say(_("building the model"))
-    step = with_built_model(one.step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
+    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
+    step = with_built_model(one.step, capability)
     made = plan(step, one.batch_size, budget, allow=allow, settings=settings, progress=say)
     found = {"plan": made, "seconds": _seconds(made), "parameters": _parameters(step.model)}
     if limit is not None and made.timeline_before is not None:
         say(_("looking for the largest batch"))
-        found["largest_batch_size"] = made.timeline_before.max_batch_size(budget, settings=settings, limit=limit)
+        timeline = made.timeline_before
+        if step.job is not None:  # followed at the one size; the law spares a trace for each size that is tried
+            timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
+        found["largest_batch_size"] = timeline.max_batch_size(budget, settings=settings, limit=limit)
     return found
 
 
