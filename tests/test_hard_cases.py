@@ -178,6 +178,15 @@ def test_a_size_that_depends_on_the_batch_is_counted_as_in_the_batch_and_said() 
     assert [b for b in exact.blocks if "aten.index" in b.operator and b.size.base == 10 * 4 * 4]
 
 
+def test_a_line_that_asks_several_times_is_told_once_with_its_largest_bound() -> None:
+    def loss(model, batch):
+        out = model(batch)
+        return sum(out[:rows][out[:rows] > 0].sum() for rows in (1, 2, 1))
+
+    (said,) = [note.message for note in run_step(step_of(linear, loss), 2, (8, 0)).notes if "upper" in note.message]
+    assert "bound of 32 elements" in said
+
+
 def test_a_size_that_depends_on_weights_is_counted_at_its_bound_and_said() -> None:
     def loss(model, batch):
         out = model(batch)

@@ -554,7 +554,8 @@ class Recorder:
     def note(self, said: Message, operator: str = "", tier: Tier | None = None, *, from_values: bool = False) -> None:
         """Remember something the reader must know; ``tier`` lowers the answer's tier, never raises it."""
         # Between steps the batches are those of other loaders, whose size is no question.
-        from_values = from_values and self.phases[-1].name in ("setup", *STEP_PHASES)
+        current = self.phases[-1].name if self.phases else "setup"
+        from_values = from_values and current in ("setup", *STEP_PHASES)
         self.notes[Note(said, self.source(), operator, from_values)] = None
         self._lower(tier or self.tier)
 

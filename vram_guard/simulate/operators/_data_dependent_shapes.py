@@ -27,17 +27,20 @@ def equal(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, An
 
 
 def _note_bound(recorder: Recorder, func: Any, bound: int) -> None:
+    """Once for a line that asks several times: with the largest bound."""
     name = str(func)
-    recorder.note(
-        Message(
-            "the size of {operator}'s result depends on data that is not known before training; counted at its upper "
-            "bound of {bound} elements",
-            operator=name,
-            bound=bound,
-        ),
+    said = Message(
+        "the size of {operator}'s result depends on data that is not known before training; counted at its upper "
+        "bound of {bound} elements",
         operator=name,
-        tier="partly symbolic",
+        bound=bound,
     )
+    for note in [one for one in recorder.notes if (one.operator, one.source) == (name, recorder.source())]:
+        if isinstance(note.said, Message) and note.said.text == said.text:
+            if dict(note.said.values)["bound"] >= bound:  # type: ignore[operator]
+                return
+            del recorder.notes[note]
+    recorder.note(said, operator=name, tier="partly symbolic")
 
 
 def _note_from_batch(recorder: Recorder, func: Any) -> None:
