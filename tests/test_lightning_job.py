@@ -281,9 +281,9 @@ def test_validation_that_cannot_be_followed_is_said_and_the_steps_are_predicted(
 
     found = told(tmp_path, Odd(), validation=loader(), num_sanity_val_steps=1)
     notes = [note.message for note in found.job.notes]
-    assert [note.partition(":")[0] for note in notes] == [
-        "the sanity check is not included in the prediction",
-        "validation is not included in the prediction",
+    assert [note.partition(" (")[0] for note in notes] == [
+        "the sanity check cannot be followed to its end",
+        "validation cannot be followed to its end",
     ]
     assert peaks(found)["training", ""] == found.plain.peak_allocated
 

@@ -84,7 +84,12 @@ class Playing:
             yield
         except Exception as error:  # noqa: BLE001 - the user's own code runs
             why = f"{type(error).__name__}: {error}"
-            self.run.note(Message("{what} is not included in the prediction: {error}", what=what, error=why))
+            said = Message(
+                "{phase} cannot be followed to its end ({error}): the rest of it is not included in the prediction",
+                phase=what,
+                error=why,
+            )
+            self.run.note(said)
             error.__traceback__ = error.__context__ = error.__cause__ = None  # frames hold symbolic tensors
             for part, training in modes:
                 part.training = training
