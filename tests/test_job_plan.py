@@ -42,6 +42,17 @@ def fitting():
     return plan(step_of(validation_of(4000)), 1000, "200MiB", margin=0)
 
 
+def test_an_evaluation_without_a_size_has_that_of_the_loader_also_where_the_step_slices_its_batches():
+    """Eight slices of 500 of a loaded batch of 4,000."""
+    sliced = {"whole_batch": True, "accumulate": 8}
+    for size in (None, 4000):
+        found = plan(step_of(validation_of(size), **sliced), 500, "200MiB", margin=0).estimate
+        rows = {phase.name: phase.peak_allocated for phase in found.phases}
+        if size is None:
+            expected = rows["validation"]
+    assert rows["validation"] == expected
+
+
 def test_the_largest_batch_of_a_run_takes_few_traces():
     losses = []
 

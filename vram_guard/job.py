@@ -37,6 +37,11 @@ class JobRun(Protocol):
         ...
 
     @property
+    def loaded_samples(self) -> int:
+        """Samples of a batch of the training's loader in this trace, of which micro-batches may be slices."""
+        ...
+
+    @property
     def accumulate(self) -> int:
         """Micro-batches of an optimizer step in this trace, as the plan that is tried has them."""
         ...
@@ -259,7 +264,7 @@ class Evaluation:
 
     def __call__(self, run: JobRun) -> None:
         """The first and the last round, which stands for all others."""
-        size = run.batch_size if self.batch_size is None else self.batch_size
+        size = run.loaded_samples if self.batch_size is None else self.batch_size
         with run.phase(self.name, self.label), run.evaluating(inference_mode=self.inference_mode):
             outputs: Any = None
             collected = []

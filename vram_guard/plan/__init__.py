@@ -260,7 +260,7 @@ def plan(
     made = replace(made, uneven=uneven)
     if source.job is None or source.whole is None:
         return made
-    whole = replace(source, trace=under(choice, whole_job(source.job, source.whole, batch_size)))
+    whole = replace(source, trace=under(choice, whole_job(source.job, source.whole, batch_size * source.batch_slices)))
     return with_whole_job(
         made,
         request,

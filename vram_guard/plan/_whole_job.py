@@ -33,7 +33,7 @@ def whole_job(job: Job, whole: Callable[[Job], Follow], batch_size: int) -> Foll
     Args:
         job: of the step as written.
         whole: job -> timelines of the step with it.
-        batch_size: of the step as written.
+        batch_size: of the loader, for the step as written.
     """
     uncut, cut = whole(job), whole(job.beside(batch_size))
     return lambda request: cut(request) if request.slices > 1 else uncut(request)
@@ -129,7 +129,7 @@ def smaller_evaluation(
 
         if source.job is None or source.whole is None:
             return None
-        job, whole = source.job.beside(option.splits * size), source.whole
+        job, whole = source.job.beside(option.splits * size * source.batch_slices), source.whole
         evaluation = job.evaluation(phase.name, phase.label)
         if evaluation is None:
             return None

@@ -66,6 +66,12 @@ class PlayedRun:
         return self._loop.batch_size
 
     @property
+    def loaded_samples(self) -> int:
+        """Samples of a batch that is loaded at once."""
+        step = self._loop.step
+        return self._loop.batch_size * (step.accumulate if step.whole_batch else 1)
+
+    @property
     def accumulate(self) -> int:
         """Micro-batches of a step."""
         return self._loop.step.accumulate
