@@ -133,7 +133,8 @@ def test_hooks_after_backward_where_some_micro_batches_have_no_loss(
     del trainer
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "vram_guard")
-        armed = guard(recover=recover, micro=2)
+        # What the callback sets is not followed: a step without a loss cannot be.
+        armed = guard(recover=recover, micro=2, whole_job=False)
         sets = type("Sets", (LIGHTNING.Callback,), {"on_train_start": lambda *_: _set(module, without)})()
         run(tmp_path, module, armed, callbacks=[sets], samples=40, max_epochs=1)
     assert armed.plan is not None

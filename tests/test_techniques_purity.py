@@ -499,9 +499,9 @@ def test_only_the_first_trace_is_watched_and_only_where_something_may_be_checkpo
 ) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def followed(step: TrainingStep, size: int, capability: tuple[int, int], watched: Any = ()) -> Any:
+    def followed(step: TrainingStep, size: int, capability: tuple[int, int], watched: Any = (), **more: Any) -> Any:
         asked.append(tuple(watched))
-        return run_step(step, size, capability, watched)
+        return run_step(step, size, capability, watched, **more)
 
     monkeypatch.setattr("vram_guard.simulate.tracing.run.run_step", followed)
     step = step_of(Block, Block)

@@ -81,6 +81,8 @@ LAYOUTS: tuple[PrivateName, ...] = (
     PrivateName(
         "strategies.model_parallel:_materialize_distributed_module", "weights that were made on the meta device"
     ),
+    PrivateName("strategies:DeepSpeedStrategy._format_config", "DeepSpeed's config as the strategy hands it over"),
+    PrivateName("strategies:DeepSpeedStrategy._config_initialized", "whether it has done so already"),
 )
 
 DIVIDING: tuple[PrivateName, ...] = (

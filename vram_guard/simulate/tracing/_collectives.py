@@ -21,6 +21,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
+from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.parallel.groups import dimension_of, is_pretended
@@ -119,6 +120,7 @@ def answer(
             by_layout=_called_by_layout(),
         )
     _used_by_nccl(recorder, group, args)
+    _forget_values(operator, args)
     if is_pretended(group) or dist.get_backend(group) == "fake":
         if operator == "allreduce_" and recorder.in_backward:  # buckets of DistributedDataParallel
             recorder.classify((one for one in tensors_in(args) if one.is_floating_point()), "gradients")
@@ -207,6 +209,24 @@ def _bytes(values: tuple[Any, ...]) -> int:
 
 
 _GATHERS = ("allgather_", "_allgather_base_", "gather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_")
+
+
+#: Operators that write into none of their tensors what this rank's would not hold already.
+_LEAVING_VALUES = ("broadcast_", "barrier", "send", "recv_", "recv_any_source_")
+
+
+def _forget_values(operator: str, args: tuple[Any, ...]) -> None:
+    """Forget the values of symbolic tensors that a collective writes; gathered ones hold what this rank sends."""
+    if operator in _LEAVING_VALUES:
+        return
+    sent = list(tensors_in(args[1:2])) if operator in _GATHERS else []
+    for target in tensors_in(args[:1]):
+        if not is_symbolic(target):
+            continue
+        constants.forget(target)
+        value = constants.compute(sent[0]) if len(sent) == 1 and sent[0].shape == target.shape else None
+        if value is not None:
+            constants.known(target, value)
 
 
 def _gather(outputs: Any, inputs: Any) -> None:
