@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vram_guard.job import Job
 from vram_guard.language import Message, _
+from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_lightning import _layouts, _namespaces, _shadow
 from vram_guard_lightning._epochs import LaterEpochs
@@ -150,6 +151,10 @@ class _Play:
         shadow = playing.shadow
         connector = shadow._checkpoint_connector
         if not connector._loaded_checkpoint:
+            return
+        if divided_by_fsdp2(playing.run.model):  # states are divided as they are loaded, which talks to other ranks
+            playing.run.note(Message("resuming a sharded model is not included in the prediction"))
+            connector._loaded_checkpoint = {}
             return
         with playing.followed(Message("resuming")), playing.run.phase("resuming"):
             connector.restore_loops()
