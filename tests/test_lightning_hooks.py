@@ -142,6 +142,19 @@ def test_hooks_after_backward_where_some_micro_batches_have_no_loss(
     assert module.rates.count(-1.0) == calls
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_that_cannot_be_followed_leaves_the_plan_of_the_steps(tmp_path: Any, capsys: Any) -> None:
+    """From its start on, the training returns no loss: no job is followed then, and the first steps are planned for."""
+    module = NoneForSome()
+    run(tmp_path, module, samples=40, max_epochs=0)
+    armed = guard()
+    sets = type("Sets", (LIGHTNING.Callback,), {"on_train_start": lambda *_: _set(module, (0, 1, 2, 3))})()
+    run(tmp_path, module, armed, callbacks=[sets], samples=40, max_epochs=1)
+    assert armed.plan is not None
+    assert armed.plan.splits == 4
+    assert "besides its first steps is not included" in " ".join(capsys.readouterr().out.split())
+
+
 def _set(module: Any, without: Any) -> None:
     module.without = without
     module.seen.clear()

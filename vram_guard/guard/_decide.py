@@ -118,7 +118,13 @@ def decide_alone(
     known = Corrections().factor(about) if settings.remember and about is not None else 1.0
     refusals = (Refusal("accumulate", why_not_split(make)), *captured.refusals(settings))
     refused = {technique: reason for technique, reason in refusals if reason}
-    plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
+    try:
+        plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
+    except Exception as error:
+        if captured.step.job is None:
+            raise
+        captured = _without_job(captured, error)
+        plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     releases = plan.before.releases
     notes = [*captured.notes, *(() if releases is None else required.remarks(releases))]
@@ -166,6 +172,13 @@ def longest_batch_of(
     )
     notes = [one for one in captured.notes if one not in captured.sample.notes]
     return replace(captured, sample=chosen.sample, notes=(*chosen.sample.notes, *notes)), chosen.learned
+
+
+def _without_job(captured: CapturedTraining, error: Exception) -> CapturedTraining:
+    """The training's first steps alone, where the rest of it cannot be followed, and a note that says so."""
+    why = f"{type(error).__name__}: {error}"
+    said = _("what the training does besides its first steps is not included in the prediction ({error})", error=why)
+    return replace(captured, step=captured.step.with_(job=None), notes=(*captured.notes, said))
 
 
 def _proven_plan(
