@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
@@ -22,7 +24,6 @@ from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, stopped
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from vram_guard.timeline import Timeline
@@ -90,10 +91,18 @@ class ForkedPhase(LoopPhase):
     # --- the places of the script ----------------------------------------------------------------------------
 
     def next_batch(self, batches: BatchIterator) -> Any:
-        """Made to order for the training; real ones for evaluations."""
+        """Made to order for the training; real ones for evaluations, and for loops that make batches of loaded ones."""
+        if self._sample.loader is None:
+            return batches.next_real()
         if batches.loader is not self._sample.loader and _batch_size(batches.loader) != self._sample.batch_size:
             return batches.next_beside_training()
+        return self.made_batch()
+
+    def made_batch(self) -> Any:
+        """The training's next batch; the script moves it to the GPU, where Accelerate does not."""
         self.loop.batches += 1
+        if self.loop.by_itself:
+            self.loop.tracer.batch_begins()
         return self._sample.make(self._request.batch_size * self._request.slices_of_model)
 
     def moving_batch(self) -> AbstractContextManager[object]:
@@ -139,7 +148,13 @@ class ForkedPhase(LoopPhase):
             )
         return listed
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def called(self, model: nn.Module, called: dict[str, Any]) -> None:
+        """Batches without a loader are counted by the calls in training."""
+        if self._sample.loader is None and torch.is_grad_enabled():
+            self.loop.batches += 1
+        super().called(model, called)
+
+    def stepped(self, optimizer: object) -> None:
         """Answer after the second step of every optimizer."""
         number = self.loop.count_step(optimizer)
         if not self._state:

@@ -90,8 +90,7 @@ class WholeJobPhase(ForkedPhase):
                 raise StopIteration
         elif self._next_epoch_at is None:
             self._next_epoch_at, self._alive = steps, None
-        self.loop.batches += 1
-        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
+        return self.made_batch()
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Batches of evaluations are no steps."""

@@ -114,6 +114,12 @@ class Phase:
         """Number of calls of prepared models."""
         return 0
 
+    def begins(self) -> None:
+        """The script is about to start."""
+
+    def called(self, model: nn.Module, called: dict[str, Any]) -> None:
+        """A model of a script without Accelerate is about to be called, with these arguments."""
+
     def state_made(self) -> None:
         """Accelerate's state is about to be made: the script has imported its libraries."""
 
@@ -139,7 +145,7 @@ class Phase:
         """The script clips the gradients of these parameters; the same ones, to be clipped."""
         return parameters
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:

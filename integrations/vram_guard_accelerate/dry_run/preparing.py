@@ -1,19 +1,32 @@
-"""The first phase: the script until ``Accelerator.prepare``, real on the CPU, with a simulated GPU."""
+"""The first phase: the script until ``Accelerator.prepare``, real on the CPU, with a simulated GPU.
+
+A script without Accelerate is followed from where its loop asks for the first batch, or calls its model first.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from vram_guard.language import _
+from vram_guard.patching import replaced
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
+from vram_guard_accelerate.dry_run._own_loop import OwnLoop, models_on_gpu, optimizers_of
 from vram_guard_accelerate.dry_run._proving import ProvingPhase
 from vram_guard_accelerate.dry_run.forks import ForkEntered
-from vram_guard_accelerate.dry_run.phases import DryRun, Phase
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
 from vram_guard_accelerate.dry_run.results import stopped
+
+#: What makes a script one that can be followed.
+THREE_LINES = """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.backward(loss)  # in place of loss.backward()"""
 
 #: Bytes of weights and buffers. A model that is larger takes too long on a CPU, and its weights would stay in memory.
 LARGEST_PROVEN = 4 * 2**30
@@ -25,10 +38,16 @@ class PreparingPhase(Phase):
     def __init__(self, run: DryRun) -> None:
         super().__init__(run)
         self._shim = CudaShim(run.shape.capability)
+        self._calls = contextlib.ExitStack()
+
+    def begins(self) -> None:
+        """From the first line on there is a GPU, but for libraries, which would look for its driver."""
+        self._shim.begin()
+        self._calls.enter_context(replaced(nn.Module, {"__call__": self._calling(nn.Module.__call__)}))
 
     def state_made(self) -> None:
-        """From here on there is a GPU. Not earlier: libraries that are imported would look for its driver."""
-        self._shim.begin()
+        """Models of a script with Accelerate begin to be followed at ``prepare``."""
+        self._calls.close()
 
     def differentiates_for_real(self) -> None:
         """Refuse: from here on the script would train on the CPU, and write what it has trained."""
@@ -41,11 +60,52 @@ class PreparingPhase(Phase):
             )
         stopped(
             _(
-                "it trains without Accelerate, whose loops are followed here; make it one of them with accelerator = "
-                "Accelerator(), model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and "
-                "accelerator.backward(loss) in place of loss.backward()"
+                "it uses no Accelerate, and trains no model that it has moved to the GPU, which is followed too; "
+                "these three lines make it one that can be followed: {lines}",
+                lines=THREE_LINES,
             )
         )
+
+    # --- scripts without Accelerate -----------------------------------------------------------------------------
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """Where the models and optimizers are there, and Accelerate is not, the loop begins."""
+        script = self.run.script
+        if self._shim.used and not script.uses_accelerate and any(script.optimizers):
+            models = models_on_gpu(self._shim.holds)
+            if optimizers_of(models, script.optimizers):
+                self._follow(models)
+                return self.run.phase.next_batch(batches)
+        return super().next_batch(batches)
+
+    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model on the GPU is called before that: in an evaluation, or by a loop without a loader."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._shim.used and self.run.phase is self and not self.run.script.uses_accelerate:
+                models = models_on_gpu(self._shim.holds)
+                if any(part is module for model in models for part in model.modules()):
+                    self._follow(models)
+            return original(module, *args, **kwargs)
+
+        return call
+
+    def _follow(self, models: list[nn.Module]) -> None:
+        """From here on these models are symbolic, as if they had been prepared."""
+        if self.run.shape.ranks > 1:
+            stopped(
+                _(
+                    "it trains without Accelerate, which is followed in one process only; launch it with "
+                    "--num_processes 1"
+                )
+            )
+        self._calls.close()
+        loop = OwnLoop(self.run.script.optimizers)
+        loop.train(models)
+        self.run.phase = FollowingPhase(self.run, loop, self._shim.end())
+        self.run.phase.prepare(lambda *_args, **_kwargs: None, loop, tuple(models), {})
+
+    # --- scripts with Accelerate --------------------------------------------------------------------------------
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
         """The first ``prepare``: from here on, the process is symbolic, and its copies that prove a plan are real."""

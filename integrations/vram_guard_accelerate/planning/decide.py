@@ -81,6 +81,7 @@ def decide(
     proofs = Proofs(first, look, settings.proof_seconds)
     weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
     judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
+    may_relaunch = may_relaunch and first.any_size
     candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
@@ -144,10 +145,11 @@ class _Planner:
             precision=first.precision,
             accumulate=self.facts.batches_per_step,
             ranks=first.shape.ranks,
+            one_size=not first.any_size,
             sharded=first.fork_server is not None,
             sliced_by=sliced_by,
             forward_again=forward_again,
-            job=_OWN_JOB if settings.whole_job else None,
+            job=_OWN_JOB if settings.whole_job and first.any_size else None,
             whole=lambda _job: self.traces.whole_job,
         )
         return plan(
@@ -274,6 +276,8 @@ def _why_not_grown(first: FirstBatch) -> str:
 
 
 def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -> str:
+    if not first.any_size:
+        return first.sample.growable
     if facts.updates_others:
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:
@@ -289,6 +293,8 @@ def _why_not_by_graph(facts: LoopFacts) -> str:
 
 
 def _why_not_mixed(first: FirstBatch) -> str:
+    if first.by_itself:
+        return _("the script trains without Accelerate, which would set it")
     if first.precision != "32-true":
         return _("the precision was chosen by the user and stays")
     if first.script.precision_option:

@@ -83,6 +83,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn], 
     forks.check_forks()
     run.phase = PreparingPhase(run)
     patches.install(run)
+    run.phase.begins()
     try:
         _run_script.run(request.command, module=request.module)
     except BaseException as error:
