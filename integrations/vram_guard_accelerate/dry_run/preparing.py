@@ -60,8 +60,8 @@ class PreparingPhase(Phase):
             )
         stopped(
             _(
-                "it uses no Accelerate, and trains no model that it has moved to the GPU, which is followed too; "
-                "these three lines make it one that can be followed: {lines}",
+                "it trains without Accelerate, on the CPU: the loops that are followed train a model that was moved to "
+                "the GPU, or one that Accelerate prepares, for which a script needs three lines:{lines}",
                 lines=THREE_LINES,
             )
         )
