@@ -13,9 +13,9 @@ from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate._launch_plan import ON_CPU
+from vram_guard_accelerate.apply.own_loop import OwnLoop
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._engine import EngineProcess
-from vram_guard_accelerate.dry_run._own_loop import OwnLoop
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
@@ -177,13 +177,6 @@ class LoopPhase(Phase):
     def stepped(self, optimizer: object) -> None:
         """Count the step."""
         self.loop.count_step(optimizer)
-
-    def called(self, model: nn.Module, called: dict[str, Any]) -> None:
-        """A loop that updates weights without an optimizer has done so when it calls its model again."""
-        own = self.loop.accelerator
-        if self.loop.differentiated and torch.is_grad_enabled() and not own._optimizers:
-            self.stepped(own)
-        self.loop.differentiated = False
 
     def differentiates_for_real(self) -> None:
         """The backward pass of a loop without Accelerate, which nobody else notices."""

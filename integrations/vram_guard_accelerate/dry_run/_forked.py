@@ -148,11 +148,16 @@ class ForkedPhase(LoopPhase):
             )
         return listed
 
-    def called(self, model: nn.Module, called: dict[str, Any]) -> None:
-        """Batches without a loader are counted by the calls in training."""
-        if self._sample.loader is None and torch.is_grad_enabled():
+    def called(self, model: nn.Module, called: dict[str, Any]) -> None:  # noqa: ARG002 - any call is one
+        """A loop that updates weights without an optimizer has done so when it calls its model again."""
+        if not (torch.is_grad_enabled() and model.training):
+            return
+        own = self.loop.accelerator
+        if self.loop.differentiated and not own._optimizers:  # noqa: SLF001 - named as Accelerate names it
+            self.stepped(own)
+        self.loop.differentiated = False
+        if self._sample.loader is None:
             self.loop.batches += 1
-        super().called(model, called)
 
     def stepped(self, optimizer: object) -> None:
         """Answer after the second step of every optimizer."""

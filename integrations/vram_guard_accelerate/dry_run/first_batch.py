@@ -12,8 +12,8 @@ from vram_guard_accelerate._launch_plan import LoaderPlace
 from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
 from vram_guard_accelerate.apply.loaders import LoadersMade
+from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
-from vram_guard_accelerate.dry_run._own_loop import OptimizersMade, OwnLoop
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
 
 

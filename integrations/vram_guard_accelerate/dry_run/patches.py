@@ -53,7 +53,7 @@ def install(run: DryRun) -> None:
     wrap(accelerate.state.PartialState, "__init__", partial(_state_made, run))
     wrap(FullyShardedDataParallelPlugin, "__post_init__", partial(_plugin_made, run))
     wrap(torch.cuda, "is_available", partial(_gpu_asked_for, run))
-    wrap(torch.optim.Optimizer, "__init__", run.script.optimizers.add)
+    run.script.optimizers.watch()
 
 
 def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:

@@ -22,7 +22,6 @@ from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 #: Real batches that a loop over other data than the training's gets to see: an evaluation before training.

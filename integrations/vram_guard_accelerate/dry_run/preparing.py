@@ -5,18 +5,15 @@ A script without Accelerate is followed from where its loop asks for the first b
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from vram_guard.language import _
-from vram_guard.patching import replaced
+from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
-from vram_guard_accelerate.dry_run._own_loop import OwnLoop, models_on_gpu, optimizers_of
 from vram_guard_accelerate.dry_run._proving import ProvingPhase
 from vram_guard_accelerate.dry_run.forks import ForkEntered
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
@@ -38,16 +35,16 @@ class PreparingPhase(Phase):
     def __init__(self, run: DryRun) -> None:
         super().__init__(run)
         self._shim = CudaShim(run.shape.capability)
-        self._calls = contextlib.ExitStack()
+        self._calls = ModelCalls(self._shim.holds, lambda _module: not self._may_follow, self._follow)
 
     def begins(self) -> None:
         """From the first line on there is a GPU, but for libraries, which would look for its driver."""
         self._shim.begin()
-        self._calls.enter_context(replaced(nn.Module, {"__call__": self._calling(nn.Module.__call__)}))
+        self._calls.watch()
 
     def state_made(self) -> None:
         """Models of a script with Accelerate begin to be followed at ``prepare``."""
-        self._calls.close()
+        self._calls.end()
 
     def differentiates_for_real(self) -> None:
         """Refuse: from here on the script would train on the CPU, and write what it has trained."""
@@ -70,25 +67,17 @@ class PreparingPhase(Phase):
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Where the models and optimizers are there, and Accelerate is not, the loop begins."""
-        script = self.run.script
-        if self._shim.used and not script.uses_accelerate and any(script.optimizers):
+        made = self.run.script.optimizers
+        if self._may_follow and any(made):
             models = models_on_gpu(self._shim.holds)
-            if optimizers_of(models, script.optimizers):
+            if optimizers_of(models, made):
                 self._follow(models)
                 return self.run.phase.next_batch(batches)
         return super().next_batch(batches)
 
-    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A model on the GPU is called before that: in an evaluation, or by a loop without a loader."""
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._shim.used and self.run.phase is self and not self.run.script.uses_accelerate:
-                models = models_on_gpu(self._shim.holds)
-                if any(part is module for model in models for part in model.modules()):
-                    self._follow(models)
-            return original(module, *args, **kwargs)
-
-        return call
+    @property
+    def _may_follow(self) -> bool:
+        return self._shim.used and not self.run.script.uses_accelerate
 
     def _follow(self, models: list[nn.Module]) -> None:
         """From here on these models are symbolic, as if they had been prepared."""
@@ -99,11 +88,10 @@ class PreparingPhase(Phase):
                     "--num_processes 1"
                 )
             )
-        self._calls.close()
+        self._calls.end()
         loop = OwnLoop(self.run.script.optimizers)
         loop.train(models)
-        self.run.phase = FollowingPhase(self.run, loop, self._shim.end())
-        self.run.phase.prepare(lambda *_args, **_kwargs: None, loop, tuple(models), {})
+        self.prepare(lambda *_args, **_kwargs: None, loop, tuple(models), {})
 
     # --- scripts with Accelerate --------------------------------------------------------------------------------
 

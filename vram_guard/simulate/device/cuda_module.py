@@ -109,7 +109,10 @@ def accelerator_answers() -> dict[str, Any]:
     module = getattr(torch, "accelerator", None)
 
     def of_cuda(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(torch.cuda, name)(*args, **kwargs)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return getattr(torch.cuda, name)(*args, **kwargs)
+
+        return answer
 
     answers = {name: of_cuda(source) for name, source in _OF_ACCELERATOR.items()}
     answers["current_accelerator"] = lambda *_args, **_kwargs: torch.device("cuda")

@@ -38,7 +38,7 @@ from vram_guard.state.containers import mapped
 from vram_guard.timeline import Timeline
 
 
-def _onto_one_gpu(_model: nn.DataParallel, inputs: Any, kwargs: Any, _gpus: Any) -> tuple[Any, Any]:
+def _onto_one_gpu(_model: nn.Module, inputs: Any, kwargs: Any, _gpus: Any) -> tuple[Any, Any]:
     """``DataParallel.scatter`` where there is one GPU: what lies there already is not copied."""
 
     def moved(leaf: Any) -> Any:
