@@ -21,12 +21,16 @@ from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
-from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, stopped
+from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
+from vram_guard_accelerate.dry_run.time_limit import limit
 
 if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.timeline import Timeline
+
+#: Seconds that one copy may take for two optimizer steps.
+PATIENCE = 300.0
 
 #: Slices of a batch that are followed: the first makes gradients, every other one adds to them.
 SLICES = 2
@@ -55,6 +59,7 @@ class ForkedPhase(LoopPhase):
         self._calls: list[ModelCall] = []
         self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
+        limit(PATIENCE, self._out_of_time)
         self._change()
         loop.tracer.recorder.phase("forward", 1)
 
@@ -174,6 +179,10 @@ class ForkedPhase(LoopPhase):
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
         self._parent.send(DryRunFailure.of(error, script))
+
+    def _out_of_time(self, frame: Any) -> NoReturn:
+        reason = _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{PATIENCE:.0f}")
+        self._parent.send(DryRunFailure.unsupported(at_line(reason, frame)))
 
     def ended(self) -> None:
         """Send what was seen of a script that came to its end before its second step."""

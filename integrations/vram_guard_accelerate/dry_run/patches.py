@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
+from vram_guard_accelerate._script_files import is_users
 from vram_guard_accelerate.apply.fsdp import plugin_of, why_not_followed
 from vram_guard_accelerate.dry_run import _engine, side_effects
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -178,6 +179,15 @@ def _refuse_processes() -> None:
     for owner, functions in names.items():
         for name in functions:
             wrap(owner, name, _refusing(name if owner is accelerate else f"{owner.__name__}.{name}"), optional=True)
+    for name in ("fork", "forkpty"):
+        wrap(os, name, partial(_forked_by_script, name), optional=True)
+
+
+def _forked_by_script(name: str, original: Callable[[], Any]) -> Any:
+    """Libraries may copy the process to work beside it; where the script does, a copy of it would run on as it does."""
+    if is_users(sys._getframe(2).f_code.co_filename):
+        _refusing(f"os.{name}")()
+    return original()
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
