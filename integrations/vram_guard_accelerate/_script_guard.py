@@ -196,7 +196,8 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) ->
         state.update(device=torch.device("cuda", 0), distributed_type="NO", num_processes=1, process_index=0)
         state.update(local_process_index=0, backend=None)
     patches.install(run)
-    run.phase.state_made()
+    run.script.uses_accelerate = True  # its Accelerator is there already
+    run.phase.begins()
 
 
 def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:

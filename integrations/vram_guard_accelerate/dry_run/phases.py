@@ -119,9 +119,6 @@ class Phase:
     def called(self, model: nn.Module, called: dict[str, Any]) -> None:
         """A model of a script without Accelerate is about to be called, with these arguments."""
 
-    def state_made(self) -> None:
-        """Accelerate's state is about to be made: the script has imported its libraries."""
-
     def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """``Accelerator.prepare``, or ``prepare_model``."""
         return original(accelerator, *args, **kwargs)

@@ -42,10 +42,6 @@ class PreparingPhase(Phase):
         self._shim.begin()
         self._calls.watch()
 
-    def state_made(self) -> None:
-        """Models of a script with Accelerate begin to be followed at ``prepare``."""
-        self._calls.end()
-
     def differentiates_for_real(self) -> None:
         """Refuse: from here on the script would train on the CPU, and write what it has trained."""
         if self.run.script.uses_accelerate:
