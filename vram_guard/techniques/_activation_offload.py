@@ -153,7 +153,8 @@ class _Copies:
         known = self._moved.get(key)
         if known is not None and known.source() is tensor.untyped_storage():
             return known
-        made = self._moved[key] = _Moved(tensor, self.pin_memory and torch.cuda.is_available())
+        pinned = self.pin_memory and tensor.device.type != "cpu" and torch.cuda.is_available()
+        made = self._moved[key] = _Moved(tensor, pinned)
         return made
 
 
