@@ -155,6 +155,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         answers: list[Any] = [None]
         if accelerator.is_main_process:
             try:
+                forks.check_forks()
                 with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
                     copy = forks.fork(None)
                 answers = [copy.answer(PATIENCE)]
