@@ -126,7 +126,7 @@ def host_optimizer() -> Any:
             self._versions = self._versions_now()
             return loss
 
-        step.hooked = True
+        vars(step)["hooked"] = True  # or a copy of the optimizer would run them twice
 
         def _versions_now(self) -> dict[torch.Tensor, int]:
             return {p: p._version for p in self.param_d2h_map}  # noqa: SLF001 - named in autograd's documentation
@@ -151,7 +151,7 @@ def host_optimizer() -> Any:
                     self.queue.pop(parameter, None)
                     continue
                 known, version = self._carried.get(parameter, (_nothing, -1))
-                if waiting is not None and known() is gradient and version == version_of(gradient):
+                if waiting is not None and version == version_of(gradient) and known() is gradient:
                     continue
                 if waiting is not None:
                     waiting.synchronize()
