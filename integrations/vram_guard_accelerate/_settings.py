@@ -31,6 +31,9 @@ NOT_HERE: dict[str, str] = {
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
 }
 
+#: Techniques whose plans are run in copies before they are used.
+PROVEN = ("accumulate", "checkpoint", "offload_activations")
+
 #: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
 #: checkpoints and state dicts hold.
 ONLY_BY_NAME = frozenset({"offload_parameters"})
@@ -67,7 +70,7 @@ class Settings(PlanSettings):
     @property
     def may_prove(self) -> bool:
         """True if plans are proven by running a few samples."""
-        return self.proof_seconds > 0 and not self.techniques.isdisjoint(("accumulate", "checkpoint"))
+        return self.proof_seconds > 0 and not self.techniques.isdisjoint(PROVEN)
 
     @property
     def techniques(self) -> frozenset[str]:

@@ -242,6 +242,6 @@ def _small(plan: LaunchPlan, samples: int) -> LaunchPlan:
         batch_option="",
         learning_rate_factor=1.0,
         resumes_grown=False,
-        recipe=AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint),
+        recipe=AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint, offload_activations=plan.recipe.offload_activations),
         sharding=AS_LAUNCHED,  # a copy that proves is alone
     )
