@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("jsonargparse", reason="LightningCLI parses with jsonargparse")
 from lightning.pytorch.cli import LightningCLI
+
+from vram_guard.cli import main
 from vram_guard_lightning import VramGuard
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning_cli"
@@ -59,3 +61,12 @@ def test_settings_that_the_config_leaves_out_come_from_the_environment(monkeypat
     guard = trained("--trainer.callbacks.mode=report")
     assert guard.settings.margin == 0.4
     assert guard.settings.budget == "32MiB"  # given: it wins
+
+
+def test_a_config_that_optimize_wrote(tmp_path, capsys):
+    """Its new entries are arguments that the Trainer takes: others would be refused by LightningCLI."""
+    output = tmp_path / "optimized.yaml"
+    assert main(["optimize", "--config", "config.yaml", "--gpu", "RTX 4090", "--output", str(output)]) == 0
+    assert "trainer.precision: added -> bf16-mixed" in capsys.readouterr().out
+    trainer = LightningCLI(run=False, save_config_callback=None, args=["--config", str(output)]).trainer
+    assert (trainer.precision, trainer.gradient_clip_val) == ("bf16-mixed", 1.0)
