@@ -124,11 +124,14 @@ class RelaunchCandidates:
                 )
             )
             return []
-        # Uneven: a table of all samples against all samples.
-        if facts.compares_samples or made.uneven:
-            why = _("samples of a batch are compared with each other")
-        else:
-            why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
+        why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
+        # A table of all samples against all samples is as wide as the batch and grows with its square. So may other
+        # things be: samples that were run whole and in halves tell.
+        if not why and (facts.compares_samples or made.uneven) and not self._halved().samples:
+            why = _(
+                "samples of a batch may be compared with each other, and none were run to see: {reason}",
+                reason=self._halved().why_not,
+            )
         found = None if why else accumulated()
         if found is not None:
             slower = made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)
