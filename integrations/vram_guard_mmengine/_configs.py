@@ -39,8 +39,8 @@ def refuse_before_mmengine(cfg: Mapping[str, Any]) -> None:
     raise InvalidInputError(
         _(
             "This config is one for mmcv 1.x, from before MMEngine ({keys}), which would train nothing of it. Take the "
-            "config of the same name from a release on MMEngine (MMDetection 3, MMSegmentation 1, MMPose 1, MMAction2 1 "
-            "or MMPreTrain 1), or describe the training step in Python for vram-guard plan --step",
+            "config of that name from a release on MMEngine (MMDetection 3, MMSegmentation 1 or MMPreTrain 1), "
+            "or describe the training step in Python for vram-guard plan --step",
             keys=", ".join(f"{key}=" for key in old),
         )
     )
