@@ -49,7 +49,7 @@ TRAINER_ARGUMENTS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("variants")
     asked = folder / "asked"
-    for name in ("by_hand", "undivided", "per_batch", "compares", "centred", "frozen"):
+    for name in ("by_hand", "undivided", "per_batch", "compares", "centred", "frozen", "counted"):
         cases.request(asked / name, OPTIONS, name, "--out", "never.pt", budget="45MiB", allow=("accumulate",))
     cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "accumulate"))
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
@@ -92,6 +92,7 @@ def test_samples_that_are_compared_beside_the_loss_are_no_reason_against_them(an
         ("per_batch", "learning rates differ, from optimizer step 1 on"),
         ("compares", "4 samples were run, and differed: the gradient of"),
         ("centred", "4 samples were run, and differed: the gradient of"),
+        ("counted", "you can type half the batch yourself: --batch_size 8 --gradient_accumulation_steps 2"),
     ],
 )
 def test_options_that_make_another_training_are_left_alone(answers: Any, name: str, why: str) -> None:

@@ -26,6 +26,7 @@ WAYS = (
     "wide",
     "centred",
     "frozen",
+    "counted",
 )
 
 
@@ -86,6 +87,8 @@ def loss_of(way, logits, y):
         return nn.functional.cross_entropy(logits @ logits.t(), torch.arange(len(y), device=y.device))
     if way == "centred":
         logits = logits - logits.mean(0)
+    if way == "counted":  # as TRL has it: a sum, divided by a number that is counted in the labels
+        return nn.functional.cross_entropy(logits, y, reduction="sum") / (y >= 0).sum()
     if way == "tokens":
         every = logits[:, None].expand(-1, 3, -1)
         return nn.functional.cross_entropy(every.flatten(0, 1), y[:, None].expand(-1, 3).flatten())

@@ -17,7 +17,7 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.proofs import Proof
 from vram_guard_accelerate.dry_run.results import FirstLook
 from vram_guard_accelerate.relaunch.divisible import why_not_divided
-from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
+from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated, why_not_counted, why_not_weighed
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
 
 if TYPE_CHECKING:
@@ -140,6 +140,14 @@ class RelaunchCandidates:
             why = self._halved().refutation
         if found is None or why:
             note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=why)
+            counted = not why_not_counted(self._look.profile, self._first.shape.ranks)
+            if counted and why_not_weighed(self._look.profile) and size % 2 == 0:
+                note = _(
+                    "{note}. Where it is a mean over samples, or is divided by what all batches of a step hold (as the "
+                    "trainers of Transformers and TRL divide it), you can type half the batch yourself: {options}",
+                    note=note,
+                    options=f"{batch} {size // 2} {accumulation} {2 * facts.batches_per_step}",
+                )
             self.notes.append(note)
             return []
         return [
