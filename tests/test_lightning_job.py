@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 
+from vram_guard.errors import DoesNotFitError
+from vram_guard.guard import evaluation
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe
@@ -346,6 +349,83 @@ def test_states_of_a_checkpoint_are_there_before_the_first_step(tmp_path: Any) -
     found = told(tmp_path, Net(), Unfreezing(), ckpt_path=tmp_path / "second.ckpt")
     assert found.capture.trainer.current_epoch == 0
     assert found.estimate.peak_allocated > 2 * found.plain.peak_allocated  # its first epoch is number 2
+
+
+# --- test and predict -------------------------------------------------------------------------------------
+
+
+class Judged(Net):
+    """Keeps what it computes until its test is over."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.backbone(batch[0]))
+        self.log("mean", self.outputs[-1].mean())
+
+    def on_test_epoch_end(self) -> None:
+        torch.cat(self.outputs)
+        self.outputs.clear()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.backbone(batch[0]))
+
+
+def evaluated(root: Any, module: Any, *rows: int, stage: str = "test", **guard: Any) -> Any:
+    """What the guard has said, what was predicted, and what the Trainer's function has returned."""
+    torch.manual_seed(0)
+    found: list[Any] = []
+
+    def foresee(*args: Any) -> Any:
+        found.append(evaluation.foresee(*args))
+        return found[-1]
+
+    callbacks = [VramGuard(margin=0, remember=False, **guard)] if guard else []
+    trainer = cases.make_trainer(NAMESPACE, root, callbacks)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        patch.setattr("vram_guard_lightning._callback.foresee", foresee)
+        warnings.simplefilter("always")
+        returned = getattr(trainer, stage)(module, loader(*rows), **({"verbose": False} if stage == "test" else {}))
+    said = [str(one.message) for one in warned if "vram_guard" in str(one.message)]
+    return SimpleNamespace(said=said, predicted=found[0] if found else None, returned=returned)
+
+
+def test_a_test_and_a_prediction_are_told_before_they_begin(tmp_path: Any, capsys: Any) -> None:
+    few, many = (evaluated(tmp_path, Judged(), 512 * count, 512, budget="1GiB").predicted for count in (20, 50))
+    assert "vram_guard: trainer.test fits: " in capsys.readouterr().out
+    grows = many.estimate.peak_allocated - few.estimate.peak_allocated
+    assert grows == 30 * 512 * 2048 * 4 * 2  # the list, and what it is concatenated into
+    assert [(phase.name) for phase in few.estimate.phases] == ["setup", "test"]
+    predicted = evaluated(tmp_path, Judged(), 4096, 1024, stage="predict", budget="1GiB")
+    own = Judged()
+    batch = next(iter(loader(1024, 1024)))
+    rounds = TrainingStep(own, batch, lambda net, batch: own.predict_step(batch, 0), keeps="nothing")
+    alone = trace_at(rounds, 1024).at(1024)
+    assert predicted.predicted.estimate.peak_allocated == alone.peak_allocated  # predictions wait on the host
+    plain = evaluated(tmp_path, Judged(), 4096, 1024, stage="predict")
+    assert [one.shape for one in plain.returned] == [one.shape for one in predicted.returned]
+
+
+def test_a_prediction_that_does_not_fit_is_told_and_left_as_it_is(tmp_path: Any) -> None:
+    short = {"stage": "predict", "budget": "80MiB"}
+    found = evaluated(tmp_path, Judged(), 4096, 4096, **short)
+    assert "does not fit" in found.said[0]
+    assert "With batches of" in found.said[0]
+    assert 0 < found.predicted.smaller < 4096
+    assert [len(one) for one in found.returned] == [4096]
+    smaller = evaluated(tmp_path, Judged(), 4096, found.predicted.smaller, **short)
+    assert (smaller.predicted.fits, smaller.said) == (True, [])
+    with pytest.raises(DoesNotFitError, match=r"trainer\.predict does not fit"):
+        evaluated(tmp_path, Judged(), 4096, 4096, mode="strict", **short)
+    assert evaluated(tmp_path, Judged(), 4096, 4096, whole_job=False, **short).predicted is None
+
+
+def test_a_test_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
+    class Odd(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            if batch[0].is_meta:
+                raise NotImplementedError("an exotic kernel")
+
+    found = evaluated(tmp_path, Odd(), 64, 8, budget="1GiB")
+    assert (len(found.said), "an exotic kernel" in found.said[0], found.predicted) == (1, True, None)
 
 
 # --- nothing is left behind -------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from vram_guard_lightning._epochs import LaterEpochs
 from vram_guard_lightning._play import Heard, Playing
 from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
-from vram_guard_lightning._validation import Validation, read_validation
+from vram_guard_lightning._validation import Rounds, read_validation
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,6 @@ def job_of(
     except Exception as error:  # noqa: BLE001 - the user's own code makes the loaders
         why = f"{type(error).__name__}: {error}"
         notes.append(_("validation is not included in the prediction: {error}", error=why))
-    if not _namespaces.is_lightnings(module, "test_step"):
-        notes.append(_("trainer.test and trainer.predict after fit are not included in the prediction"))
     if validation is not None:
         notes += validation.notes
     later = LaterEpochs(
@@ -102,7 +100,7 @@ class _Play:
 
     trainer: Trainer
     module: LightningModule
-    validation: Validation | None
+    validation: Rounds | None
     later: LaterEpochs
     view: View
     heard: Heard
@@ -169,14 +167,14 @@ class _Play:
         what = Message("the sanity check") if sanity else Message("validation")
         label = "" if sanity is None else _("sanity check")
         loop = shadow.fit_loop.epoch_loop.val_loop
-        with playing.followed(what), playing.run.phase("validation", label), _logging(module):
+        with playing.followed(what), playing.run.phase("validation", label), logging_own(module):
             try:
                 if sanity is not None:
-                    validation.play(playing.run, shadow, shadow._run_sanity_check, sanity)
+                    validation.play(playing.run, shadow, loop, shadow._run_sanity_check, sanity=sanity)
                     return
                 shadow.validating = True
                 module.on_validation_model_zero_grad()
-                validation.play(playing.run, shadow, loop.run)
+                validation.play(playing.run, shadow, loop, loop.run)
                 shadow.training = True
             finally:
                 loop._results.batch = None  # it is let go of at the end of a round, which may have raised
@@ -195,7 +193,7 @@ class _Play:
 
 
 @contextlib.contextmanager
-def _logging(module: LightningModule) -> Iterator[None]:
+def logging_own(module: LightningModule) -> Iterator[None]:
     """``self.log`` is Lightning's own inside the block: it keeps metrics and values until an epoch is over."""
     silenced: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in module.modules():
