@@ -170,6 +170,53 @@ def test_a_datamodule_that_grows_its_samples(tmp_path: Any) -> None:
     assert not peaks(told(tmp_path, Net(), data=Growing()))  # asked for once, and nothing else is to be told
 
 
+def test_a_datamodule_with_larger_batches_later(tmp_path: Any) -> None:
+    class Growing(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+        def train_dataloader(self) -> Any:
+            return loader(4096, 2048 if self.trainer.current_epoch == 2 else SIZE)
+
+    found = told(tmp_path, Net(), data=Growing(), reload_dataloaders_every_n_epochs=1)
+    larger = trace_at(found.capture.step.with_(job=None), 2048).at(2048)
+    assert peaks(found)["training", "epoch 2"] == larger.peak_allocated > 1.5 * found.plain.peak_allocated
+    cut = found.capture.step.with_(whole_batch=True, accumulate=2)
+    with found.capture.symbolic_run():
+        halves = {phase.label: phase for phase in trace_at(cut, SIZE // 2).at(SIZE // 2).phases}
+    # Micro-batches keep their size, also where they are cut of a larger batch: that alone takes more.
+    more = 2048 * WIDTH * 4 - SIZE * WIDTH * 4
+    assert halves["epoch 2"].peak_allocated - halves["epoch 3"].peak_allocated == more
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples of as many rows as it is told."""
+
+    rows = 1
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.ones(self.rows, WIDTH),)
+
+
+class Switching(pl.Callback):  # type: ignore[misc, name-defined]
+    """Changes the loader that is there: its batches from epoch 2 on, its samples in epoch 3."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        used = trainer.train_dataloader
+        used.batch_sampler.batch_size = 2048 if trainer.current_epoch >= 2 else SIZE
+        used.dataset.rows = 2 if trainer.current_epoch == 3 else 1
+
+
+def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
+    data = DataLoader(Rows(), SIZE)
+    found = told(tmp_path, Net(), Switching(), data=data)
+    step = found.capture.step.with_(job=None)
+    for epoch, rows in (("epoch 2", 2048), ("epoch 3", 4096)):
+        assert peaks(found)["training", epoch] == trace_at(step, rows).at(rows).peak_allocated
+    assert (data.batch_sampler.batch_size, vars(data.dataset)) == (SIZE, {})
+    assert not [note for note in found.job.notes if "cannot be followed" in note.message]
+
+
 def test_weights_that_are_averaged(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), pl.callbacks.EMAWeightAveraging())
     copy = sum(one.nbytes for one in Net().parameters())

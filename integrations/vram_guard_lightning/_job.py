@@ -107,8 +107,11 @@ class _Play:
 
     def __call__(self, run: JobRun) -> None:
         trainer, module = self.trainer, self.module
-        with _shadow.kept(trainer, module):
+        with _shadow.kept(trainer, module), self.later.loaders_kept():
             shadow = _shadow.shadow_of(trainer, plugin_of_trace(trainer, run.autocast()))
+            if shadow.fit_loop._combined_loader is None:  # as hooks find it at trainer.train_dataloader
+                combined = _namespaces.part(_namespaces.of(trainer), "utilities.combined_loader.CombinedLoader")
+                shadow.fit_loop._combined_loader = combined(self.later.sample.loader, "max_size_cycle")
             trainer.strategy.optimizers = []  # those of a trace live as long as the copy has them
             playing = Playing(run, shadow, module, self.heard)
             seen = self.view(shadow)
