@@ -151,6 +151,54 @@ def test_a_batch_is_told_from_what_is_computed_of_it():
     assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
 
 
+def guesses(model, batch):
+    outputs = model(batch)
+    return outputs if outputs.sum() > 0 else outputs.argmax(-1)
+
+
+def tiers(estimate):
+    return {(phase.name, phase.step): phase.tier for phase in estimate.phases}
+
+
+def test_a_tier_is_of_the_phase_that_guesses_and_counts_where_that_decides():
+    small, large = (estimate(step_of(Evaluation(ROWS, guesses, batch_size=size)), 64) for size in (64, 60_000))
+    for found in (small, large):
+        assert set(tiers(found).values()) == {"symbolic", "partly symbolic"}
+        assert {name for (name, _), tier in tiers(found).items() if tier != "symbolic"} == {"validation"}
+    assert (small.tier, large.tier) == ("symbolic", "partly symbolic")
+    exact = estimate(step_of(Evaluation(ROWS, forward, batch_size=64)), 64)
+    assert (exact.tier, exact.peak_reserved) == ("symbolic", small.peak_reserved)
+    law = trace(step_of(Evaluation(ROWS, guesses, batch_size=64)))
+    most = law.max_batch_size("1GiB")
+    assert most == trace(step_of(Evaluation(ROWS, forward, batch_size=64))).max_batch_size("1GiB")
+    assert law.at(most).fits(Budget.of("1GiB"))
+
+    def guessed(model, batch):
+        return guesses(model, batch).float().square().mean() + loss(model, batch)
+
+    training = estimate(step_of(Evaluation(ROWS, forward, batch_size=64), loss=guessed), 64)
+    assert training.tier == "partly symbolic"
+    assert tiers(training)["validation", 2] == "symbolic"
+    assert estimate(step_of(loss=guessed), 64).tier == "partly symbolic"
+
+
+def test_a_tier_of_the_whole_model_is_that_of_every_phase():
+    hooked = network()
+    hooked[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    found = estimate(step_of(Evaluation(ROWS, forward, batch_size=64), model=hooked), 64)
+    assert set(tiers(found).values()) == {"partly symbolic"}
+
+
+def test_a_report_shows_the_tier_of_each_phase():
+    from vram_guard.report.text import render
+
+    guessed, plain = (
+        render(estimate(step_of(Evaluation(ROWS, run, batch_size=64)), 64), unicode=False) for run in (guesses, forward)
+    )
+    row = next(line for line in guessed.splitlines() if line.startswith("|validation"))
+    assert ("partly" in row, "partly" in plain) == (True, False)
+
+
 def test_a_whole_batch_of_micro_batches_is_the_trainings_alone():
     step = step_of(Evaluation(ROWS, forward, batch_size=1000), accumulate=4, whole_batch=True)
     blocks = run_step(step, 8, (8, 0)).blocks

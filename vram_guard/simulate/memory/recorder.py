@@ -34,6 +34,7 @@ from vram_guard.timeline import (
     Phase,
     Scratch,
     Tier,
+    lower,
 )
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
@@ -70,6 +71,8 @@ class Recorder:
         self.phases: list[Phase] = []
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
+        self._from_start: Tier = "symbolic"
+        """That of every phase: lowered by what stands before the first step, or is set up later."""
         self._collectives: list[tuple[Collective, Issued | None]] = []
         self.repeats: list[Repeat] = []
         self.repeated: dict[int, int] = {}
@@ -119,7 +122,7 @@ class Recorder:
         if self.phases and self.phases[-1].name == "forward" and name != "forward":
             self._settle_forward()
         self._count_micro_batches(name, step)
-        self.phases.append(Phase(name, step, len(self.events), self.label))  # type: ignore[arg-type]
+        self.phases.append(Phase(name, step, len(self.events), self.label, self._from_start))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"
         self._backward_on = self.streams.current
@@ -557,7 +560,8 @@ class Recorder:
         current = self.phases[-1].name if self.phases else "setup"
         from_values = from_values and current in ("setup", *STEP_PHASES)
         self.notes[Note(said, self.source(), operator, from_values)] = None
-        self._lower(tier or self.tier)
+        if tier is not None:
+            self._lower(tier)
 
     def take_notes(self, aside: Recorder) -> None:
         """Remember what another recorder has noted."""
@@ -565,9 +569,12 @@ class Recorder:
         self._lower(aside.tier)
 
     def _lower(self, tier: Tier) -> None:
-        order: tuple[Tier, ...] = ("symbolic", "partly symbolic", "formula")
-        if order.index(tier) > order.index(self.tier):
-            self.tier = tier
+        self.tier = lower(self.tier, tier)
+        if not self.phases or self.phases[-1].name == "setup":
+            self._from_start = lower(self._from_start, tier)
+        if self.phases:
+            current = self.phases[-1]
+            self.phases[-1] = current._replace(tier=lower(current.tier, tier))
 
     # --- result -------------------------------------------------------------------------------------------
 
