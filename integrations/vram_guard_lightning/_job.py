@@ -19,7 +19,7 @@ from vram_guard.job import Job
 from vram_guard.language import Message, _
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard_lightning import _layouts, _namespaces, _shadow
+from vram_guard_lightning import _deepspeed, _namespaces, _shadow
 from vram_guard_lightning._epochs import LaterEpochs
 from vram_guard_lightning._play import Heard, Playing
 from vram_guard_lightning._precision import plugin_of_trace
@@ -187,8 +187,8 @@ class _Play:
         saving = [one for one in self.trainer.callbacks if _namespaces.is_a(one, "callbacks.Checkpoint")]  # type: ignore[attr-defined]
         if not saving or self.trainer.fast_dev_run:  # type: ignore[attr-defined] # ModelCheckpoint saves nothing then
             return
-        if not _layouts.whole(self.trainer):
-            playing.run.note(Message("saving a checkpoint of a sharded model is not included in the prediction"))
+        if _deepspeed.used(self.trainer):
+            playing.run.note(Message("saving a checkpoint under DeepSpeed is not included in the prediction"))
             return
         weights_only = all(getattr(one, "save_weights_only", False) for one in saving)
         with playing.followed(Message("saving a checkpoint")), playing.run.phase("saving"):
