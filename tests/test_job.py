@@ -275,20 +275,30 @@ def test_names_that_are_assigned_again_are_not_counted_for_all_rounds():
     assert rows_of(traced(play).at(64))["validation"].peak_allocated < 40 * MIB
 
 
-def test_what_keeps_more_with_every_round_is_said():
-    def play(run):
-        run.train()
-        with run.phase("validation"), run.evaluating():
-            joined = None
-            for number in range(3):
-                with run.repeat(9) if number == 2 else contextlib.nullcontext():
-                    outputs = run.model(run.load(torch.ones(1000, 256)))
-                    joined = outputs.clone() if joined is None else torch.cat([joined, outputs])
-                    del outputs
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("traced_rounds", [2, 3])
+@pytest.mark.parametrize("join", [lambda old, new: torch.cat([old, new]), lambda old, new: old + new])
+def test_what_is_made_at_one_line_and_grows_at_another_is_as_large_as_after_all_rounds(join, traced_rounds, drops):
+    def play(count, repeats):
+        def played(run):
+            run.train()
+            with run.phase("validation"), run.evaluating():
+                joined = None
+                for number in range(count):
+                    with run.repeat(repeats) if number == count - 1 else contextlib.nullcontext():
+                        outputs = run.model(run.load(torch.ones(1000, 256)))
+                        joined = outputs.clone() if joined is None else join(joined, outputs)
+                        if drops:
+                            del outputs
 
-    timeline = traced(play)
-    assert timeline.tier == "formula"
-    assert "keeps more with every round" in "".join(map(str, timeline.notes))
+        return played
+
+    all_rounds, short = traced(play(20, 1)), traced(play(traced_rounds, 21 - traced_rounds))
+    found, true = (rows_of(timeline.at(64))["validation"].peak_allocated for timeline in (short, all_rounds))
+    assert found == true
+    grows = true > rows_of(traced(play(5, 1)).at(64))["validation"].peak_allocated
+    assert (short.tier == "formula") is grows
+    assert ("keeps more with every round" in "".join(map(str, short.notes))) is grows
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
