@@ -417,6 +417,27 @@ def test_the_users_objects_are_as_they_were():
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
+def test_symbolic_tensors_do_not_stay_in_the_users_lists_without_a_job_either():
+    class Meter:
+        def __init__(self):
+            self.values, self.last = [0.5], None
+
+    losses, calls, meter = [torch.ones(())], [], Meter()
+
+    def kept(model, batch):
+        made = loss(model, batch)
+        losses.append(made)
+        meter.values.append(made.detach())
+        meter.last = made
+        calls.append(len(batch))
+        return made
+
+    before = losses[0]
+    trace(step_of(loss=kept))
+    assert (losses, meter.values, meter.last) == ([before], [0.5], None)
+    assert set(calls) >= {2, 3}  # numbers are the user's
+
+
 def test_a_large_models_own_attributes_do_not_crowd_out_the_users_objects(monkeypatch):
     model = nn.Sequential(network(), *(nn.Identity() for _ in range(8)))
     for layer in model[1:]:
