@@ -217,6 +217,34 @@ def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
     assert not [note for note in found.job.notes if "cannot be followed" in note.message]
 
 
+class Widening(Net):
+    """Its step takes more rows from an epoch, or a step, on."""
+
+    def __init__(self, wider: Any) -> None:
+        super().__init__()
+        self.wider = wider
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0].flatten(0, -2)
+        return self.head(self.backbone(rows.repeat(512, 1) if self.wider(self) else rows)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "wider",
+    [
+        lambda net: net.current_epoch >= 6,
+        lambda net: net.trainer.global_step > 23,
+        lambda net: net.current_epoch == 6 and net.global_step,
+    ],
+)
+def test_a_step_that_asks_for_the_epoch_is_followed_where_that_decides(tmp_path: Any, wider: Any) -> None:
+    found = told(tmp_path, Widening(wider), max_epochs=12)
+    later = {label: peak for (name, label), peak in peaks(found).items() if name == "training"}
+    assert later["epoch 6"] > 1.5 * found.plain.peak_allocated
+    assert len(later) <= 4  # the first, those around the number, and the last
+    assert not peaks(told(tmp_path, Net(), max_epochs=12))
+
+
 def test_weights_that_are_averaged(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), pl.callbacks.EMAWeightAveraging())
     copy = sum(one.nbytes for one in Net().parameters())

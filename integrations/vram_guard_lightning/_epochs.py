@@ -72,9 +72,9 @@ class LaterEpochs:
         if first + 1 >= self.total:
             return
         run = playing.run
-        if not (self.reload or any(map(playing.has, _HOOKS))):
+        if not (self.reload or playing.asked.compared or any(map(playing.has, _HOOKS))):
             if between:
-                run.train(1)
+                playing.train(1)
             return
         deadline = time.monotonic() + max(seconds, LEAST_SECONDS)
         accumulate = run.accumulate
@@ -89,7 +89,7 @@ class LaterEpochs:
                     epoch += 1
                     now = self._signature(playing, first, epoch)
                     more = epoch + 1 < self.total and not self._stops(epoch, first, deadline)
-                    if epoch == first + 1:
+                    if epoch == first + 1 or self._asked_of(playing, epoch):
                         break
             self.unfreezes |= [flag for _, flag, _ in now[0]] != [flag for _, flag, _ in known[0]]
             self.regroups |= now[2] != known[2]
@@ -97,7 +97,7 @@ class LaterEpochs:
             if now[-1] != known[-1]:
                 changes = self._batches(playing, self._sample(first, epoch), accumulate)
             label = _("epoch {epoch}", epoch=epoch)
-            if now == known:
+            if now == known and not self._asked_of(playing, epoch):
                 if between and epoch == first + 1:
                     self._train(playing, 1, "", {})
             elif followed < MOST_STEPS:
@@ -136,7 +136,7 @@ class LaterEpochs:
         if playing.run.optimizer is not None and optimizers and optimizers[0] is not playing.run.optimizer:
             playing.run.optimize_with(optimizers[0])
         with playing.followed(Message("the step of {epoch}", epoch=label or _("the second epoch"))):
-            playing.run.train(steps, label, **changes)
+            playing.train(steps, label, **changes)
 
     def _next(self, playing: Playing, epoch: int) -> None:
         """Hooks at the end of this epoch and at the start of the next one, as FitLoop calls them."""
@@ -150,6 +150,12 @@ class LaterEpochs:
         if playing.has("on_train_epoch_start"):
             playing.hook("on_train_epoch_start")
         progress.started = epoch + 2
+
+    def _asked_of(self, playing: Playing, epoch: int) -> bool:
+        """True if a step that asks how far the training is may be another one from this epoch on."""
+        numbers = playing.asked.compared
+        named = {*numbers.get("current_epoch", ()), *(one // self.steps for one in numbers.get("global_step", ()))}
+        return bool(numbers) and (epoch + 1 >= self.total or bool({epoch, epoch - 1} & named))
 
     def _stops(self, epoch: int, first: int, deadline: float) -> bool:
         """True if no later epoch is followed."""

@@ -113,8 +113,8 @@ class _Play:
                 combined = _namespaces.part(_namespaces.of(trainer), "utilities.combined_loader.CombinedLoader")
                 shadow.fit_loop._combined_loader = combined(self.later.sample.loader, "max_size_cycle")
             trainer.strategy.optimizers = []  # those of a trace live as long as the copy has them
-            playing = Playing(run, shadow, module, self.heard)
             seen = self.view(shadow)
+            playing = Playing(run, shadow, module, self.heard, seen)
             for part in module.modules():
                 if "_trainer" in vars(part):
                     vars(part)["_trainer"] = seen
@@ -125,7 +125,7 @@ class _Play:
 
     def _fit(self, playing: Playing) -> None:
         """As a Trainer's run goes on once its strategy is set up."""
-        run, shadow = playing.run, playing.shadow
+        shadow = playing.shadow
         _shadow.take_copies(self.trainer, shadow)
         shadow.training = True
         playing.call("on_fit_start")
@@ -139,7 +139,7 @@ class _Play:
         playing.call("on_train_epoch_start")
         progress.started = first + 1
         begun = time.monotonic()
-        run.train(2)
+        playing.train(2)
         seconds = time.monotonic() - begun
         if self.validation is not None:
             self._validate(playing)

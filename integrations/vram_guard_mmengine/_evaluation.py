@@ -223,7 +223,10 @@ def capture_evaluation(
     """
     if _layouts.layout_of(runner) is not None:
         raise UnsupportedStepError(
-            _("{kind} divides the model: its evaluations are followed in a training alone", kind=runner.strategy)
+            _(
+                "{kind} divides the model: its evaluations are followed in a training alone",
+                kind=type(runner.strategy).__name__,
+            )
         )
     notes: list[str] = []
     rounds = rounds_of(runner, kind, built, endless, notes)
