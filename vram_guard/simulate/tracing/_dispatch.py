@@ -292,13 +292,17 @@ class SymbolicMode(TorchDispatchMode):
         """
         if self.recorder.in_backward and not kwargs and self._accumulates(args):
             return _add_(args[0], args[1])
-        return self._generic(func, args, kwargs)
+        out = self._generic(func, args, kwargs)
+        self.recorder.made_of(out, args)
+        return out
 
     def _join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lists that a repeated round has added to are as long as they will be."""
         if self.recorder.repeated:
             args = (self.recorder.as_often(args[0]), *args[1:])
-        return self._generic(func, args, kwargs)
+        out = self._generic(func, args, kwargs)
+        self.recorder.made_of(out, args[0])
+        return out
 
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
         old, new = args[:2]
