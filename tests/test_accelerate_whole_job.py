@@ -35,6 +35,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "few", SCRIPT, "plain", "--held_out", 512)
     cases.request(asked / "many", SCRIPT, "plain", "--held_out", 5120)
     cases.request(asked / "prepared", SCRIPT, "plain", "--held_out", 5120, "--prepared")
+    cases.request(asked / "counted", SCRIPT, "counted", "--rounds", 4)
+    cases.request(asked / "counted_many", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120)
+    cases.request(asked / "counted_prepared", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared")
+    cases.request(asked / "every", SCRIPT, "counted", "--every", 4)
+    cases.request(asked / "restarted", SCRIPT, "restarted", "--held_out", 50_000)
     cases.request(asked / "leaks", SCRIPT, "plain", "--leaks")
     cases.request(asked / "samples", SCRIPT, "plain", "--samples")
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
@@ -54,6 +59,10 @@ def peak_of(answer: dict[str, Any], name: str) -> int:
     return max(phase["peak_allocated"] for phase in phases(answer) if phase["name"] == name)
 
 
+def notes(answer: dict[str, Any]) -> list[str]:
+    return [note["message"] for note in answer["plan"]["estimate"].get("notes") or ()]
+
+
 def test_evaluation_saving_and_the_next_epoch_follow_the_first_steps(answers: dict[str, Any]) -> None:
     for name in ("few", "prepared"):
         assert [phase["name"] for phase in phases(answers[name])] == [
@@ -68,6 +77,37 @@ def test_what_an_evaluation_collects_is_counted_for_all_its_batches(answers: dic
     few, many = (peak_of(answers[one], "validation") for one in ("few", name))
     more = 36 * LOGITS * 2
     assert many - few == pytest.approx(more, rel=0.02)
+
+
+def test_loops_that_call_next_are_followed_beyond_their_rounds(answers: dict[str, Any]) -> None:
+    assert [phase["name"] for phase in phases(answers["counted"])] == [
+        *("setup", "training", "validation", "saving", "training")
+    ]
+    assert not notes(answers["counted"])
+
+
+@pytest.mark.parametrize("name", ["counted_many", "counted_prepared"])
+def test_rounds_of_an_evaluation_are_those_of_its_own_loop(answers: dict[str, Any], name: str) -> None:
+    """All forty rounds keep their logits, which are concatenated."""
+    answer = answers[name]
+    assert peak_of(answer, "validation") - peak_of(answer, "saving") == pytest.approx(40 * LOGITS * 2, rel=0.01)
+
+
+def test_what_comes_every_so_many_steps_is_followed_once(answers: dict[str, Any]) -> None:
+    """And not what would come after more steps than the run has."""
+    assert [phase["name"] for phase in phases(answers["every"])][:4] == ["setup", "training", "validation", "training"]
+    (said,) = notes(answers["every"])
+    assert "every 4 rounds" in said
+    assert "line" in said
+
+
+def test_what_comes_after_a_while_loop_is_followed(answers: dict[str, Any]) -> None:
+    assert [phase["name"] for phase in phases(answers["restarted"])] == [
+        *("setup", "training", "saving", "training", "validation")
+    ]
+    assert peak_of(answers["restarted"], "validation") >= 50_000 * (64 + 512) * 4
+    (said,) = notes(answers["restarted"])
+    assert "every 50 rounds" in said
 
 
 def test_the_line_that_keeps_memory_is_named(answers: dict[str, Any]) -> None:

@@ -46,6 +46,69 @@ def plain(options):
         accelerator.save_state(f"checkpoints/{epoch}")
 
 
+def counted(options):
+    """Calls ``next`` a fixed number of times, in training and in evaluation; evaluates and saves every N steps."""
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
+    held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=8, shuffle=True))
+    evaluation = DataLoader(held_out, batch_size=options.evaluation_batch)
+    if options.prepared:
+        evaluation = accelerator.prepare(evaluation)
+
+    def evaluated():
+        model.eval()
+        batches, logits = iter(evaluation), []
+        with torch.no_grad():
+            for _ in range(options.rounds):
+                x, _y = next(batches)
+                logits.append(model(x.to(accelerator.device)))
+        model.train()
+        return torch.cat(logits).argmax(-1)
+
+    for epoch in range(3):
+        batches = iter(loader)
+        for update in range(len(loader) // 2):
+            if options.every and update % options.every == options.every - 1 and accelerator.is_main_process:
+                evaluated()
+            for x, y in [next(batches) for _ in range(2)]:
+                accelerator.backward(nn.functional.cross_entropy(model(x), y) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            if update and update % 1000 == 0:
+                raise RuntimeError("a run is too short for this")
+        if not options.every:
+            evaluated()
+        accelerator.save_state(f"checkpoints/{epoch}")
+
+
+def restarted(options):
+    """Runs over its loader again and again until it has taken its steps, and evaluates after them."""
+    accelerator = Accelerator()
+    model = nn.Linear(64, 512)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=8))
+    batches, step = iter(loader), 0
+    while step < 1000:
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            x, y = next(batches)
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 50 == 0:
+            accelerator.save_state("checkpoints/now")
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(options.held_out, 64, device=accelerator.device))
+
+
 def trainer(options):
     """Transformers' Trainer, whose evaluation keeps the logits of all batches on the GPU."""
     (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(options.rest)
@@ -68,12 +131,14 @@ def trainer(options):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("loop", choices=["plain", "trainer"])
+parser.add_argument("loop", choices=["plain", "counted", "restarted", "trainer"])
 parser.add_argument("--held_out", type=int, default=512)
 parser.add_argument("--evaluation_batch", type=int, default=128)
+parser.add_argument("--rounds", type=int, default=4)
+parser.add_argument("--every", type=int, default=0)
 parser.add_argument("--prepared", action="store_true")
 parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
 options, options.rest = parser.parse_known_args()
-{"plain": plain, "trainer": trainer}[options.loop](options)
+{"plain": plain, "counted": counted, "restarted": restarted, "trainer": trainer}[options.loop](options)

@@ -9,6 +9,7 @@ import torch
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.state.random_generators import random_state_kept
+from vram_guard_accelerate.dry_run._counted_rounds import count_rounds
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
@@ -31,6 +32,7 @@ class FollowingPhase(LoopPhase):
     def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
         super().__init__(run, FollowedLoop(run, accelerator, moved))
         self._probe = TrainingProbe()
+        count_rounds()
         self._sample: Sample
 
     def next_batch(self, batches: BatchIterator) -> Any:

@@ -15,6 +15,7 @@ from vram_guard.language import _
 from vram_guard.longest.wish import Wish
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
+from vram_guard_accelerate.dry_run._script_lines import asker
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
 from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
@@ -94,10 +95,10 @@ class BatchIterator:
         return next(self._real)
 
     def next_beside_training(self) -> Any:
-        """The same, until a loop that does not train has seen enough."""
+        """The same, until a loop that does not train has seen enough; one that calls ``next`` counts by itself."""
         forwards = self._run.phase.forwards
         used, self._forwards = forwards > self._forwards, forwards
-        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD):
+        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD) and asker() is None:
             raise StopIteration
         self._given += 1
         return self.next_real()
