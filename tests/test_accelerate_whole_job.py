@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -14,6 +16,7 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases
+from accelerate.checkpointing import save_accelerator_state
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
 MIB = 2**20
@@ -40,6 +43,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "counted_prepared", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared")
     cases.request(asked / "every", SCRIPT, "counted", "--every", 4)
     cases.request(asked / "restarted", SCRIPT, "restarted", "--held_out", 50_000)
+    adam, sgd = (checkpoint(tmp_path_factory.mktemp("resumed"), kind) for kind in (torch.optim.AdamW, torch.optim.SGD))
+    cases.request(asked / "resumed", SCRIPT, "plain", "--resume", adam)
+    cases.request(asked / "resumed_sgd", SCRIPT, "plain", "--sgd", "--resume", sgd)
+    cases.request(asked / "on_device", SCRIPT, "plain", "--sgd", "--resume", sgd, "--on_device")
+    cases.request(asked / "two_processes", SCRIPT, "plain", "--sgd", "--resume", sgd, ranks=2)
+    cases.request(asked / "not_a_checkpoint", SCRIPT, "plain", "--resume", output)
     cases.request(asked / "leaks", SCRIPT, "plain", "--leaks")
     cases.request(asked / "samples", SCRIPT, "plain", "--samples")
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
@@ -48,6 +57,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "bf16", SCRIPT, *trainer, "--bf16")
     cases.request(asked / "too_small", SCRIPT, *trainer, "--eval_strategy", "epoch", budget="100MiB")
     return cases.dry_runs(asked)
+
+
+def checkpoint(folder: Path, optimizer: type[torch.optim.Optimizer]) -> Path:
+    """What ``save_state`` of ``plain`` writes after a step."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
+    stepped = optimizer(model.parameters(), 0.1)
+    model(torch.ones(1, 64)).sum().backward()
+    stepped.step()
+    save_accelerator_state(str(folder), [model.state_dict()], [stepped], [], [], 0, 1)
+    return folder
 
 
 def phases(answer: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,6 +127,21 @@ def test_what_comes_after_a_while_loop_is_followed(answers: dict[str, Any]) -> N
     assert peak_of(answers["restarted"], "validation") >= 50_000 * (64 + 512) * 4
     (said,) = notes(answers["restarted"])
     assert "every 50 rounds" in said
+
+
+def test_resuming_loads_as_accelerate_does(answers: dict[str, Any]) -> None:
+    """Weights that are loaded on the device lie beside the fresh ones; AdamW's states are its own from then on."""
+    weights = (64 * 256 + 256 + 256 * 512 + 512) * 4
+    for name, copies in (("resumed", 3), ("resumed_sgd", 1), ("on_device", 2), ("two_processes", 2)):
+        assert peak_of(answers[name], "resuming") - peak_of(answers[name], "setup") == (copies - 1) * weights, name
+        assert not any("resuming" in note for note in answers[name]["notes"])
+    fresh, resumed = (peak_of(answers[name], "training") for name in ("few", "resumed"))
+    assert fresh == resumed
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_said(answers: dict[str, Any]) -> None:
+    (said,) = (note for note in answers["not_a_checkpoint"]["notes"] if "resuming" in note)
+    assert "FileNotFoundError" in said
 
 
 def test_the_line_that_keeps_memory_is_named(answers: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ def plain(options):
     """Evaluates after each epoch with larger batches, and keeps all logits on the GPU."""
     accelerator = Accelerator()
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters()) if options.sgd else torch.optim.AdamW(model.parameters())
     rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
     held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
     loader = DataLoader(rows, batch_size=8)
@@ -21,6 +21,8 @@ def plain(options):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if options.prepared:
         evaluation = accelerator.prepare(evaluation)
+    if options.resume:
+        accelerator.load_state(options.resume, **({"map_location": "on_device"} if options.on_device else {}))
     kept = []
     for epoch in range(3):
         model.train()
@@ -137,6 +139,9 @@ parser.add_argument("--evaluation_batch", type=int, default=128)
 parser.add_argument("--rounds", type=int, default=4)
 parser.add_argument("--every", type=int, default=0)
 parser.add_argument("--prepared", action="store_true")
+parser.add_argument("--resume")
+parser.add_argument("--on_device", action="store_true")
+parser.add_argument("--sgd", action="store_true")
 parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
