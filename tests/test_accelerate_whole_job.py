@@ -21,6 +21,9 @@ from accelerate.checkpointing import save_accelerator_state
 SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
 MIB = 2**20
 
+#: Tokens that are generated.
+TOKENS = (40, 64)
+
 #: Logits of one validation batch of ``plain``: 128 rows of 512 numbers.
 LOGITS = 128 * 512 * 4
 
@@ -53,6 +56,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "samples", SCRIPT, "plain", "--samples")
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
     cases.request(asked / "trainer", SCRIPT, *trainer, "--eval_strategy", "steps")
+    for tokens in TOKENS:
+        cases.request(asked / f"generation_{tokens}", SCRIPT, "generation", "--new_tokens", tokens)
+        generates = ("--per_device_eval_batch_size", 256, "--predict_with_generate", "--generation_max_length", tokens)
+        cases.request(
+            asked / f"translation_{tokens}", SCRIPT, "translation", *trainer[1:], *generates, "--eval_strategy", "epoch"
+        )
     cases.request(asked / "never_evaluates", SCRIPT, *trainer)
     cases.request(asked / "bf16", SCRIPT, *trainer, "--bf16")
     cases.request(asked / "too_small", SCRIPT, *trainer, "--eval_strategy", "epoch", budget="100MiB")
@@ -173,6 +182,19 @@ def test_the_trainers_evaluation_keeps_all_logits_on_the_gpu(answers: dict[str, 
     assert peak > 10 * peak_of(answers["trainer"], "training") / 2
     assert {phase["name"] for phase in phases(answers["trainer"])} >= {"validation", "saving", "training"}
     assert "validation" not in {phase["name"] for phase in phases(answers["never_evaluates"])}
+
+
+@pytest.mark.parametrize("name", ["generation", "translation"])
+def test_the_cache_of_a_generation_grows_with_every_token(answers: dict[str, Any], name: str) -> None:
+    """Keys and values of two layers, and the old values of the layer that is at work beside its new ones."""
+    few, many = (answers[f"{name}_{tokens}"] for tokens in TOKENS)
+    copy = (TOKENS[1] - TOKENS[0]) * 256 * 128 * 4
+    grown = peak_of(many, "validation") - peak_of(few, "validation")
+    assert 4 * copy < grown < 5.05 * copy  # other things than the cache are beside it
+    if name == "generation":
+        assert grown == pytest.approx(5 * copy, rel=0.01)
+    assert peak_of(many, "validation") > peak_of(many, "training")
+    assert [phase["name"] for phase in phases(many)][-1] in ("training", "saving")  # it comes to an end
 
 
 def test_a_run_whose_evaluation_does_not_fit_does_not_fit(answers: dict[str, Any]) -> None:

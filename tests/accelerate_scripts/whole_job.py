@@ -6,7 +6,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 
 def plain(options):
@@ -111,6 +121,56 @@ def restarted(options):
         model(torch.zeros(options.held_out, 64, device=accelerator.device))
 
 
+def generation(options):
+    """Writes on after its epoch, token by token, with a cache that grows."""
+    accelerator = Accelerator()
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tokens = torch.randint(2, 512, (16, 8))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(tokens, batch_size=4))
+    prompts = DataLoader(torch.randint(2, 512, (512, 8)), batch_size=256)
+    for _epoch in range(2):
+        model.train()
+        for batch in loader:
+            accelerator.backward(model(batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        for batch in prompts:
+            batch = batch.to(accelerator.device)
+            accelerator.unwrap_model(model).generate(batch, max_new_tokens=options.new_tokens, do_sample=False)
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_embd=128,
+            n_head=4,
+            vocab_size=512,
+            n_positions=256,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+
+
+def translation(options):
+    """Transformers' Seq2SeqTrainer, which generates when it evaluates."""
+    (training,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses(options.rest)
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=512, **sizes, **special))
+
+    def data(count):
+        tokens = torch.randint(2, 512, (count, 8))
+        return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+    metrics = {"compute_metrics": lambda found: {"mean": float(found.predictions.mean())}}
+    Seq2SeqTrainer(model=model, args=training, train_dataset=data(16), eval_dataset=data(512), **metrics).train()
+
+
 def trainer(options):
     """Transformers' Trainer, whose evaluation keeps the logits of all batches on the GPU."""
     (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(options.rest)
@@ -133,7 +193,7 @@ def trainer(options):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("loop", choices=["plain", "counted", "restarted", "trainer"])
+parser.add_argument("loop", choices=["plain", "counted", "restarted", "generation", "translation", "trainer"])
 parser.add_argument("--held_out", type=int, default=512)
 parser.add_argument("--evaluation_batch", type=int, default=128)
 parser.add_argument("--rounds", type=int, default=4)
@@ -142,8 +202,9 @@ parser.add_argument("--prepared", action="store_true")
 parser.add_argument("--resume")
 parser.add_argument("--on_device", action="store_true")
 parser.add_argument("--sgd", action="store_true")
+parser.add_argument("--new_tokens", type=int, default=64)
 parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
 options, options.rest = parser.parse_known_args()
-{"plain": plain, "counted": counted, "restarted": restarted, "trainer": trainer}[options.loop](options)
+globals()[options.loop](options)
