@@ -136,9 +136,9 @@ def generation(options):
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
-        for batch in prompts:
-            batch = batch.to(accelerator.device)
-            accelerator.unwrap_model(model).generate(batch, max_new_tokens=options.new_tokens, do_sample=False)
+        for prompt in prompts:
+            on_device = prompt.to(accelerator.device)
+            accelerator.unwrap_model(model).generate(on_device, max_new_tokens=options.new_tokens, do_sample=False)
 
 
 def gpt2():
