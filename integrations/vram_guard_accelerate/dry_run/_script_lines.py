@@ -112,17 +112,17 @@ class ScriptLines:
 
     @property
     def pending(self) -> list[Branch]:
-        """Branches that have not come yet."""
+        """Branches whose tests were reached and that have not come yet."""
         return [
             one
             for watched in self._watched.values()
             for one in watched.branches.values()
-            if one.node.body[0].lineno not in watched.ran
+            if one.node.lineno in watched.ran and one.node.body[0].lineno not in watched.ran
         ]
 
     def watch(self, frames: Sequence[FrameType]) -> None:
         """Watch the lines of these frames from here on, and of functions in which branches were found."""
-        if self._leaving or self.pending:
+        if self._leaving or self._watched:
             sys.settrace(self._called)
             for frame in frames:
                 frame.f_trace = self._line
