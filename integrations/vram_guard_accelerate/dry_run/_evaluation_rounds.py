@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from vram_guard.language import _
 from vram_guard.timeline import Note
@@ -27,11 +28,11 @@ class EvaluationRounds:
     def __init__(self, recorder: Recorder, trains: Callable[[Any], bool]) -> None:
         self._recorder = recorder
         self._trains = trains
-        self._ahead: set[int] = set()
-        """Loaders over which one of Accelerate's iterates, which asks for a batch ahead."""
-        self._open: dict[int, contextlib.ExitStack] = {}
+        self._ahead: dict[int, Any] = {}
+        """Loaders over which one of Accelerate's iterates, which asks for a batch ahead; kept, since ids are reused."""
+        self._open: WeakKeyDictionary[Any, contextlib.ExitStack] = WeakKeyDictionary()
         """Rounds that have not ended, by iterator or loader."""
-        self._seen: dict[int, int] = {}
+        self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.notes: list[Note] = []
 
     def install(self) -> None:
@@ -46,8 +47,8 @@ class EvaluationRounds:
         return id(loader) in self._ahead
 
     def _handed_out(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        base = id(getattr(loader, "base_dataloader", loader))
-        self._ahead.add(base)
+        base = getattr(loader, "base_dataloader", loader)
+        self._ahead[id(base)] = base
         self._seen[base] = 0
         try:
             for batch in original(loader):
@@ -62,16 +63,16 @@ class EvaluationRounds:
         if self.asks_ahead(batches.loader):
             yield
             return
-        self.close(id(batches))
+        self.close(batches)
         yield
-        self._handed(id(batches), batches.loader, asking)
+        self._handed(batches, batches.loader, asking)
 
     def enough(self, batches: BatchIterator) -> bool:
         """True if the batch that is asked for is the last one to be followed."""
-        key = id(batches.loader)
-        return self._seen.get(key if key in self._ahead else id(batches), 0) >= OTHER_BATCHES - 1
+        key = batches.loader if self.asks_ahead(batches.loader) else batches
+        return self._seen.get(key, 0) >= OTHER_BATCHES - 1
 
-    def close(self, key: int) -> None:
+    def close(self, key: Any) -> None:
         """The round of an iterator, or of one of Accelerate's loaders, has ended."""
         self._open.pop(key, contextlib.ExitStack()).close()
 
@@ -80,7 +81,7 @@ class EvaluationRounds:
         for key in list(self._open):
             self.close(key)
 
-    def _handed(self, key: int, loader: Any, asking: Asker | None) -> None:
+    def _handed(self, key: Any, loader: Any, asking: Asker | None) -> None:
         self.close(key)
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] == OTHER_BATCHES and not self._trains(getattr(loader, "base_dataloader", loader)):
