@@ -55,6 +55,7 @@ KINDS: Final[Mapping[str, str]] = {
     "recover": "switch",
     "releases": "text",
     "remember": "switch",
+    "start_seconds": "number",
     "target_utilization": "number",
     "threshold": "number",
     "whole_job": "switch",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.dry_run.time_limit import limit
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -107,8 +107,7 @@ class WholeJobPhase(ForkedPhase):
         elif self._next_epoch_at is None:
             self._next_epoch_at, self._alive = steps, None
             self._lines.rest()
-        self.loop.batches += 1
-        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
+        return self.made_batch()
 
     def _loop_left(self, batches: BatchIterator, ended: bool) -> None:
         self._over = batches
@@ -149,8 +148,7 @@ class WholeJobPhase(ForkedPhase):
         steps = self.loop.tracer.steps
         self._lines.enters = steps >= FOLLOWED_STEPS and self._next_epoch_at is None
         if steps == 2:
-            signal.signal(signal.SIGALRM, lambda *_signal: self._late())
-            signal.alarm(SECONDS)
+            limit(SECONDS, lambda _frame: self._late())
         if self._alive is not None and steps >= FOLLOWED_STEPS:
             self._growth = self._recorder.grown(self._first_block, self._alive)
         self._alive, self._first_block = self._recorder.alive(), self._recorder.blocks_so_far
