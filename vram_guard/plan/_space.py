@@ -111,6 +111,7 @@ def space_of(
         ),
         prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
         incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
+        blocks=len(parts.blocks),
     )
 
 
