@@ -108,8 +108,8 @@ def ready(asked: TrainingStep, batch: int = BATCH, **changes: Any) -> tuple[Trac
 def compared(traces: Traces, option: Option, batch: int = BATCH) -> tuple[int, int]:
     """Reserved peaks of an option as composed and as traced."""
     size = batch // option.splits
-    assert traces.composed(option, size)
     composed = traces.exact(option, size).at(size).peak_reserved
+    assert traces.composed(option, size)
     direct = traces.direct(option, size).at(size).peak_reserved
     assert not traces.composed(option, size)
     return composed, direct
@@ -125,6 +125,9 @@ def model(request: pytest.FixtureRequest) -> dict[tuple[str, bool], tuple[Traces
     }
 
 
+DRAWN: set[tuple[Traces, Option]] = set()
+
+
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_what_is_composed_takes_what_a_trace_says(model: Any, data: st.DataObject) -> None:
@@ -133,7 +136,8 @@ def test_what_is_composed_takes_what_a_trace_says(model: Any, data: st.DataObjec
     form: Any = data.draw(st.sampled_from(["as-written", "for-loop"]))
     precision = data.draw(st.sampled_from(["32-true", "bf16-mixed", "16-mixed"]))
     option = Option(precision, data.draw(st.sampled_from([1, 2, 3, 6])), Recipe(checkpoint=checkpoint, optimizer=form))
-    if traces.composed(option, BATCH // option.splits):  # not drawn before
+    if (traces, option.unordered) not in DRAWN:
+        DRAWN.add((traces, option.unordered))
         composed, direct = compared(traces, option)
         # The loss, divided by the number of micro-batches, is not composed: it may need a small segment more or less.
         assert abs(composed - direct) <= (0 if option.splits == 1 else SMALL_SEGMENT)

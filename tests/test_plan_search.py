@@ -100,7 +100,8 @@ PRICES = Prices()
 
 def space(batch_size: int, *, mixed: bool, accumulate: bool, prefixes: tuple[BlockPrefix, ...]) -> Space:
     precisions = ("32-true", "bf16-mixed") if mixed else ("32-true",)
-    return Space(precisions, (1, *splits_of(batch_size)) if accumulate else (1,), prefixes=prefixes)
+    splits = (1, *splits_of(batch_size)) if accumulate else (1,)
+    return Space(precisions, splits, prefixes=prefixes, blocks=len(BLOCKS))
 
 
 def request(usable: int, batch_size: int = 64, *, mixed=True, accumulates=True, prefixes=(), **changes) -> Request:
@@ -489,7 +490,7 @@ PREFIXES = (
 
 
 def place(option: Option) -> Key:
-    return key(option, PRICES.relative(option), "32-true", 0)
+    return key(option, PRICES.relative(option), "32-true", len(BLOCKS))
 
 
 def rank(plan: Plan) -> tuple[bool, bool, Key]:

@@ -63,6 +63,14 @@ class Composer:
                 return None
         return self._made[request]
 
+    def made(self, request: TraceRequest) -> bool:
+        """True if the timeline has been composed already, and is believed."""
+        return (
+            request in self._made
+            and self.blocks is not None
+            and (self._bases(request, self.blocks)[-1] not in self._refused)
+        )
+
     def known(self, request: TraceRequest, has: Callable[[TraceRequest], bool]) -> bool:
         """True if the timeline can be composed of what has been traced."""
         if self.blocks is None or not self._composes(request, self.blocks):

@@ -29,7 +29,7 @@ class Timelines(Protocol):
         ...
 
     def composed(self, option: Option, size: int) -> bool:
-        """True if what is known of the option at this size is composed, and has not been traced."""
+        """True if what has been said of the option at this size is composed, and has not been traced."""
         ...
 
     def known(self, option: Option, size: int) -> bool:
