@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from difflib import SequenceMatcher
 from typing import NamedTuple
 
+from vram_guard.compose._alignment import aligned
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.timeline import Affine, Block, Marks, Phase, Timeline
 
@@ -69,12 +69,8 @@ class _Doubled:
                 [block for block, phase in self.home.items() if (phase.name, phase.step) == (kind, step)]
                 for step in (1, 2)
             )
-            kinds = list(map(self._kind, first)), list(map(self._kind, second))
-            if kinds[0] == kinds[1]:
-                names.update(zip(first, second, strict=True))
-                continue
-            for at, there, length in SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
-                names.update(zip(first[at : at + length], second[there : there + length], strict=True))
+            pairs = aligned([self._kind(block) for block in first], [self._kind(block) for block in second])
+            names.update((first[at], second[there]) for at, there in pairs)
         return names
 
     def _kind(self, block: int) -> tuple[object, ...]:

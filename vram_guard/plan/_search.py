@@ -15,6 +15,7 @@ bigger budget or one more allowed technique never leads to a later option, whate
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -110,9 +111,16 @@ class _Trial:
         return self.timelines.composed(option, self.size(option))
 
     def between(self, family: OptionFamily, least: float, most: float) -> list[Option]:
-        """The family's options that cost so much."""
-        options = map(family.option, family.lengths)
-        return [option for option in options if least <= self.costs.relative(option) < most]
+        """The family's options that cost so much; each further block costs something."""
+
+        def cost(length: int) -> float:
+            return self.costs.relative(family.option(length))
+
+        lengths = family.lengths
+        if cost(lengths[0]) >= most or cost(lengths[-1]) < least:
+            return []
+        first, end = (bisect_left(lengths, limit, key=cost) for limit in (least, most))
+        return [family.option(length) for length in lengths[first:end]]
 
     def first_known_to_fit(self, options: Sequence[Option]) -> tuple[Option, int] | None:
         """The first of a family's options that fits, with its peak, as far as that is known without another trace."""
