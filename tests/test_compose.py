@@ -274,3 +274,38 @@ def test_a_plan_of_few_traces_is_the_one_of_many() -> None:
     assert found[True].timeline is not None
     assert found[True].timeline.work, "a trace's, not a composed one's"
     assert asked[True] < asked[False]
+
+
+class Conditioned(nn.Module):
+    """Layers that learn, behind frozen ones that run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(Layer(96) for _ in range(3)).requires_grad_(False)
+        self.layers = nn.ModuleList(Layer(96) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.frozen, *self.frozen):
+            x = layer(x)
+        x = x.clone()  # otherwise the last frozen one would be what keeps it
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_blocks_that_save_nothing_do_not_stand_in_the_way_of_composing() -> None:
+    source = source_of(step(Conditioned, (40, 96)), AMPERE)
+    budget = int(source.trace(source.request("32-true", 1, Recipe(), 48)).at(48).peak_reserved * 0.8)
+    asked: list[tuple[str, ...]] = []
+
+    def noted(request: Any) -> Any:
+        asked.append(request.recipe.checkpoint)
+        return source.trace(request)
+
+    made = plan(replace(source, trace=noted), 48, budget, margin=0, allow=["checkpoint"])
+    assert made.checkpointed_modules
+    assert all(name.startswith("layers") for blocks in asked for name in blocks)
+    every = tuple(f"layers.{number}" for number in range(4))
+    # As written at three sizes, all checkpointed at two, the plan, and the nearest miss.
+    assert len(asked) <= 3 + 2 + 1 + 1
+    assert asked.count(every) >= 2

@@ -221,7 +221,7 @@ def plan(
         wires = topology(link, gpus=source.ranks, node=node, gpu=resolved.gpu)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires)
     parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
-    traces.compose_with(parts.checkpointable, parts.blocks)
+    traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
     check_pinned_blocks(pins, parts.blocks, changes)
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}
