@@ -43,7 +43,7 @@ class Parts:
 
     @property
     def saving(self) -> tuple[str, ...]:
-        """The blocks that keep something for the backward pass: frozen ones keep nothing, and treating them is no use."""
+        """The blocks that keep something for the backward pass; treating the others (frozen ones) is no use."""
         return tuple(block for block in self.blocks if self.saved.get(block, 1) > 0)
 
     @property
