@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.harness.command import arguments_of, chosen
-from benchmarks.harness.networks import NETWORKS
 from benchmarks.harness.workers import ask
 from benchmarks.harness.workloads import of_suite
 from vram_guard.plan._option import Option
@@ -87,7 +86,7 @@ def rows_of(name: str, step: Any, count: int, seed: int, batch_size: int = BATCH
     traces = Traces(source, batch_size, lambda _line: None)
     blocks = tuple(block.name for block in find_blocks(source.model))
     traces.compose_with(blocks, blocks)
-    draw = random.Random(f"{name} {seed}")
+    draw = random.Random(f"{name} {seed}")  # noqa: S311 - options, no secrets
     seen: set[Option] = set()
     for _ in range(20 * count):
         option = drawn(draw, blocks, batch_size)
