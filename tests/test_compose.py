@@ -19,12 +19,10 @@ from vram_guard.plan._tracing import Traces
 from vram_guard.plan.source import source_of
 from vram_guard.techniques.blocks import find_blocks
 from vram_guard.techniques.recipe import Recipe
+from vram_guard.timeline import Timeline
 
 AMPERE = (8, 0)
 BATCH = 12
-
-#: Bytes of a segment for small requests (``kSmallBuffer`` in c10/cuda/CUDACachingAllocator.cpp).
-SMALL_SEGMENT = 2 * 2**20
 
 
 class Layer(nn.Module):
@@ -139,8 +137,7 @@ def test_what_is_composed_takes_what_a_trace_says(model: Any, data: st.DataObjec
     if (traces, option.unordered) not in DRAWN:
         DRAWN.add((traces, option.unordered))
         composed, direct = compared(traces, option)
-        # The loss, divided by the number of micro-batches, is not composed: it may need a small segment more or less.
-        assert abs(composed - direct) <= (0 if option.splits == 1 else SMALL_SEGMENT)
+        assert composed == direct
 
 
 @pytest.mark.parametrize("zero_grad", ["after_step", "before_forward", "before_backward"])
@@ -151,8 +148,25 @@ def test_gradients_die_where_they_did_under_another_form_of_the_optimizer(zero_g
         size = BATCH // splits
         composed = traces.exact(option, size).at(size)
         direct = traces.direct(option, size).at(size)
-        # As above: a scalar is left out.
-        assert composed.peak_allocated - direct.peak_allocated in ((0,) if splits == 1 else (0, -512))
+        assert composed.peak_allocated == direct.peak_allocated
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("made", ["layers", "convolutions"])
+def test_micro_batches_are_composed_event_by_event(made: str, precision: str) -> None:
+    """The division of the loss, and the loss of the micro-batch before, which dies where the next one is there."""
+
+    def seen(timeline: Timeline) -> list[tuple[int, bool]]:
+        sizes = [block.bytes_at(4) for block in timeline.blocks]
+        # A tensor without elements takes no memory.
+        events = ((event if event >= 0 else ~event, event >= 0) for event in timeline.events)
+        return [(sizes[block], is_new) for block, is_new in events if sizes[block]]
+
+    traces, _blocks = ready(step(*MODELS[made]))
+    option = Option(precision, 3, Recipe())
+    composed = traces.exact(option, 4).exact(4)
+    assert traces.composed(option, 4)
+    assert seen(composed) == seen(traces.direct(option, 4).exact(4))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
