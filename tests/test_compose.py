@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.bench_compose import rows_of
 from vram_guard import Parallel, TrainingStep, plan
 from vram_guard.parallel.links import topology
 from vram_guard.plan._option import Option
@@ -190,6 +191,14 @@ def test_one_rank_of_several_is_composed(kind: Any) -> None:
         for option in (Option("32-true", 1, recipe), Option("32-true", 3, recipe)):
             composed, direct = compared(traces, option, 3)
             assert composed == direct
+
+
+def test_the_benchmark_compares_options_of_chance_with_traces() -> None:
+    rows = list(rows_of("layers", step(*MODELS["layers"]), 4, seed=0, batch_size=BATCH))
+    assert len({row.option for row in rows}) == 4
+    composed = [row for row in rows if row.composed is not None]
+    assert len(composed) >= 2
+    assert all(row.composed == row.direct for row in composed)
 
 
 # --- what cannot be composed ---
