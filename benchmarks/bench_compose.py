@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.harness.command import arguments_of, chosen
 from benchmarks.harness.workers import ask
 from benchmarks.harness.workloads import of_suite
-from vram_guard.plan._option import Option
-from vram_guard.plan._tracing import Traces
+from vram_guard.plan.search_space import Option
 from vram_guard.plan.source import source_of
+from vram_guard.plan.tracing import Traces
 from vram_guard.techniques.blocks import find_blocks
 from vram_guard.techniques.recipe import OptimizerForm, Recipe
 from vram_guard.units import format_bytes

@@ -16,8 +16,8 @@ from benchmarks.bench_compose import rows_of
 from vram_guard import Parallel, TrainingStep, plan
 from vram_guard.parallel.links import topology
 from vram_guard.plan._option import Option
-from vram_guard.plan._tracing import Traces
 from vram_guard.plan.source import source_of
+from vram_guard.plan.tracing import Traces
 from vram_guard.techniques.blocks import find_blocks
 from vram_guard.techniques.recipe import Recipe
 from vram_guard.timeline import Timeline

@@ -168,7 +168,7 @@ def plan(
 
     from vram_guard.plan._cost_model import CostModel
     from vram_guard.plan._space import parts_of, space_of
-    from vram_guard.plan._tracing import Traces
+    from vram_guard.plan.tracing import Traces
 
     report = progress or _silent
     named = None if blocks is None else tuple(blocks)
