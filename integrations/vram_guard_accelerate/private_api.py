@@ -30,5 +30,6 @@ TABLE: tuple[PrivateName, ...] = (
     PrivateName("accelerate.data_loader:send_to_device", "when a batch arrives on the GPU"),
     PrivateName("accelerate.state:AcceleratorState._mixed_precision", "the precision, and another one"),
     PrivateName("accelerate.state:AcceleratorState._shared_state", "one process with a GPU, in a copy"),
+    PrivateName("accelerate.state:PartialState._shared_state", "one process with a GPU, in a copy"),
     PrivateName("accelerate.local_sgd:LocalSGD", "what is refused by name"),
 )

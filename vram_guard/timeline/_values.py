@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
+from vram_guard.language import Message
 from vram_guard.scratch import Card, Rule
-
-if TYPE_CHECKING:
-    from vram_guard.language import Message
 
 Category = Literal[
     "parameters",

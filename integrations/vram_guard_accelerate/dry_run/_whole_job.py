@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,6 +24,7 @@ from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.dry_run.time_limit import limit
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -91,8 +91,7 @@ class WholeJobPhase(ForkedPhase):
                 raise StopIteration
         elif self._next_epoch_at is None:
             self._next_epoch_at, self._alive = steps, None
-        self.loop.batches += 1
-        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
+        return self.made_batch()
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Batches of evaluations are no steps."""
@@ -113,8 +112,7 @@ class WholeJobPhase(ForkedPhase):
         """Both first steps were taken: from here on time is short, and the second epoch's first step is the last."""
         steps = self.loop.tracer.steps
         if steps == 2:
-            signal.signal(signal.SIGALRM, lambda *_signal: self._late())
-            signal.alarm(SECONDS)
+            limit(SECONDS, lambda _frame: self._late())
         if self._alive is not None and steps >= FOLLOWED_STEPS:
             self._growth = self._recorder.grown(self._first_block, self._alive)
         self._alive, self._first_block = self._recorder.alive(), self._recorder.blocks_so_far

@@ -22,7 +22,6 @@ from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 #: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
@@ -114,8 +113,11 @@ class Phase:
         """Number of calls of prepared models."""
         return 0
 
-    def state_made(self) -> None:
-        """Accelerate's state is about to be made: the script has imported its libraries."""
+    def begins(self) -> None:
+        """The script is about to start."""
+
+    def called(self, model: nn.Module, called: dict[str, Any]) -> None:
+        """A model of a script without Accelerate is about to be called, with these arguments."""
 
     def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """``Accelerator.prepare``, or ``prepare_model``."""
@@ -139,7 +141,7 @@ class Phase:
         """The script clips the gradients of these parameters; the same ones, to be clipped."""
         return parameters
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:

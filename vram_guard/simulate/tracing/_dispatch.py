@@ -21,7 +21,7 @@ from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
-from vram_guard.simulate.operators.kernels import Matmuls
+from vram_guard.simulate.operators.kernels import Matmuls, nothing_new
 from vram_guard.simulate.operators.stand_in import stand_in_result
 from vram_guard.simulate.parallel import dtensors
 from vram_guard.simulate.tracing import _collectives
@@ -148,7 +148,7 @@ class SymbolicMode(TorchDispatchMode):
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not any_symbolic(args):
                 return self._generic(func, args, kwargs)
-            if self._place == "cuda":
+            if self._place == "cuda" or handler is nothing_new:  # torch has no shape rules for some of those
                 out = handler(self.recorder, func, args, kwargs)
             elif func._schema.name in BY_VALUES:
                 aside = Recorder()  # temporaries of the host take nothing from the GPU
