@@ -58,6 +58,9 @@ class Halves:
     def composed(self, option: Option, size: int) -> bool:
         return False
 
+    def known(self, option: Option, size: int) -> bool:
+        return True
+
     def distrust(self, option: Option) -> None:
         raise AssertionError
 

@@ -168,7 +168,7 @@ def plan(
 
     from vram_guard.plan._cost_model import CostModel
     from vram_guard.plan._space import parts_of, space_of
-    from vram_guard.plan._tracing import Traces
+    from vram_guard.plan.tracing import Traces
 
     report = progress or _silent
     named = None if blocks is None else tuple(blocks)
@@ -227,7 +227,7 @@ def plan(
         wires = topology(link, gpus=source.ranks, node=node, gpu=resolved.gpu)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires)
     parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
-    traces.compose_with(parts.checkpointable, parts.blocks)
+    traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
     check_pinned_blocks(pins, parts.blocks, changes)
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}

@@ -55,6 +55,10 @@ class Why(Enum):
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
 
+    CHANGES_LEAST = marked(
+        "Of the ways that fit and that a model of the GPU cannot tell apart, the one that changes least: {factor} "
+        "times the step time as written."
+    )
     SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
     # a launch with other options
@@ -111,6 +115,10 @@ class Why(Enum):
     NEEDS_STATES = marked("needs at least {amount} for weights, gradients and optimizer states alone")
     NEEDS_SAVED = marked("needs at least {amount} for weights, optimizer states and saved activations alone")
     NEEDS_OUTSIDE_OPTIMIZER = marked("needs at least {amount} outside the optimizer")
+    CHEAPER_AND_MORE_CHANGES = marked(
+        "should fit too ({peak}, not traced) and cost {factor} times the step time, but changes more"
+    )
+    HARDLY_DEARER = marked("should fit too ({peak}, not traced), and costs {factor} times the step time")
     HOST_MEMORY = marked("takes {amount} of host memory, of which {usable} are available")
     FAILS = marked("the step fails there: {error}")
     COSTS = marked("costs {factor} times the step time")

@@ -29,7 +29,11 @@ class Timelines(Protocol):
         ...
 
     def composed(self, option: Option, size: int) -> bool:
-        """True if what is known of the option at this size is composed, and has not been traced."""
+        """True if what has been said of the option at this size is composed, and has not been traced."""
+        ...
+
+    def known(self, option: Option, size: int) -> bool:
+        """True if :meth:`exact` needs no further trace."""
         ...
 
     def distrust(self, option: Option) -> None:
@@ -98,6 +102,8 @@ class Space:
     prefixes: tuple[BlockPrefix, ...] = ()
     incompatible: Callable[[Option], str] = field(default=lambda _option: "", compare=False)
     """The reason why an option's parts cannot be combined ("" where they can)."""
+    blocks: int = 0
+    """Blocks that the model has, whether they may be treated or not."""
 
     def families(self) -> Iterator[OptionFamily]:
         """Every family whose parts go together."""

@@ -256,8 +256,8 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def alternatives(plan: Plan, most: int) -> list[str]:
-    """The options that were not taken, those that came closest to the budget first."""
-    closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))
+    """The options that were not taken: those that fit too, then those that came closest to the budget."""
+    closest = sorted(plan.rejected, key=lambda option: (not option.fits, option.missing == 0, option.missing))
     return _at_most(most, list(map(str, closest)))
 
 

@@ -67,8 +67,14 @@ class Traces:
         return self.direct(option, size) if composed is None else self._resident(composed, option)
 
     def composed(self, option: Option, size: int) -> bool:
-        """True if the option has not been traced at this size, as another trace has been taken for it."""
-        return self._request(option, size) not in self._exact and self._composed(option, size) is not None
+        """True if the option has been composed for this size, and not traced there."""
+        request = self._request(option, size)
+        return request not in self._exact and self._compose.made(self._composable(request))
+
+    def known(self, option: Option, size: int) -> bool:
+        """True if the option has been traced at this size, or all that it is composed of has been traced."""
+        request = self._request(option, size)
+        return request in self._exact or self._compose.known(self._composable(request), self._has)
 
     def distrust(self, option: Option) -> None:
         """What the option was composed of is not what it is made of: from now on it is traced, and others like it."""
@@ -88,12 +94,20 @@ class Traces:
         return self.source.request(option.precision, option.splits, option.unordered.recipe, size)
 
     def _composed(self, option: Option, size: int) -> Timeline | None:
-        return self._compose(self._request(option, size if self._directly else 0))
+        return self._compose(self._composable(self._request(option, size)))
+
+    def _composable(self, request: TraceRequest) -> TraceRequest:
+        """The request as it is composed: for every size, unless each is traced by itself."""
+        return request if self._directly else replace(request, batch_size=0)
+
+    def _has(self, request: TraceRequest) -> bool:
+        """True if :meth:`_base` has traced this already."""
+        request = _sized(request)
+        return request in (self._exact if request.batch_size else self._traced)
 
     def _base(self, request: TraceRequest) -> Timeline:
         """What others are composed of: a law, or where no law is needed a trace."""
-        if request.part == "weights":  # no size of the batch matters to the optimizer
-            request = replace(request, batch_size=2)
+        request = _sized(request)
         if request.batch_size:
             return replace(self._confirmed(request), retrace=None)
         return self._law(request)
@@ -131,6 +145,11 @@ class Traces:
         if option.splits == 1 or self.source.sliced_by != "loop":
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
+
+
+def _sized(request: TraceRequest) -> TraceRequest:
+    """The request with a size where any would do: none of the batch matters to the optimizer."""
+    return replace(request, batch_size=2) if request.part == "weights" else request
 
 
 def _words(request: TraceRequest) -> str:
