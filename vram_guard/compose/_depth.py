@@ -1,0 +1,371 @@
+"""A deep model's timeline from those of shallow ones: what N equal blocks do, one after the other, repeats."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from vram_guard.compose._errors import CannotComposeError
+from vram_guard.timeline import Affine, Block, HostBlock, Marks, Scratch, Timeline
+
+#: Rounds at either end of a loop that may differ from those between them: the first layer has no layer before it.
+_MOST_PEELED = 3
+
+
+class _Item(NamedTuple):
+    """One entry of a sequence: what it is, and its numbers, each of which may grow from round to round."""
+
+    key: Hashable
+    numbers: tuple[int, ...]
+    value: Any
+    """The entry itself."""
+
+
+class DepthLaw:
+    """Timelines of a step whose model has any number of equal blocks, from traces with ``depth`` and ``depth + 1``.
+
+    Every sequence of a timeline (events, work, collectives, ...) consists of pieces that are there once and of loops
+    that run one round more for each block more. Every number in it (a block's index, a size, a place, the number of a
+    layer) is a whole number of times the round, plus a whole number of times the depth, plus a constant. Nothing is
+    known of what the pieces are: that the law holds is shown by a trace at another depth, see :meth:`holds`.
+
+    Args:
+        small: of the model with ``depth`` blocks, exact sizes.
+        large: with one block more.
+        depth: blocks of the first.
+        stack: name of the module that holds the blocks, which have the numbers 0, 1, ... as names.
+
+    Raises:
+        CannotComposeError: the two differ in other ways.
+    """
+
+    def __init__(self, small: Timeline, large: Timeline, depth: int, stack: str) -> None:
+        if _constants(small) != _constants(large):
+            raise CannotComposeError("models of different depth differ in more than their sequences")
+        self._template = small
+        self._depth = depth
+        self._names = _Names(stack)
+        one, other = _sequences(small, self._names), _sequences(large, self._names)
+        self._parts = {name: list(_parts(one[name], other[name])) for name in one}
+
+    def at(self, depth: int) -> Timeline:
+        """The timeline with so many blocks."""
+        made = {name: list(self._values(parts, depth, _DECODED[name])) for name, parts in self._parts.items()}
+        template = self._template
+        marks = None
+        if template.marks is not None:
+            marks = Marks(tuple(made["borders"]), tuple(made["accumulated"]))
+        return replace(
+            template,
+            blocks=tuple(block for _event, block in made["events"] if block is not None),
+            events=tuple(event for event, _block in made["events"]),
+            host_blocks=tuple(block for _event, block in made["host_events"] if block is not None),
+            host_events=tuple(event for event, _block in made["host_events"]),
+            phases=tuple(made["phases"]),
+            work=tuple(made["work"]),
+            collectives=tuple(made["collectives"]),
+            deferred=tuple(made["deferred"]),
+            marks=marks,
+        )
+
+    def holds(self, direct: Timeline, depth: int) -> bool:
+        """True if a direct trace with so many blocks is what the law says of it, entry by entry."""
+        said = self.at(depth)
+        return (
+            said == direct
+            and said.marks == direct.marks
+            and all(getattr(said, name) == getattr(direct, name) for name in _COMPARED)
+        )
+
+    def _values(self, parts: Sequence[_Part], depth: int, decoded: _Decoder) -> Iterator[Any]:
+        more = depth - self._depth
+        for part in parts:
+            ready = [
+                (item.value, tuple(c + more * each for c, each in zip(item.numbers, by_depth, strict=True)), by_round)
+                for item, by_depth, by_round in zip(part.items, part.by_depth, part.by_round, strict=True)
+            ]
+            if not part.rounds:
+                yield from (decoded(value, numbers, self._names) for value, numbers, _by_round in ready)
+                continue
+            same = [None if any(by_round) else decoded(value, first, self._names) for value, first, by_round in ready]
+            for turn in range(part.rounds + more):
+                for made, (value, first, by_round) in zip(same, ready, strict=True):
+                    if made is not None:
+                        yield made
+                        continue
+                    numbers = tuple(c + turn * each for c, each in zip(first, by_round, strict=True))
+                    yield decoded(value, numbers, self._names)
+
+
+class _Names:
+    """Names of modules: those inside a block have its number in them."""
+
+    def __init__(self, stack: str) -> None:
+        self._prefix = f"{stack}." if stack else ""
+        self._known: dict[str, tuple[str, int]] = {}
+
+    def parted(self, name: str) -> tuple[str, int]:
+        """The name with its block's number left out, and that; -1 outside of blocks."""
+        found = self._known.get(name)
+        if found is None:
+            number, dot, rest = name.removeprefix(self._prefix).partition(".")
+            inside = name.startswith(self._prefix) and number.isdecimal()
+            found = self._known[name] = (f"#{dot}{rest}", int(number)) if inside else (name, -1)
+        return found
+
+    def joined(self, name: str, number: int) -> str:
+        """The name of the module that is there in another block."""
+        known, own = self.parted(name)
+        return name if own in (-1, number) else f"{self._prefix}{number}{known[1:]}"
+
+
+# --- sequences ---------------------------------------------------------------------------------------------------
+
+_Decoder = Callable[[Any, tuple[int, ...], _Names], Any]
+
+#: What a timeline has once; the tuples of its comparison, and what that leaves out, are compared too.
+_ONCE = ("traced", "tier", "notes", "compute_capability", "multiprocessors", "precision", "network", "cudnn", "parallel")
+_COMPARED = (*_ONCE, "releases")
+
+
+def _constants(timeline: Timeline) -> list[object]:
+    if timeline.growth or timeline.changes or timeline.retrace is not None or timeline.tier == "formula":
+        raise CannotComposeError("a step that cannot be followed to its end, or whose forwards change something")
+    return [getattr(timeline, name) for name in _COMPARED] + [timeline.marks is None]
+
+
+def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[_Item]]:
+    """Every sequence of a timeline, as entries with their numbers."""
+    marks = timeline.marks or Marks((), ())
+    starts = [phase.start for phase in timeline.phases]
+    blocks, events = [_described(block, names) for block in timeline.blocks], timeline.events
+    borders = []
+    for border in marks.borders:
+        name, number = names.parted(border.module)
+        key = name, border.entered, bisect_right(starts, border.at)
+        borders.append(_Item(key, (border.at, border.on_host, number), border))
+    work = []
+    for one in timeline.work:
+        name, number = names.parted(one.module)
+        sizes = *one.flops, *one.moved, *one.transfer, one.launches, one.micro_batch
+        key = one.operator, name, one.phase, one.recomputed, one.unit
+        work.append(_Item(key, (number, *sizes), one))
+    collectives = []
+    for call in timeline.collectives:
+        places = call.position, call.after, call.needed
+        key = *call[:4], call.ranks, *call[6:9], call.by_layout, call.after < 0, call.needed < 0
+        collectives.append(_Item(key, (*places, *call.bytes), call))
+    on_host = [(block.pinned, tuple(block.size)) for block in timeline.host_blocks]
+    return {
+        "events": list(_allocations(events, timeline.blocks, blocks)),
+        "host_events": list(_allocations(timeline.host_events, timeline.host_blocks, on_host)),
+        "phases": [_Item((*phase[:2], phase.label), (phase.start,), phase) for phase in timeline.phases],
+        "work": work,
+        "collectives": collectives,
+        "deferred": [
+            _Item((bisect_right(starts, one.free), blocks[~events[one.free]][0]), tuple(one), one)
+            for one in timeline.deferred
+        ],
+        "borders": borders,
+        "accumulated": [
+            _Item((bisect_right(starts, at), blocks[block][0]), (at, block), (at, block))
+            for at, block in marks.accumulated
+        ],
+    }
+
+
+def _allocations(
+    events: Sequence[int], blocks: Sequence[Any], known: Sequence[tuple[Hashable, tuple[int, ...]]]
+) -> Iterator[_Item]:
+    """Events, each allocation with its block, of which the key and the numbers are ``known``."""
+    following = 0
+    for event in events:
+        if event < 0:
+            yield _Item(("free", known[~event][0]), (event,), (event, None))
+            continue
+        if event != following:
+            raise CannotComposeError("blocks are not numbered in the order of their allocation")
+        following += 1
+        key, numbers = known[event]
+        yield _Item(("take", key), (event, *numbers), (event, blocks[event]))
+    if following != len(blocks):
+        raise CannotComposeError("a block is never allocated")
+
+
+def _described(block: Block, names: _Names) -> tuple[Hashable, tuple[int, ...]]:
+    name, number = names.parted(block.module)
+    quantities = () if block.scratch is None else block.scratch.quantities
+    rule = None if block.scratch is None else block.scratch.rule
+    key = block.category, name, block.source, block.operator, block.optional, block.unknown, block.stream
+    sizes = (one for quantity in (block.size, *quantities) for one in quantity)
+    return (*key, rule, len(quantities)), (number, *sizes)
+
+
+def _event(value: tuple[int, Block | None], numbers: tuple[int, ...], names: _Names) -> tuple[int, Block | None]:
+    _old, block = value
+    if block is None:
+        return numbers[0], None
+    size, *quantities = _pairs(numbers[2:])
+    module = names.joined(block.module, numbers[1])
+    scratch = None if block.scratch is None else Scratch(block.scratch.rule, tuple(quantities))
+    return numbers[0], Block(size, block.category, module, *block[3:6], scratch, *block[7:])
+
+
+def _host_event(
+    value: tuple[int, HostBlock | None], numbers: tuple[int, ...], _names: _Names
+) -> tuple[int, HostBlock | None]:
+    block = value[1]
+    return numbers[0], None if block is None else HostBlock(Affine(*numbers[1:]), block.pinned)
+
+
+def _pairs(numbers: Sequence[int]) -> list[Affine]:
+    return [Affine(base, each) for base, each in zip(numbers[::2], numbers[1::2], strict=True)]
+
+
+def _work(value: Any, numbers: tuple[int, ...], names: _Names) -> Any:
+    flops, moved, transfer = _pairs(numbers[1:7])
+    return value._replace(
+        module=names.joined(value.module, numbers[0]),
+        flops=flops,
+        moved=moved,
+        transfer=transfer,
+        launches=numbers[7],
+        micro_batch=numbers[8],
+    )
+
+
+def _collective(value: Any, numbers: tuple[int, ...], _names: _Names) -> Any:
+    position, after, needed, *size = numbers
+    return value._replace(position=position, after=after, needed=needed, bytes=Affine(*size))
+
+
+_DECODED: dict[str, _Decoder] = {
+    "events": _event,
+    "host_events": _host_event,
+    "phases": lambda value, numbers, _names: value._replace(start=numbers[0]),
+    "work": _work,
+    "collectives": _collective,
+    "deferred": lambda value, numbers, _names: type(value)(*numbers),
+    "borders": lambda value, numbers, names: value._replace(
+        at=numbers[0], on_host=numbers[1], module=names.joined(value.module, numbers[2])
+    ),
+    "accumulated": lambda _value, numbers, _names: numbers,
+}
+
+
+# --- pieces and loops --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a sequence that is there once, or a loop.
+
+    Attributes:
+        items: the piece, or the first round, with its numbers at the smaller depth.
+        by_depth: what each number grows by with the depth.
+        by_round: what it grows by from round to round.
+        rounds: at the smaller depth; 0: a piece that is there once.
+    """
+
+    items: Sequence[_Item]
+    by_depth: Sequence[tuple[int, ...]]
+    by_round: Sequence[tuple[int, ...]]
+    rounds: int = 0
+
+
+def _parts(small: Sequence[_Item], large: Sequence[_Item]) -> Iterator[_Part]:
+    """The pieces and loops of a sequence, from it at two depths.
+
+    Raises:
+        CannotComposeError: the larger one is not the smaller one with one round more in some places.
+    """
+    kinds: dict[Hashable, int] = {}
+    one, other = ([kinds.setdefault(item.key, len(kinds)) for item in items] for items in (small, large))
+    done = here = there = 0  # ``done``: entries of ``large`` that parts have been made of; behind by ``there - here``
+    while True:
+        while here < len(one) and there < len(other) and one[here] == other[there]:
+            here, there = here + 1, there + 1
+        behind = there - here
+        if here == len(one) and there == len(other):
+            yield _piece(small[done - behind :], large[done:])
+            return
+        length = _round(one, other, here, there)
+        start = there
+        while start > done and other[start - 1] == other[start - 1 + length]:
+            start -= 1
+        start += (there - start) % length
+        rounds = (there - start) // length
+        first = _rounds(small, start - behind, length, rounds)
+        second = _rounds(large, start, length, rounds + 1)
+        head, tail = _peeled(first, second)
+        begins, ends = start + head * length, there + length - tail * length
+        yield _piece(small[done - behind : begins - behind], large[done:begins])
+        yield _loop(first[head : rounds - tail], second[head : rounds + 1 - tail])
+        done = ends
+        there += length
+
+
+def _round(one: Sequence[int], other: Sequence[int], here: int, there: int) -> int:
+    """Entries of the round that the larger sequence has more before what both go on with."""
+    best, length = -1, 0
+    for count in range(1, min(there, (len(other) - there) - (len(one) - here)) + 1):
+        if other[there : there + count] != other[there - count : there]:
+            continue
+        same = _common(one, here, other, there + count)
+        if same > best:
+            best, length = same, count
+    if not length:
+        raise CannotComposeError("what a block more adds is not a round like the one before it")
+    return length
+
+
+def _common(one: Sequence[int], here: int, other: Sequence[int], there: int) -> int:
+    """Entries in which the sequences are the same from these places on; their ends count as one."""
+    most = min(len(one) - here, len(other) - there)
+    same = next((count for count in range(most) if one[here + count] != other[there + count]), most)
+    return same + (here + same == len(one) and there + same == len(other))
+
+
+_Rounds = list[list[_Item]]
+
+
+def _rounds(items: Sequence[_Item], start: int, length: int, count: int) -> _Rounds:
+    return [list(items[start + turn * length : start + (turn + 1) * length]) for turn in range(count)]
+
+
+def _peeled(small: _Rounds, large: _Rounds) -> tuple[int, int]:
+    """Rounds at the beginning and at the end whose numbers follow no law with the others; as few as possible."""
+    for most in range(2 * _MOST_PEELED + 1):
+        for head in range(most + 1):
+            tail = most - head
+            if len(small) - most >= 2 and _lawful(small[head : len(small) - tail], large[head : len(large) - tail]):
+                return head, tail
+    raise CannotComposeError("the numbers of a loop follow no law")
+
+
+def _lawful(small: _Rounds, large: _Rounds) -> bool:
+    slopes = _differences(large[0], large[1])
+    growth = _differences(small[0], large[0])
+    return all(
+        _differences(before, after) == slopes
+        for rounds in (small, large)
+        for before, after in zip(rounds, rounds[1:], strict=False)
+    ) and all(_differences(one, other) == growth for one, other in zip(small, large, strict=False))
+
+
+def _differences(one: Sequence[_Item], other: Sequence[_Item]) -> list[tuple[int, ...]]:
+    return [
+        tuple(b - a for a, b in zip(first.numbers, second.numbers, strict=True))
+        for first, second in zip(one, other, strict=True)
+    ]
+
+
+def _piece(small: Sequence[_Item], large: Sequence[_Item]) -> _Part:
+    by_depth = _differences(small, large)
+    return _Part(small, by_depth, [()] * len(by_depth))
+
+
+def _loop(small: _Rounds, large: _Rounds) -> _Part:
+    return _Part(small[0], _differences(small[0], large[0]), _differences(large[0], large[1]), len(small))
