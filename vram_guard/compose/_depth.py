@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vram_guard.compose._errors import CannotComposeError
-from vram_guard.timeline import Affine, Block, HostBlock, Marks, Scratch, Timeline
+from vram_guard.state.collector import collector_paused
+from vram_guard.timeline import Affine, Block, Border, HostBlock, Marks, Scratch, Timeline, Work
 
 #: Rounds at either end of a loop that may differ from those between them: the first layer has no layer before it.
 _MOST_PEELED = 3
@@ -52,7 +53,8 @@ class DepthLaw:
 
     def at(self, depth: int) -> Timeline:
         """The timeline with so many blocks."""
-        made = {name: list(self._values(parts, depth, _DECODED[name])) for name, parts in self._parts.items()}
+        with collector_paused():  # a hundred thousand values, none of them in a cycle
+            made = {name: list(self._values(parts, depth, _KINDS[name])) for name, parts in self._parts.items()}
         template = self._template
         marks = None
         if template.marks is not None:
@@ -74,29 +76,36 @@ class DepthLaw:
         """True if a direct trace with so many blocks is what the law says of it, entry by entry."""
         said = self.at(depth)
         return (
-            said == direct
+            said == replace(direct, work=_as_launched(said.work, direct.work))
             and said.marks == direct.marks
             and all(getattr(said, name) == getattr(direct, name) for name in _COMPARED)
         )
 
-    def _values(self, parts: Sequence[_Part], depth: int, decoded: _Decoder) -> Iterator[Any]:
-        more = depth - self._depth
+    def _values(self, parts: Sequence[_Part], depth: int, kind: _Kind) -> Iterator[Any]:
+        more, names = depth - self._depth, self._names
         for part in parts:
-            ready = [
-                (item.value, tuple(c + more * each for c, each in zip(item.numbers, by_depth, strict=True)), by_round)
-                for item, by_depth, by_round in zip(part.items, part.by_depth, part.by_round, strict=True)
+            numbers = [
+                tuple(c + more * each for c, each in zip(item.numbers, by_depth, strict=True))
+                for item, by_depth in zip(part.items, part.by_depth, strict=True)
             ]
+            first = [kind.decoded(item.value, own, names) for item, own in zip(part.items, numbers, strict=True)]
             if not part.rounds:
-                yield from (decoded(value, numbers, self._names) for value, numbers, _by_round in ready)
+                yield from first
                 continue
-            same = [None if any(by_round) else decoded(value, first, self._names) for value, first, by_round in ready]
+            few = kind.few
+            ready = [
+                (value, own, by_round, any(by_round[few:]), by_round[:few])
+                for value, own, by_round in zip(first, numbers, part.by_round, strict=True)
+            ]
             for turn in range(part.rounds + more):
-                for made, (value, first, by_round) in zip(same, ready, strict=True):
-                    if made is not None:
-                        yield made
-                        continue
-                    numbers = tuple(c + turn * each for c, each in zip(first, by_round, strict=True))
-                    yield decoded(value, numbers, self._names)
+                for value, own, by_round, many, by_few in ready:
+                    if many:
+                        grown = tuple(c + turn * each for c, each in zip(own, by_round, strict=True))
+                        yield kind.decoded(value, grown, names)
+                    elif any(by_few):
+                        yield kind.moved(value, [c + turn * each for c, each in zip(own, by_few, strict=False)], names)
+                    else:
+                        yield value
 
 
 class _Names:
@@ -121,9 +130,32 @@ class _Names:
         return name if own in (-1, number) else f"{self._prefix}{number}{known[1:]}"
 
 
+def _as_launched(one: Sequence[Work], other: Sequence[Work]) -> tuple[Work, ...]:
+    """Work with the launches of another's: an optimizer's lists go to the GPU in parts of so many tensors each.
+
+    A step function, of which nothing but microseconds depends.
+    """
+    known = (work.launches for work in one)
+    return tuple(work._replace(launches=next(known, work.launches)) for work in other)
+
+
 # --- sequences ---------------------------------------------------------------------------------------------------
 
-_Decoder = Callable[[Any, tuple[int, ...], _Names], Any]
+_Decoder = Callable[[Any, Sequence[int], _Names], Any]
+
+
+class _Kind(NamedTuple):
+    """A kind of sequence.
+
+    Attributes:
+        decoded: an entry with other numbers.
+        few: the first so many numbers are places or names, which differ from round to round; the others are sizes.
+        moved: an entry with those first numbers, and else as it is.
+    """
+
+    decoded: _Decoder
+    few: int = 0
+    moved: _Decoder = lambda value, _numbers, _names: value
 
 #: What a timeline has once; the tuples of its comparison, and what that leaves out, are compared too.
 _ONCE = ("traced", "tier", "notes", "compute_capability", "multiprocessors", "precision", "network", "cudnn", "parallel")
@@ -149,7 +181,7 @@ def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[_Item]]:
     work = []
     for one in timeline.work:
         name, number = names.parted(one.module)
-        sizes = *one.flops, *one.moved, *one.transfer, one.launches, one.micro_batch
+        sizes = *one.flops, *one.moved, *one.transfer, one.micro_batch
         key = one.operator, name, one.phase, one.recomputed, one.unit
         work.append(_Item(key, (number, *sizes), one))
     collectives = []
@@ -203,7 +235,14 @@ def _described(block: Block, names: _Names) -> tuple[Hashable, tuple[int, ...]]:
     return (*key, rule, len(quantities)), (number, *sizes)
 
 
-def _event(value: tuple[int, Block | None], numbers: tuple[int, ...], names: _Names) -> tuple[int, Block | None]:
+def _moved_event(value: tuple[int, Block | None], numbers: Sequence[int], names: _Names) -> tuple[int, Block | None]:
+    block = value[1]
+    if block is None or len(numbers) < 2:
+        return numbers[0], block
+    return numbers[0], Block(*block[:2], names.joined(block.module, numbers[1]), *block[3:])
+
+
+def _event(value: tuple[int, Block | None], numbers: Sequence[int], names: _Names) -> tuple[int, Block | None]:
     _old, block = value
     if block is None:
         return numbers[0], None
@@ -214,7 +253,7 @@ def _event(value: tuple[int, Block | None], numbers: tuple[int, ...], names: _Na
 
 
 def _host_event(
-    value: tuple[int, HostBlock | None], numbers: tuple[int, ...], _names: _Names
+    value: tuple[int, HostBlock | None], numbers: Sequence[int], _names: _Names
 ) -> tuple[int, HostBlock | None]:
     block = value[1]
     return numbers[0], None if block is None else HostBlock(Affine(*numbers[1:]), block.pinned)
@@ -224,34 +263,39 @@ def _pairs(numbers: Sequence[int]) -> list[Affine]:
     return [Affine(base, each) for base, each in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
-def _work(value: Any, numbers: tuple[int, ...], names: _Names) -> Any:
+def _moved_work(value: Any, numbers: Sequence[int], names: _Names) -> Any:
+    return value._replace(module=names.joined(value.module, numbers[0]))
+
+
+def _work(value: Any, numbers: Sequence[int], names: _Names) -> Any:
     flops, moved, transfer = _pairs(numbers[1:7])
     return value._replace(
         module=names.joined(value.module, numbers[0]),
         flops=flops,
         moved=moved,
         transfer=transfer,
-        launches=numbers[7],
-        micro_batch=numbers[8],
+        micro_batch=numbers[7],
     )
 
 
-def _collective(value: Any, numbers: tuple[int, ...], _names: _Names) -> Any:
+def _collective(value: Any, numbers: Sequence[int], _names: _Names) -> Any:
     position, after, needed, *size = numbers
     return value._replace(position=position, after=after, needed=needed, bytes=Affine(*size))
 
 
-_DECODED: dict[str, _Decoder] = {
-    "events": _event,
-    "host_events": _host_event,
-    "phases": lambda value, numbers, _names: value._replace(start=numbers[0]),
-    "work": _work,
-    "collectives": _collective,
-    "deferred": lambda value, numbers, _names: type(value)(*numbers),
-    "borders": lambda value, numbers, names: value._replace(
-        at=numbers[0], on_host=numbers[1], module=names.joined(value.module, numbers[2])
+_KINDS: dict[str, _Kind] = {
+    "events": _Kind(_event, 2, _moved_event),
+    "host_events": _Kind(_host_event),
+    "phases": _Kind(lambda value, numbers, _names: value._replace(start=numbers[0])),
+    "work": _Kind(_work, 1, _moved_work),
+    "collectives": _Kind(_collective),
+    "deferred": _Kind(lambda value, numbers, _names: type(value)(*numbers)),
+    "borders": _Kind(
+        lambda value, numbers, names: Border(
+            numbers[0], names.joined(value.module, numbers[2]), value.entered, numbers[1]
+        )
     ),
-    "accumulated": lambda _value, numbers, _names: numbers,
+    "accumulated": _Kind(lambda _value, numbers, _names: tuple(numbers)),
 }
 
 
