@@ -63,6 +63,9 @@ class Source:
     def exact(self, option: Option, size: int) -> Timeline:
         return self(option)
 
+    def by_law(self, option: Option, size: int) -> bool:
+        return False
+
     def composed(self, option: Option, size: int) -> bool:
         return False
 
@@ -552,6 +555,9 @@ class Composed(Source):
             for block in right.blocks
         )
         return replace(right, blocks=blocks)
+
+    def by_law(self, option: Option, size: int) -> bool:
+        return False
 
     def composed(self, option: Option, size: int) -> bool:
         return self.trusted and bool(option.recipe) and option not in self.traced

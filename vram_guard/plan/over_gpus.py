@@ -42,6 +42,7 @@ from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.spread import Spread, Way
 from vram_guard.plan.step_time import card_of
 from vram_guard.plan.techniques import OFFLOADS
+from vram_guard.state.collector import collector_paused
 from vram_guard.step import TrainingStep
 from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard.units import Amount
@@ -219,7 +220,8 @@ class SpreadSearch:
             kind = Why.COSTS_MORE_THAN if written.fits else Why.NO_FIT_AND_SLOWER
             return None, replace(written, why=Reason(kind, factor=f"{written.seconds / best:.2f}"))
         try:
-            return self._planned(gpus, layout, total, wires, best)
+            with collector_paused():
+                return self._planned(gpus, layout, total, wires, best)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             return None, Way(gpus, layout, fits=False, why=failure(error))
 
@@ -314,7 +316,7 @@ class SpreadSearch:
             if not layouts:
                 continue
             most = gpus
-            if not any(self._may_fit(layout, total, gpus, wires) for layout in layouts):
+            if not any(self._may_fit(layout, total, gpus, wires) for layout in sorted(layouts, key=trial_order)):
                 continue
             made = self.on(gpus, total)
             if made.rank.fits:
@@ -356,7 +358,8 @@ def _counts(node: int, total: int) -> Iterator[int]:
 def _nearness(written: Way) -> tuple[bool, bool, float]:
     """The order in which layouts are planned: what is found early leaves little to look for under the others.
 
-    The fastest of those that fit as they are, then those that take the least memory; last what keeps it on the host.
+    The fastest of those that fit as they are, then those that take the least memory; last what keeps weights on the
+    host.
     """
     offload = written.layout is not None and written.layout.offload
     return not written.fits, offload, (written.seconds or 0.0) if written.fits else float(written.peak or 0)
