@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vram_guard.compose._errors import CannotComposeError
+from vram_guard.compose._loops import Item, Part, parts_of
 from vram_guard.state.collector import collector_paused
 from vram_guard.timeline import Affine, Block, Border, HostBlock, Marks, Scratch, Timeline, Work
-
-#: Rounds at either end of a loop that may differ from those between them: the first layer has no layer before it.
-_MOST_PEELED = 3
-
-
-class _Item(NamedTuple):
-    """One entry of a sequence: what it is, and its numbers, each of which may grow from round to round."""
-
-    key: Hashable
-    numbers: tuple[int, ...]
-    value: Any
-    """The entry itself."""
 
 
 class DepthLaw:
@@ -49,7 +38,7 @@ class DepthLaw:
         self._depth = depth
         self._names = _Names(stack)
         one, other = _sequences(small, self._names), _sequences(large, self._names)
-        self._parts = {name: list(_parts(one[name], other[name])) for name in one}
+        self._parts = {name: list(parts_of(one[name], other[name])) for name in one}
 
     def at(self, depth: int) -> Timeline:
         """The timeline with so many blocks."""
@@ -81,7 +70,7 @@ class DepthLaw:
             and all(getattr(said, name) == getattr(direct, name) for name in _COMPARED)
         )
 
-    def _values(self, parts: Sequence[_Part], depth: int, kind: _Kind) -> Iterator[Any]:
+    def _values(self, parts: Sequence[Part], depth: int, kind: _Kind) -> Iterator[Any]:
         more, names = depth - self._depth, self._names
         for part in parts:
             numbers = [
@@ -157,8 +146,19 @@ class _Kind(NamedTuple):
     few: int = 0
     moved: _Decoder = lambda value, _numbers, _names: value
 
+
 #: What a timeline has once; the tuples of its comparison, and what that leaves out, are compared too.
-_ONCE = ("traced", "tier", "notes", "compute_capability", "multiprocessors", "precision", "network", "cudnn", "parallel")
+_ONCE = (
+    "traced",
+    "tier",
+    "notes",
+    "compute_capability",
+    "multiprocessors",
+    "precision",
+    "network",
+    "cudnn",
+    "parallel",
+)
 _COMPARED = (*_ONCE, "releases")
 
 
@@ -168,7 +168,7 @@ def _constants(timeline: Timeline) -> list[object]:
     return [getattr(timeline, name) for name in _COMPARED] + [timeline.marks is None]
 
 
-def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[_Item]]:
+def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[Item]]:
     """Every sequence of a timeline, as entries with their numbers."""
     marks = timeline.marks or Marks((), ())
     starts = [phase.start for phase in timeline.phases]
@@ -177,32 +177,32 @@ def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[_Item]]:
     for border in marks.borders:
         name, number = names.parted(border.module)
         key = name, border.entered, bisect_right(starts, border.at)
-        borders.append(_Item(key, (border.at, border.on_host, number), border))
+        borders.append(Item(key, (border.at, border.on_host, number), border))
     work = []
     for one in timeline.work:
         name, number = names.parted(one.module)
         sizes = *one.flops, *one.moved, *one.transfer, one.micro_batch
         key = one.operator, name, one.phase, one.recomputed, one.unit
-        work.append(_Item(key, (number, *sizes), one))
+        work.append(Item(key, (number, *sizes), one))
     collectives = []
     for call in timeline.collectives:
         places = call.position, call.after, call.needed
         key = *call[:4], call.ranks, *call[6:9], call.by_layout, call.after < 0, call.needed < 0
-        collectives.append(_Item(key, (*places, *call.bytes), call))
+        collectives.append(Item(key, (*places, *call.bytes), call))
     on_host = [(block.pinned, tuple(block.size)) for block in timeline.host_blocks]
     return {
         "events": list(_allocations(events, timeline.blocks, blocks)),
         "host_events": list(_allocations(timeline.host_events, timeline.host_blocks, on_host)),
-        "phases": [_Item((*phase[:2], phase.label), (phase.start,), phase) for phase in timeline.phases],
+        "phases": [Item((*phase[:2], phase.label), (phase.start,), phase) for phase in timeline.phases],
         "work": work,
         "collectives": collectives,
         "deferred": [
-            _Item((bisect_right(starts, one.free), blocks[~events[one.free]][0]), tuple(one), one)
+            Item((bisect_right(starts, one.free), blocks[~events[one.free]][0]), tuple(one), one)
             for one in timeline.deferred
         ],
         "borders": borders,
         "accumulated": [
-            _Item((bisect_right(starts, at), blocks[block][0]), (at, block), (at, block))
+            Item((bisect_right(starts, at), blocks[block][0]), (at, block), (at, block))
             for at, block in marks.accumulated
         ],
     }
@@ -210,18 +210,18 @@ def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[_Item]]:
 
 def _allocations(
     events: Sequence[int], blocks: Sequence[Any], known: Sequence[tuple[Hashable, tuple[int, ...]]]
-) -> Iterator[_Item]:
+) -> Iterator[Item]:
     """Events, each allocation with its block, of which the key and the numbers are ``known``."""
     following = 0
     for event in events:
         if event < 0:
-            yield _Item(("free", known[~event][0]), (event,), (event, None))
+            yield Item(("free", known[~event][0]), (event,), (event, None))
             continue
         if event != following:
             raise CannotComposeError("blocks are not numbered in the order of their allocation")
         following += 1
         key, numbers = known[event]
-        yield _Item(("take", key), (event, *numbers), (event, blocks[event]))
+        yield Item(("take", key), (event, *numbers), (event, blocks[event]))
     if following != len(blocks):
         raise CannotComposeError("a block is never allocated")
 
@@ -297,119 +297,3 @@ _KINDS: dict[str, _Kind] = {
     ),
     "accumulated": _Kind(lambda _value, numbers, _names: tuple(numbers)),
 }
-
-
-# --- pieces and loops --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A piece of a sequence that is there once, or a loop.
-
-    Attributes:
-        items: the piece, or the first round, with its numbers at the smaller depth.
-        by_depth: what each number grows by with the depth.
-        by_round: what it grows by from round to round.
-        rounds: at the smaller depth; 0: a piece that is there once.
-    """
-
-    items: Sequence[_Item]
-    by_depth: Sequence[tuple[int, ...]]
-    by_round: Sequence[tuple[int, ...]]
-    rounds: int = 0
-
-
-def _parts(small: Sequence[_Item], large: Sequence[_Item]) -> Iterator[_Part]:
-    """The pieces and loops of a sequence, from it at two depths.
-
-    Raises:
-        CannotComposeError: the larger one is not the smaller one with one round more in some places.
-    """
-    kinds: dict[Hashable, int] = {}
-    one, other = ([kinds.setdefault(item.key, len(kinds)) for item in items] for items in (small, large))
-    done = here = there = 0  # ``done``: entries of ``large`` that parts have been made of; behind by ``there - here``
-    while True:
-        while here < len(one) and there < len(other) and one[here] == other[there]:
-            here, there = here + 1, there + 1
-        behind = there - here
-        if here == len(one) and there == len(other):
-            yield _piece(small[done - behind :], large[done:])
-            return
-        length = _round(one, other, here, there)
-        start = there
-        while start > done and other[start - 1] == other[start - 1 + length]:
-            start -= 1
-        start += (there - start) % length
-        rounds = (there - start) // length
-        first = _rounds(small, start - behind, length, rounds)
-        second = _rounds(large, start, length, rounds + 1)
-        head, tail = _peeled(first, second)
-        begins, ends = start + head * length, there + length - tail * length
-        yield _piece(small[done - behind : begins - behind], large[done:begins])
-        yield _loop(first[head : rounds - tail], second[head : rounds + 1 - tail])
-        done = ends
-        there += length
-
-
-def _round(one: Sequence[int], other: Sequence[int], here: int, there: int) -> int:
-    """Entries of the round that the larger sequence has more before what both go on with."""
-    best, length = -1, 0
-    for count in range(1, min(there, (len(other) - there) - (len(one) - here)) + 1):
-        if other[there : there + count] != other[there - count : there]:
-            continue
-        same = _common(one, here, other, there + count)
-        if same > best:
-            best, length = same, count
-    if not length:
-        raise CannotComposeError("what a block more adds is not a round like the one before it")
-    return length
-
-
-def _common(one: Sequence[int], here: int, other: Sequence[int], there: int) -> int:
-    """Entries in which the sequences are the same from these places on; their ends count as one."""
-    most = min(len(one) - here, len(other) - there)
-    same = next((count for count in range(most) if one[here + count] != other[there + count]), most)
-    return same + (here + same == len(one) and there + same == len(other))
-
-
-_Rounds = list[list[_Item]]
-
-
-def _rounds(items: Sequence[_Item], start: int, length: int, count: int) -> _Rounds:
-    return [list(items[start + turn * length : start + (turn + 1) * length]) for turn in range(count)]
-
-
-def _peeled(small: _Rounds, large: _Rounds) -> tuple[int, int]:
-    """Rounds at the beginning and at the end whose numbers follow no law with the others; as few as possible."""
-    for most in range(2 * _MOST_PEELED + 1):
-        for head in range(most + 1):
-            tail = most - head
-            if len(small) - most >= 2 and _lawful(small[head : len(small) - tail], large[head : len(large) - tail]):
-                return head, tail
-    raise CannotComposeError("the numbers of a loop follow no law")
-
-
-def _lawful(small: _Rounds, large: _Rounds) -> bool:
-    slopes = _differences(large[0], large[1])
-    growth = _differences(small[0], large[0])
-    return all(
-        _differences(before, after) == slopes
-        for rounds in (small, large)
-        for before, after in zip(rounds, rounds[1:], strict=False)
-    ) and all(_differences(one, other) == growth for one, other in zip(small, large, strict=False))
-
-
-def _differences(one: Sequence[_Item], other: Sequence[_Item]) -> list[tuple[int, ...]]:
-    return [
-        tuple(b - a for a, b in zip(first.numbers, second.numbers, strict=True))
-        for first, second in zip(one, other, strict=True)
-    ]
-
-
-def _piece(small: Sequence[_Item], large: Sequence[_Item]) -> _Part:
-    by_depth = _differences(small, large)
-    return _Part(small, by_depth, [()] * len(by_depth))
-
-
-def _loop(small: _Rounds, large: _Rounds) -> _Part:
-    return _Part(small[0], _differences(small[0], large[0]), _differences(large[0], large[1]), len(small))

@@ -51,7 +51,9 @@ def by_depth(model: nn.Module, trace: Callable[[TraceRequest], Timeline]) -> Cal
             return trace(replace(request, recipe=recipe.with_(**kept)))
 
     def traced(request: TraceRequest) -> Timeline:
-        treated = [every.intersection(names) for names in (request.recipe.checkpoint, request.recipe.offload_activations)]
+        treated = [
+            every.intersection(names) for names in (request.recipe.checkpoint, request.recipe.offload_activations)
+        ]
         if any(names and names != every for names in treated):
             return trace(request)
         try:

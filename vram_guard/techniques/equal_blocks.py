@@ -39,10 +39,14 @@ def _of_stack(model: nn.Module, stack: str) -> EqualBlocks | None:
     if not stack or list(children) != [str(number) for number in range(len(children))]:
         return None
     parts = [id(tensor) for block in children.values() for tensor in (*block.parameters(), *block.buffers())]
-    elsewhere = {id(module) for path, module in model.named_modules() if not f"{path}.".startswith(f"{stack}.")}
-    inside = [id(module) for block in children.values() for module in block.modules()]
-    shared = len(parts) != len(set(parts)) or len(inside) != len(set(inside)) or not elsewhere.isdisjoint(inside)
-    if shared or not _equal([_seen(block) for block in children.values()]):
+    everywhere = (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
+    elsewhere = {id(one) for path, one in everywhere if not f"{path}.".startswith(f"{stack}.")}
+    parts += (id(module) for block in children.values() for module in block.modules())
+    if (
+        len(parts) != len(set(parts))
+        or not elsewhere.isdisjoint(parts)
+        or not _equal([_seen(block) for block in children.values()])
+    ):
         return None
     return EqualBlocks(stack, tuple(f"{stack}.{name}" for name in children))
 
@@ -88,12 +92,12 @@ def _plain(value: object) -> Hashable:
 @contextlib.contextmanager
 def with_depth(model: nn.Module, blocks: EqualBlocks, depth: int) -> Iterator[None]:
     """While the block runs, the model has the first ``depth`` of its equal blocks alone."""
-    holder = model.get_submodule(blocks.stack)
-    whole = dict(holder._modules)
-    for name in list(whole)[depth:]:
-        del holder._modules[name]
+    held = vars(model.get_submodule(blocks.stack))["_modules"]
+    whole = dict(held)
+    for name in blocks.names[depth:]:
+        del held[name.rpartition(".")[2]]
     try:
         yield
     finally:
-        holder._modules.clear()
-        holder._modules.update(whole)
+        held.clear()
+        held.update(whole)
