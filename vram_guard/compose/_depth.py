@@ -182,13 +182,13 @@ def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[Item]]:
     for one in timeline.work:
         name, number = names.parted(one.module)
         sizes = *one.flops, *one.moved, *one.transfer, one.micro_batch
-        key = one.operator, name, one.phase, one.recomputed, one.unit
-        work.append(Item(key, (number, *sizes), one))
+        done = one.operator, name, one.phase, one.recomputed, one.unit
+        work.append(Item(done, (number, *sizes), one))
     collectives = []
     for call in timeline.collectives:
         places = call.position, call.after, call.needed
-        key = *call[:4], call.ranks, *call[6:9], call.by_layout, call.after < 0, call.needed < 0
-        collectives.append(Item(key, (*places, *call.bytes), call))
+        asked = *call[:4], call.ranks, *call[6:9], call.by_layout, call.after < 0, call.needed < 0
+        collectives.append(Item(asked, (*places, *call.bytes), call))
     on_host = [(block.pinned, tuple(block.size)) for block in timeline.host_blocks]
     return {
         "events": list(_allocations(events, timeline.blocks, blocks)),
@@ -249,7 +249,7 @@ def _event(value: tuple[int, Block | None], numbers: Sequence[int], names: _Name
     size, *quantities = _pairs(numbers[2:])
     module = names.joined(block.module, numbers[1])
     scratch = None if block.scratch is None else Scratch(block.scratch.rule, tuple(quantities))
-    return numbers[0], Block(size, block.category, module, *block[3:6], scratch, *block[7:])
+    return numbers[0], block._replace(size=size, module=module, scratch=scratch)
 
 
 def _host_event(
