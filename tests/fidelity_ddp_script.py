@@ -21,6 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional as F
 
+from vram_guard.watch.process_groups import end_process_groups
+
 SAMPLES = 45  # three batches of 8 and one of 5 or 6 for each of the two
 
 
@@ -108,3 +110,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(Path(sys.argv[1]))
+    end_process_groups()  # no SIGABRT after the work (PyTorch's issue 190489)

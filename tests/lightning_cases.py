@@ -189,3 +189,29 @@ def make_trainer(namespace: str, root: Any, callbacks: Any = (), **settings: Any
 def weights(module: nn.Module) -> torch.Tensor:
     """All weights in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+class ChainBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noted(self).append(len(x))
+        return x + self.narrow(torch.relu(self.wide(x)))
+
+
+class Chain(nn.Module):
+    """Three equal blocks for the vectors, which count the samples that they see."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(6, width), nn.Linear(width, 2)
+        self.blocks = nn.ModuleList(ChainBlock(width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)

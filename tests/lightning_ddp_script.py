@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from vram_guard.guard import _decide
+from vram_guard.watch.process_groups import end_process_groups
 from vram_guard_lightning import VramGuard
 
 warnings.simplefilter("ignore")
@@ -70,3 +71,4 @@ def main(case: str, out: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+    end_process_groups()  # no SIGABRT after the work (PyTorch's issue 190489)

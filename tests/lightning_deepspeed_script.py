@@ -42,22 +42,10 @@ class OnCpu(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cases.noted(self).append(len(x))
-        return x + self.narrow(torch.relu(self.wide(x)))
-
-
 class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.first, self.last = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 2)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.net = cases.Chain(WIDTH)
 
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(cases.Vectors(128), batch_size=16)
@@ -65,10 +53,7 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         cases.noted(self).append(len(x))
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        loss = nn.functional.mse_loss(self.last(x), y)
+        loss = nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, batch_size=len(x))
         return loss
 
@@ -122,7 +107,7 @@ def main(case: str, out: Path) -> None:
             result["error"] = f"{type(error).__name__}: {error}"
     plan = callbacks[0].plan if callbacks else None
     result |= {"seen": cases.noted(module), "said": [str(one.message) for one in said], "steps": trainer.global_step}
-    result["forwards"] = [len(cases.noted(one)) for one in module.blocks]
+    result["forwards"] = [len(cases.noted(one)) for one in module.net.blocks]
     result["kept"] = (strategy.config or {}).get("zero_optimization") == config.get("zero_optimization")
     if plan is not None:
         sharding = plan.recipe.sharding

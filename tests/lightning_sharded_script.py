@@ -27,7 +27,6 @@ from vram_guard_lightning import VramGuard
 
 RANK = int(os.environ["LOCAL_RANK"])
 PROCESS = os.getpid()
-WIDTH = 64
 
 as_written = FullyShardedDataParallel.__init__
 
@@ -46,37 +45,13 @@ class OnCpu(FSDPStrategy):
     """Lightning insists on GPUs for its own class, and on nothing for others."""
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cases.noted(self).append(len(x))
-        return x + self.narrow(torch.relu(self.wide(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.last = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 2)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 class Plain(pl.LightningModule):
     """A regression whose model the strategy alone divides."""
 
     def __init__(self, kind: str, *, breaks: bool = False, uneven: bool = False) -> None:
         super().__init__()
         self.kind, self.breaks, self.uneven = kind, breaks, uneven
-        self.net = None if kind in ("meta", "wrapped") else Net()
+        self.net = None if kind in ("meta", "wrapped") else cases.Chain()
 
     def train_dataloader(self) -> Any:
         if self.breaks and RANK == 1 and os.getpid() != PROCESS:  # the copy in which the guard looks at it
@@ -102,11 +77,11 @@ class Module(Plain):
 
     def configure_model(self) -> None:
         if self.kind == "wrapped":
-            self.net = wrap(Net())
+            self.net = wrap(cases.Chain())
             return
         if self.kind == "meta":
             with torch.device("meta"):
-                self.net = Net()
+                self.net = cases.Chain()
         if self.kind == "tensor":
             plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
             for block in self.net.blocks:
@@ -120,7 +95,7 @@ class Module(Plain):
 def strategy_of(kind: str) -> Any:
     how: dict[str, Any] = {"process_group_backend": "gloo", "timeout": timedelta(seconds=100)}
     if kind in ("fsdp", "wrapped"):
-        return OnCpu(**how, **({"auto_wrap_policy": {Block}} if kind == "fsdp" else {}))
+        return OnCpu(**how, **({"auto_wrap_policy": {cases.ChainBlock}} if kind == "fsdp" else {}))
     sizes = (1, 2) if kind == "tensor" else (2, 1)
     return ModelParallelStrategy(data_parallel_size=sizes[0], tensor_parallel_size=sizes[1], **how)
 
@@ -155,7 +130,7 @@ def main(case: str, out: Path) -> None:
             trainer.fit(module)
         except Exception as error:  # noqa: BLE001 - whatever it was, the test wants to know
             result["error"] = f"{type(error).__name__}: {error}"
-    result["forwards"] = [len(cases.noted(one)) for one in module.modules() if type(one) is Block]
+    result["forwards"] = [len(cases.noted(one)) for one in module.modules() if type(one) is cases.ChainBlock]
     plan = callbacks[0].plan if callbacks else None
     result |= {"seen": cases.noted(module), "said": [str(one.message) for one in said], "steps": trainer.global_step}
     result["logged"] = {name: float(value) for name, value in trainer.callback_metrics.items()}

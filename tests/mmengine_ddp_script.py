@@ -18,6 +18,8 @@ import oom_cases  # noqa: E402
 import torch  # noqa: E402
 from mmengine.registry import MODELS  # noqa: E402
 
+from vram_guard.watch.process_groups import end_process_groups  # noqa: E402
+
 RANK = int(os.environ["RANK"])
 
 
@@ -86,3 +88,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process_groups()  # no SIGABRT after the work (PyTorch's issue 190489)

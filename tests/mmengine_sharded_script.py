@@ -23,6 +23,8 @@ from mmengine.registry import FUNCTIONS  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
 
+from vram_guard.watch.process_groups import end_process_groups  # noqa: E402
+
 RANK = int(os.environ["RANK"])
 
 as_written = FullyShardedDataParallel.__init__
@@ -110,3 +112,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process_groups()  # no SIGABRT after the work (PyTorch's issue 190489)

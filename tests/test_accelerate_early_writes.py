@@ -17,10 +17,14 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+from safetensors.torch import save_file  # noqa: E402
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "early_writes.py"
 REFUSED = {
     "removes": "removes or moves",
+    "removes_where_it_has_moved_something": "removes or moves",
+    "writes_where_it_has_moved_something": "removes or moves",
+    "removes_below_an_open_folder": "removes or moves",
     "moves": "removes or moves",
     "overwrites": "replaces",
     "by_itself": "trains without Accelerate",
@@ -51,6 +55,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "log.txt").write_text("kept\n")
         (folder / "settings.json").write_text('{"kept": true}')
         (folder / "raw.bin").write_bytes(b"kept")
+        (folder / "mapped.bin").write_bytes(bytes(64))
+        (folder / "linked.txt").write_text("kept")
+        save_file({"weight": torch.ones(1)}, folder / "weights.safetensors")
         torch.save({"step": 1000}, folder / "checkpoint.pt")
         known = sqlite3.connect(folder / "known.sqlite")
         known.execute("create table runs (name text)")

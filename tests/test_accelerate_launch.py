@@ -172,17 +172,6 @@ def test_a_plan_is_forgotten_when_anything_imported_was_edited(launched: Any, ca
     assert prediction.read_remembered(copied) is None
 
 
-def test_plans_do_not_pile_up(tmp_path: Path) -> None:
-    for number in range(prediction.MOST_REMEMBERED + 5):
-        for kind in ("json", "log"):
-            path = tmp_path / f"{number}.{kind}"
-            path.touch()
-            os.utime(path, (number, number))
-    prediction.forget_oldest(tmp_path)
-    kept = {path.stem for path in tmp_path.iterdir()}
-    assert kept == {str(number) for number in range(5, prediction.MOST_REMEMBERED + 5)}
-
-
 @pytest.mark.parametrize(("typed", "started"), [("n\n", False), ("", False), ("\n", True)])
 def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, typed: str, started: bool) -> None:
     """With the plan that is remembered; what would be started is looked at, not run."""

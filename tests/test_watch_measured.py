@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.watch import corrections
-from vram_guard.watch.corrections import Corrections, IgnoredCorrectionWarning, Subject, cache_folder, fingerprint
+from vram_guard.watch.corrections import Corrections, IgnoredCorrectionWarning, Subject, fingerprint
 from vram_guard.watch.measured import Measured, Watcher
 
 GIB = 2**30
@@ -167,6 +169,17 @@ def test_only_so_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         kept.remember(Subject("gpu", "torch", str(number)), 1.1)
     assert len(list(tmp_path.rglob("*.json"))) == 3
     assert kept.factor(Subject("gpu", "torch", "5")) == 1.1
+
+
+def test_the_oldest_files_of_each_kind_go(tmp_path: Path) -> None:
+    for number in range(8):
+        for kind in ("json", "log"):
+            path = tmp_path / f"{number}.{kind}"
+            path.touch()
+            os.utime(path, (number, number))
+    forget_oldest(tmp_path, 3, ("*.json", "*.log"))
+    assert {path.name for path in tmp_path.iterdir()} == {f"{n}.{kind}" for n in (5, 6, 7) for kind in ("json", "log")}
+    forget_oldest(tmp_path / "missing", 3)
 
 
 def test_several_processes_at_once(tmp_path: Path) -> None:

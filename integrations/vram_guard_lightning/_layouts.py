@@ -15,7 +15,7 @@ import torch
 from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.parallel.resharding import offloaded_where_unsaid, resharding_of, set_resharding
+from vram_guard.parallel.resharding import offloaded_where_unsaid, other_strategy, resharding_of, set_resharding
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.parallel.groups import alone
@@ -77,7 +77,7 @@ def layout_of(trainer: Trainer) -> Parallel | None:
         # Where layers are divided over more than a node has, nodes are no bounds of anything that is predicted here.
         node=trainer.world_size if strategy.num_processes % tensor else strategy.num_processes,
         tensor=tensor,
-        reshard=not sharded or strategy.sharding_strategy.name not in _OTHER[True],
+        reshard=not sharded or other_strategy(strategy.sharding_strategy.name, reshard=True) is None,
         apply=StrategyLayout(trainer, _fully_sharded if sharded else _model_parallel),
     )
 
@@ -169,15 +169,8 @@ def _other_times(trainer: Any, written: StrategyLayout) -> tuple[bool, ...]:
     """True: gathered weights can be freed after the forward; False: they can be kept; as written is left out."""
     if not _namespaces.is_a(trainer.strategy, FSDP):
         return tuple(reshard for reshard in (True, False) if written.reshards - {reshard})
-    return tuple(reshard for reshard, pairs in _OTHER.items() if trainer.strategy.sharding_strategy.name in pairs)
-
-
-#: FullyShardedDataParallel's strategies that free gathered weights after the forward, by those that keep them; and
-#: the other way round.
-_OTHER = {
-    True: {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"},
-    False: {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"},
-}
+    own = trainer.strategy.sharding_strategy.name
+    return tuple(reshard for reshard in (True, False) if other_strategy(own, reshard))
 
 
 def why_not_offloaded(trainer: Trainer) -> str:
@@ -224,7 +217,7 @@ def changed_settings(trainer: Trainer, sharding: Sharding) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if sharding.reshard is not None:
         own = strategy.sharding_strategy
-        settings["sharding_strategy"] = type(own)[_OTHER[sharding.reshard][own.name]]
+        settings["sharding_strategy"] = type(own)[other_strategy(own.name, sharding.reshard)]
     return settings
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard import techniques
 from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.parallel.resharding import other_strategy
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.techniques import Sharding
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
 SHARDED = "FSDPStrategy"
 
-#: FullyShardedDataParallel's strategies that keep gathered weights until the backward pass, and those that free them.
-KEEPING = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}
-
 
 def layout_of(runner: Any) -> Parallel | None:
     """The layout that a runner's strategy puts on its model; None where every process holds the whole of it.
@@ -42,13 +40,14 @@ def layout_of(runner: Any) -> Parallel | None:
         raise UnsupportedStepError(offloaded())
     ranks = int(runner.world_size)
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says it
-    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy), reshard=_kept(strategy) not in KEEPING)
+    frees = other_strategy(_kept(strategy), reshard=True) is None
+    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy), reshard=frees)
 
 
 def shardings_of(runner: Any, layout: Parallel) -> dict[Sharding, Parallel]:
     """Other ways in which FSDPStrategy can divide the model, by its own options."""
     way = Sharding(reshard=not layout.reshard)
-    if _kept(runner.strategy) not in (*KEEPING, *KEEPING.values()):
+    if other_strategy(_kept(runner.strategy), not layout.reshard) is None:
         return {}
     written: Any = layout.apply
     return {way: layout.with_(apply=written.with_(way), reshard=way.reshard)}
@@ -58,8 +57,7 @@ def changed_settings(strategy: Any, sharding: Sharding | None) -> dict[str, Any]
     """Attributes of FSDPStrategy under a change of how it divides the model."""
     if sharding is None or sharding.reshard is None:
         return {}
-    freeing = {freed: kept for kept, freed in KEEPING.items()}
-    name = (KEEPING if sharding.reshard else freeing)[_kept(strategy)]
+    name = other_strategy(_kept(strategy), sharding.reshard)
     wrapper = {"type": "MMFullyShardedDataParallel", **(strategy.model_wrapper or {})}
     return {"model_wrapper": {**wrapper, "sharding_strategy": name}}
 

@@ -1,7 +1,22 @@
 """What the scripts share: a small network whose activations outweigh its weights, data, and what tests compare."""
 
+import atexit
+import os
+import sys
+
 import torch
 from torch import nn
+
+from vram_guard.watch.process_groups import end_process_groups
+
+
+def end_process_groups_at_exit() -> None:
+    """End a rank that was launched as written without SIGABRT after its work (PyTorch's issue 190489).
+
+    A launch that changes the script does this itself, and is left to it.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "vram_guard_accelerate._run_script" not in sys.modules:
+        atexit.register(end_process_groups)
 
 
 class Block(nn.Module):

@@ -1,6 +1,6 @@
 """Scripts that write, move and train before ``prepare``, or without it; run with the name of one and a folder."""
 
-# ruff: noqa: LOG015, PTH103, PTH104, PTH105, PTH123, PTH211 - in all the ways in which people write
+# ruff: noqa: LOG015, PTH101, PTH103, PTH104, PTH105, PTH123, PTH211 - in all the ways in which people write
 
 import json
 import logging
@@ -11,8 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,11 +73,62 @@ def writes():
         temporary.write(b"x")
     shutil.copytree(run, folder / "runs" / "second")
     shutil.rmtree(folder / "runs" / "second")
+    shutil.copytree(run, folder / "runs" / "third")
+    os.rename(folder / "runs" / "third", folder / "third")
+    (folder / "third" / "config.json").unlink()
+    shutil.move(run / "renamed.json", folder / "old")
+    describes_and_links(run)
     train()
+
+
+def describes_and_links(run):
+    (folder / "settings.json").touch()
+    os.utime(folder / "raw.bin", (1, 1))
+    os.chmod(folder / "raw.bin", 0o700)
+    os.truncate(folder / "raw.bin", 1)
+    assert (folder / "raw.bin").read_bytes() == b"n"
+    os.link(folder / "linked.txt", run / "hard.txt")
+    os.symlink(folder / "linked.txt", run / "soft.txt")
+    os.symlink(folder / "made_through_a_link.txt", run / "new.txt")
+    for name in ("hard.txt", "soft.txt", "new.txt"):
+        (run / name).write_text("through a link")
+        assert (run / name).read_text() == "through a link"
+    save_file({"weight": torch.zeros(2)}, folder / "weights.safetensors")
+    assert load_file(folder / "weights.safetensors")["weight"].shape == (2,)
+    below = os.open(folder, os.O_RDONLY)
+    os.close(os.open("raw.bin", os.O_WRONLY | os.O_TRUNC, dir_fd=below))
+    os.close(os.open("below.txt", os.O_WRONLY | os.O_CREAT, dir_fd=below))
+    mapped = np.memmap(folder / "mapped.bin", dtype="uint8", mode="r+")
+    mapped[:] = 7
+    mapped.flush()
+    os.close(below)
 
 
 def removes():
     shutil.rmtree(folder / "old")
+    train()
+
+
+def removes_where_it_has_moved_something():
+    (folder / "fresh.json").write_text("{}")
+    shutil.move(folder / "fresh.json", folder / "old")
+    (folder / "old" / "weights.bin").unlink()
+    train()
+
+
+def writes_where_it_has_moved_something():
+    """The file is written in a copy."""
+    (folder / "fresh.json").write_text("{}")
+    shutil.move(folder / "fresh.json", folder / "old")
+    (folder / "old" / "weights.bin").write_bytes(b"others")
+    os.rename(folder / "settings.json", folder / "old" / "fresh.json")
+
+
+def removes_below_an_open_folder():
+    """Named as a file of the current folder is that the script has made."""
+    os.chdir(folder / "old")
+    Path("settings.json").write_text("{}")
+    os.remove("settings.json", dir_fd=os.open(folder, os.O_RDONLY))
     train()
 
 

@@ -25,7 +25,7 @@ from accelerate.utils import (
     find_executable_batch_size,
     set_seed,
 )
-from common import Network, WithLoss, dataset, weights, write
+from common import Network, WithLoss, dataset, end_process_groups_at_exit, weights, write
 from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.utils.data import DataLoader, Subset
@@ -507,4 +507,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_process_groups_at_exit()
     main()

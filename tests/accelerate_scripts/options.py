@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
-from common import Network, dataset, weights, write
+from common import Network, dataset, end_process_groups_at_exit, weights, write
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -129,4 +129,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_process_groups_at_exit()
     main()

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
-from common import Block
+from common import Block, end_process_groups_at_exit
 from gloo import take_for_gpus
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -322,4 +322,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_process_groups_at_exit()
     main()

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
-from common import Network, WithLoss, dataset, weights, write
+from common import Network, WithLoss, dataset, end_process_groups_at_exit, weights, write
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -401,4 +401,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_process_groups_at_exit()
     main()

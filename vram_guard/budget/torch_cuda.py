@@ -135,8 +135,7 @@ def read_device(ordinal: int, why: str) -> tuple[DeviceMemory, TorchUse]:
         DeviceQueryError: CUDA does not answer.
         InvalidInputError: torch sees no device of this number.
     """
-    build = installed_build()
-    if loaded_torch() is None and build is not None and build.sees_none():
+    if loaded_torch() is None and (build := installed_build()) is not None and build.sees_none():
         raise _none_seen(build, why)
     torch = loaded_torch() or import_module("torch")
     if not torch.cuda.is_available():

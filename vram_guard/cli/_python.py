@@ -24,9 +24,9 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from vram_guard import __version__
+from vram_guard.cache import cache_folder
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
-from vram_guard.watch.corrections import cache_folder
 
 #: As in pyproject.toml: the oldest Python, and what vram_guard imports besides the standard library.
 OLDEST_PYTHON: Final = (3, 10)

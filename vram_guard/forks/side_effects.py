@@ -39,7 +39,7 @@ _CHANGES = {
 }
 
 #: Flags of ``os.open`` with which something may be written.
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 #: Files of the system that hold nothing of the user's.
 _SYSTEM = ("/dev/", "/proc/")
@@ -76,7 +76,7 @@ class _Discarded:
         path = _path(file)
         if path is None or _is_temporary(path, flags):
             return self._os_open(file, flags, *args, **kwargs)
-        if flags & _WRITING:
+        if flags & WRITING:
             self.opened[path] += 1
             instead = self._instead(path, keep=not flags & os.O_TRUNC)
             return self._os_open(instead, flags & ~(os.O_CREAT | os.O_EXCL), *args)
@@ -102,7 +102,7 @@ class _Discarded:
         """Refuse what got past the functions above (names that were imported before, libraries in C)."""
         if event == "open":
             path, flags = _path(values[0]), values[2]
-            if path is not None and isinstance(flags, int) and flags & _WRITING and not _is_temporary(path, flags):
+            if path is not None and isinstance(flags, int) and flags & WRITING and not _is_temporary(path, flags):
                 _refuse(path)
         elif event == "sqlite3.connect" and (path := _path(values[0])) is not None and ":memory:" not in path:
             _refuse(path)

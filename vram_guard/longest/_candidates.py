@@ -91,8 +91,22 @@ class _Scores:
         yield self.samples
 
 
-def candidates(orders: Orders, sizes: Sizes) -> list[torch.Tensor]:
-    """Batches of which each is the largest in one way, the largest sample first in each; the likeliest batch first."""
+def candidates(orders: Orders, sizes: Sizes, quantile: float | None = None) -> tuple[list[torch.Tensor], int]:
+    """Batches one of which is planned for, the largest sample first in each, and how many were looked at for it.
+
+    Args:
+        orders: of the samples.
+        sizes: of all samples.
+        quantile: None: several, each the largest in one way, the likeliest first. A share: the batch than which this
+            share of the batches of some epochs is no larger, where batches are known.
+    """
+    if quantile is None or not (orders.made or orders.pools):
+        return _largest(orders, sizes), 0
+    batch, looked_at = _at_quantile(orders, sizes, quantile)
+    return [batch], looked_at
+
+
+def _largest(orders: Orders, sizes: Sizes) -> list[torch.Tensor]:
     batches = [*orders.made, *(one for pool in orders.pools for one in _of_pool(pool, sizes))]
     if orders.made and (orders.kind == "drawn" or orders.budget is not None):
         batches += _of_budget(orders, sizes)
@@ -106,8 +120,7 @@ def candidates(orders: Orders, sizes: Sizes) -> list[torch.Tensor]:
     return _different([_sorted(batches[number], sizes) for number in chosen])
 
 
-def at_quantile(orders: Orders, sizes: Sizes, share: float) -> tuple[torch.Tensor, int]:
-    """A batch than which this share of the batches of some epochs is no larger, and how many were looked at."""
+def _at_quantile(orders: Orders, sizes: Sizes, share: float) -> tuple[torch.Tensor, int]:
     made = orders.made if orders.made and not (orders.pools and orders.kind == "exact") else list(_drawn(orders.pools))
     scores = _Scores.of(made, sizes)
     by_products = scores.products.argsort(stable=True)

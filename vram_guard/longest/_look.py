@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from vram_guard.capture.loader import copied
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.longest._candidates import Sizes, at_quantile, candidates, share_as_long
+from vram_guard.longest._candidates import Sizes, candidates, share_as_long
 from vram_guard.longest._extents import Shape, by_name, shapes_of
 from vram_guard.longest._limit import TimeIsUpError, TimeLimit, at_most
 from vram_guard.longest._orders import Orders, Pool, orders_of
@@ -132,11 +132,7 @@ class _Look:
         seconds = _FOR_ORDERS * question.seconds if question.alone else 0.0
         by = question.by_batches
         orders = orders_of(question.loader, question.size, count, question.ranks, seconds, by_batches=by)
-        if question.quantile is None or not (orders.made or orders.pools):
-            chosen, looked_at = candidates(orders, sizes), 0
-        else:
-            batch, looked_at = at_quantile(orders, sizes, question.quantile)
-            chosen = [batch]
+        chosen, looked_at = candidates(orders, sizes, question.quantile)
         read = self._answering(chosen)
         if not any(read):
             raise UnsupportedStepError(
@@ -313,11 +309,7 @@ def _look_at_stream(question: Question) -> Found | None:
     pool = Pool(torch.arange(len(asked)), min(question.size, len(asked)))
     orders = Orders("drawn", pools=[pool], per_epoch=-(-len(asked) // question.size))
     source = Source((), _no_size, _("reading the stream"))
-    if question.quantile is None:
-        chosen, looked_at = candidates(orders, sizes), 0
-    else:
-        batch, looked_at = at_quantile(orders, sizes, question.quantile)
-        chosen = [batch]
+    chosen, looked_at = candidates(orders, sizes, question.quantile)
     return Found(
         tuple(tuple(batch.tolist()) for batch in chosen),
         tuple(question.size for _batch in chosen),

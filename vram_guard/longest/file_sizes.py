@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.longest._headers import picture_size
-from vram_guard.watch.corrections import cache_folder
 
 VERSION = 1
 MOST_FILES = 64
@@ -46,7 +46,7 @@ class FileSizes:
             warnings.simplefilter("ignore", NotWrittenWarning)
             content = {"version": VERSION, "key": self.key, "entries": kept}
             if write_atomically(folder / f"{self.key}.json", json.dumps(content)):
-                _prune(folder)
+                forget_oldest(folder, MOST_FILES)
 
 
 class PictureReader:
@@ -98,13 +98,3 @@ def _remembered(key: str) -> FileSizes:
 def _entry(one: list[int]) -> Entry:
     changed, size, height, width = map(int, one)
     return changed, size, height, width
-
-
-def _prune(folder: Path) -> None:
-    """Forget what was not written for the longest time."""
-    try:
-        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-MOST_FILES]:
-            path.unlink(missing_ok=True)
-    except OSError:  # another process prunes as well
-        return

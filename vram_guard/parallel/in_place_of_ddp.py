@@ -150,7 +150,7 @@ def divide(
 
     ranks = dist.get_world_size() if mesh is None else mesh.size()
     if ranks > 1:
-        _as_on_the_first(module, device)
+        as_on_the_first(module, device)
     layout = layout_of(sharding, ranks)
     before = {part: set(vars(part)) for part in module.modules()}
     install(module, layout, make_mesh(layout, device.type) if mesh is None else mesh)
@@ -175,8 +175,13 @@ def divide(
     return Divided(module, send_buffers=send_buffers and ranks > 1), put_together
 
 
-def _as_on_the_first(module: nn.Module, device: torch.device) -> None:
-    """The first rank's parameters and buffers, sent from the device that trains: NCCL sends from nowhere else."""
+def as_on_the_first(module: nn.Module, device: torch.device) -> None:
+    """Give every rank the first one's parameters and buffers, as DistributedDataParallel does when it is made.
+
+    Args:
+        module: whole on every rank; its tensors stay where they lie.
+        device: of the training, from which they are sent: NCCL sends from nowhere else.
+    """
     import torch
     from torch import distributed as dist
 

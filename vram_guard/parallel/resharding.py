@@ -10,6 +10,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+#: Strategies of FullyShardedDataParallel (FSDP1) that keep gathered weights until the backward pass, and those that
+#: free them after the forward.
+_FREED = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}
+_KEPT = {freed: kept for kept, freed in _FREED.items()}
+
+
+def other_strategy(name: str, reshard: bool) -> str | None:
+    """The strategy of FullyShardedDataParallel that divides alike, and frees gathered weights at the other time.
+
+    Args:
+        name: of ``torch.distributed.fsdp.ShardingStrategy``, as written.
+        reshard: True for one that frees them after the forward; False for one that keeps them.
+
+    Returns:
+        None where the one that is written does so already, or divides nothing.
+
+    Examples:
+        >>> other_strategy("SHARD_GRAD_OP", reshard=True)
+        'FULL_SHARD'
+        >>> other_strategy("FULL_SHARD", reshard=True)
+    """
+    return (_FREED if reshard else _KEPT).get(name)
+
 
 def set_resharding(model: nn.Module, reshard: bool) -> None:
     """Free gathered weights after the forward, or keep them until the backward pass, by torch's own option.

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.language import _
 
 if TYPE_CHECKING:
@@ -82,29 +81,11 @@ def fingerprint(model: nn.Module, precision: str) -> str:
     return digest.hexdigest()
 
 
-def cache_folder() -> Path | None:
-    """The folder where corrections are kept; None where this user has no such folder.
-
-    ``VRAM_GUARD_CACHE``, else the platform's rule: ``XDG_CACHE_HOME`` or ``~/.cache``, ``~/Library/Caches`` on macOS,
-    ``LOCALAPPDATA`` on Windows.
-    """
-    if own := os.environ.get("VRAM_GUARD_CACHE"):
-        return Path(own)
-    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME")
-    if base and Path(base).is_absolute():  # XDG: a relative path is to be ignored
-        return Path(base) / "vram_guard"
-    try:
-        home = Path.home()
-    except RuntimeError:
-        return None
-    return home.joinpath(*(("Library", "Caches") if sys.platform == "darwin" else (".cache",)), "vram_guard")
-
-
 class Corrections:
     """The remembered ratios. Nothing here ever raises or stops a training.
 
     Args:
-        folder: where the files are; None: :func:`cache_folder`.
+        folder: where the files are; None: :func:`vram_guard.cache.cache_folder`.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -135,7 +116,7 @@ class Corrections:
             warnings.simplefilter("ignore", NotWrittenWarning)
             written = write_atomically(path, json.dumps(content))
         if written:
-            _prune(self._folder)
+            forget_oldest(self._folder, MOST_FILES)
         return written
 
     def _ratios(self, about: Subject) -> list[float]:
@@ -172,16 +153,6 @@ class Corrections:
             _ignored(path, _("its ratios are not numbers in (0, 10]"))
             return None
         return [float(ratio) for ratio in ratios[-KEPT:]]
-
-
-def _prune(folder: Path) -> None:
-    """Forget what was not written for the longest time."""
-    try:
-        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in files[:-MOST_FILES]:
-            path.unlink(missing_ok=True)
-    except OSError:  # another process prunes as well
-        return
 
 
 def _is_ratio(value: Any) -> bool:

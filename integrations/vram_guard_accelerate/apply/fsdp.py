@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.capture.simulated_device import offloaded
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.parallel.in_place_of_ddp import as_on_the_first
 from vram_guard_accelerate._sharding_change import ShardingChange
 from vram_guard_accelerate.apply.sharded_saving import save_whole
 
@@ -108,7 +109,7 @@ def _introduced(accelerator: Any, models: list[nn.Module]) -> Iterator[None]:
         )
     if accelerator.num_processes > 1:
         for model in models:
-            _as_on_the_first(model)
+            as_on_the_first(model, accelerator.device)
     before = [_tied(model) for model in models]
     yield
     for model, tied in zip(models, before, strict=True):
@@ -128,16 +129,3 @@ def _tied(model: nn.Module) -> set[tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {tuple(sorted(group)) for group in names.values() if len(group) > 1}
-
-
-def _as_on_the_first(model: nn.Module) -> None:
-    """Broadcast parameters and buffers, wherever they lie."""
-    import torch
-    from torch import distributed
-
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            sent = tensor.detach().contiguous()
-            distributed.broadcast(sent, src=0)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.copy_(sent)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -195,10 +196,10 @@ class EvaluationRounds:
     def __init__(self, recorder: Recorder, trains: Callable[[Any], bool]) -> None:
         self._recorder = recorder
         self._trains = trains
-        self._ahead: set[int] = set()
-        """Loaders over which one of Accelerate's iterates, which asks for a batch ahead."""
-        self._open: dict[int, contextlib.ExitStack] = {}
-        self._seen: dict[int, int] = {}
+        self._ahead: dict[int, Any] = {}
+        """Loaders over which one of Accelerate's iterates, which asks for a batch ahead; kept, since ids are reused."""
+        self._open: WeakKeyDictionary[BatchIterator, contextlib.ExitStack] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[BatchIterator, int] = WeakKeyDictionary()
         self.notes: list[Note] = []
 
     def install(self) -> None:
@@ -213,8 +214,8 @@ class EvaluationRounds:
         return id(loader) in self._ahead
 
     def _handed_out(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        base = id(getattr(loader, "base_dataloader", loader))
-        self._ahead.add(base)
+        base = getattr(loader, "base_dataloader", loader)
+        self._ahead[id(base)] = base
         number = 0
         with contextlib.ExitStack() as stack:
             for batch in original(loader):
@@ -230,12 +231,11 @@ class EvaluationRounds:
         if self.asks_ahead(batches.loader):
             yield
             return
-        key = id(batches)
-        self._open.pop(key, contextlib.ExitStack()).close()
-        number = self._seen[key] = self._seen.get(key, 0) + 1
+        self._open.pop(batches, contextlib.ExitStack()).close()
+        number = self._seen[batches] = self._seen.get(batches, 0) + 1
         yield
         if number == 2:
-            stack = self._open[key] = contextlib.ExitStack()
+            stack = self._open[batches] = contextlib.ExitStack()
             stack.enter_context(self._recorder.repeat(self._rounds_of(batches.loader)))
 
     def _rounds_of(self, loader: Any) -> int:

@@ -3,7 +3,8 @@
 Until then it runs for real. New files and folders are made, and noted in a journal, by which the launcher removes them
 when the dry run is over. A file that is there already is never written: what would go into it goes into a copy, which
 is read in its place from then on. What would remove, move or replace a file of the user's ends the dry run. Python's
-audit events (PEP 578) see all of it but what libraries do in C; ``torch.save`` and sqlite are watched by themselves.
+audit events (PEP 578) see all of it but what libraries do in C; ``torch.save``, safetensors and sqlite are watched by
+themselves. Times and rights of the user's files are left as they are.
 
 The caches of libraries are left alone: they read back what they wrote, and the real launch needs them too.
 """
@@ -11,6 +12,7 @@ The caches of libraries are left alone: they read back what they wrote, and the 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import json
 import os
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from vram_guard.forks.side_effects import WRITING
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
 
@@ -30,12 +33,13 @@ JOURNAL: Final = Path("made.jsonl")
 #: A database that is larger is not copied.
 LARGEST_COPY = 2**30
 
-#: Flags with which a file may be written.
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+#: Audit events by which a path goes away, or comes: the positions of the path, and of the descriptor of the folder that
+#: it is relative to.
+_REMOVING: Final = {"os.remove": (0, 1), "os.rmdir": (0, 1), "shutil.rmtree": (0, 1), "os.rename": (0, 2)}
+_MAKING: Final = {"os.mkdir": (0, 2), "os.symlink": (1, 2), "os.link": (1, 3), "os.rename": (1, 3)}
 
-#: Audit events whose first path goes away, and the position of the path that comes instead.
-_REMOVING: Final = {"os.remove": None, "os.rmdir": None, "os.rename": 1, "shutil.move": 1, "shutil.rmtree": None}
-_MAKING: Final = {"os.mkdir": 0, "os.symlink": 1, "os.link": 1}
+#: Functions that change what the system keeps about a file; nothing of a training depends on it.
+_DESCRIBING: Final = ("utime", "chmod", "chown", "setxattr", "removexattr")
 
 
 class EarlyWrites:
@@ -52,6 +56,7 @@ class EarlyWrites:
         self._stopped = stopped
         self._in_cache = in_cache
         self._made: set[str] = set()
+        self._linked: set[str] = set()
         self._copies: dict[str, str] = {}
         self._busy = False
         self._journal = os.open(folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -70,15 +75,25 @@ class EarlyWrites:
             return opened(self._instead(file, keeps=keeps) if writes else self._read(file), mode, *args, **kwargs)
 
         def os_open(file: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            if kwargs.get("dir_fd") is not None:
-                return os_opened(file, flags, *args, **kwargs)
-            writes = bool(flags & _WRITING) and not flags & os.O_EXCL
+            writes = bool(flags & WRITING) and not flags & os.O_EXCL
+            if (below := kwargs.get("dir_fd")) is not None:
+                path = _below(below, file)
+                if not writes or not os.path.isabs(path):  # noqa: PTH117
+                    return os_opened(file, flags, *args, **kwargs)
+                file, kwargs["dir_fd"] = path, None
             path = self._instead(file, keeps=not flags & os.O_TRUNC) if writes else self._read(file)
             return os_opened(path, flags, *args, **kwargs)
 
         builtins.open = io.open = open_
         os.open = os_open  # type: ignore[assignment]
         wrap(torch, "save", self._save)
+        for name in _DESCRIBING:
+            wrap(os, name, self._describe, optional=True)
+        wrap(os, "truncate", self._truncate, optional=True)
+        for library in ("safetensors.torch", "safetensors.numpy"):
+            wrap(sys.modules.get(library), "serialize_file", self._serialize, optional=True)
+        for library in ("safetensors", "safetensors.torch"):
+            wrap(sys.modules.get(library), "safe_open", self._open_tensors, optional=True)
         for module in (sqlite3, sqlite3.dbapi2):
             wrap(module, "connect", self._connect)
         sys.addaudithook(self._audit)
@@ -87,8 +102,8 @@ class EarlyWrites:
 
     def _instead(self, file: Any, *, keeps: bool) -> Any:
         """The file that is written in place of one: itself where it is new, or made by the script."""
-        path = self._watched(file)
-        if path is None or not Path(path).is_file() or self._is_own(path):
+        path = self._content(file)
+        if path is None or not Path(path).is_file() or (self._is_own(path) and path not in self._linked):
             return file
         if path not in self._copies:
             copy = self._copies[path] = str(Path(self._folder, f"copy_{len(self._copies)}{Path(path).suffix}"))
@@ -96,20 +111,38 @@ class EarlyWrites:
         return self._copies[path]
 
     def _read(self, file: Any) -> Any:
-        path = self._watched(file) if self._copies else None
+        path = self._content(file) if self._copies else None
         return self._copies.get(path, file) if path is not None else file
 
     def _save(self, original: Any, thing: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         """``torch.save`` opens files in C++."""
-        path = self._watched(file)
-        instead = self._instead(file, keeps=False)
+        return original(thing, self._written(file), *args, **kwargs)
+
+    def _serialize(self, original: Any, tensors: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        """Safetensors opens files in Rust."""
+        return original(tensors, self._written(file), *args, **kwargs)
+
+    def _open_tensors(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._read(file), *args, **kwargs)
+
+    def _written(self, file: Any) -> Any:
+        path, instead = self._content(file), self._instead(file, keeps=False)
         if path is not None and instead is file:
             self._note(path)
-        return original(thing, instead, *args, **kwargs)
+        return instead
+
+    def _truncate(self, original: Any, file: Any, length: int) -> None:
+        original(self._instead(file, keeps=True), length)
+
+    def _describe(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        path = self._watched(file, kwargs.get("dir_fd"))
+        if path is None or self._is_own(path):
+            return original(file, *args, **kwargs)
+        return None if os.path.lexists(path) else original(file, *args, **kwargs)
 
     def _connect(self, original: Any, database: Any, *args: Any, **kwargs: Any) -> Any:
         """Sqlite opens files in C: a database that is there is copied."""
-        path = None if kwargs.get("uri") else self._watched(database)
+        path = None if kwargs.get("uri") else self._content(database)
         if path is None or str(database) == ":memory:":
             return original(database, *args, **kwargs)
         if Path(path).is_file() and not self._is_own(path) and Path(path).stat().st_size > LARGEST_COPY:
@@ -123,36 +156,52 @@ class EarlyWrites:
     def _audit(self, event: str, values: tuple[Any, ...]) -> None:
         if not self.watches or self._busy:
             return
-        if event == "open" and isinstance(values[2], int) and values[2] & _WRITING:
-            path = self._watched(values[0])
+        if event == "open" and isinstance(values[2], int) and values[2] & WRITING:
+            path = self._content(values[0])
             if path is not None and not Path(path).exists():
                 self._note(path)
-        elif event in _MAKING:
-            path = self._watched(values[_MAKING[event]])
-            if path is not None and not os.path.lexists(path):
-                self._note(path)
-        elif event in _REMOVING:
-            self._removes(event, values)
-
-    def _removes(self, event: str, values: tuple[Any, ...]) -> None:
-        gone, into = self._watched(values[0]), _REMOVING[event]
+        gone = self._watched_at(_REMOVING, event, values)
         if gone is not None and os.path.lexists(gone) and not self._is_own(gone):
             self._stopped(_("before Accelerator.prepare it removes or moves {path}, which a dry run cannot", path=gone))
-        target = None if into is None else self._watched(values[into])
-        if target is None:
-            return
-        if os.path.lexists(target) and not self._is_own(target) and not Path(target).is_dir():
-            self._stopped(_("before Accelerator.prepare it replaces {path}, which a dry run cannot", path=target))
-        self._note(target)
+        target = self._watched_at(_MAKING, event, values)
+        if target is not None:
+            self._makes(event, gone, target)
 
-    def _watched(self, file: Any) -> str | None:
-        """The path of a file of the user's; None for devices, descriptors, caches and our own folder."""
+    def _makes(self, event: str, source: str | None, target: str) -> None:
+        if not os.path.lexists(target):
+            self._note(target)
+        elif event == "os.rename" and not self._is_own(target):
+            self._stopped(_("before Accelerator.prepare it replaces {path}, which a dry run cannot", path=target))
+        if event == "os.link":
+            self._linked.add(target)  # the content may be that of a file of the user's
+        if event == "os.rename" and source is not None:
+            for path in sorted(Path(source).rglob("*")):  # what a folder holds moves with it
+                self._note(str(target / path.relative_to(source)))
+
+    def _watched_at(self, positions: dict[str, tuple[int, int]], event: str, values: tuple[Any, ...]) -> str | None:
+        if event not in positions:
+            return None
+        path, below = positions[event]
+        return self._watched(values[path], values[below])
+
+    def _watched(self, file: Any, below: int | None = None) -> str | None:
+        """The path of a file of the user's; None for devices, descriptors, caches and our own folder.
+
+        Args:
+            file: as the script names it.
+            below: the descriptor of the folder that the name is relative to; None and -1: the current folder.
+        """
         if not self.watches or self._busy or not isinstance(file, (str, bytes, os.PathLike)):
             return None
-        name = os.fsdecode(file)
+        name = _below(below, file) if below not in (None, -1) else os.fsdecode(file)
         path = os.path.join(os.path.realpath(os.path.dirname(name) or "."), os.path.basename(name))  # noqa: PTH118, PTH119, PTH120
         inside = path.startswith((self._folder + os.sep, "/dev/", "/proc/")) or "__pycache__" in path
         return None if inside or self._in_cache(path) else path
+
+    def _content(self, file: Any) -> str | None:
+        """The path of the file that holds what is written under a name: a link names another one."""
+        path = self._watched(file)
+        return None if path is None else self._watched(os.path.realpath(path))
 
     def _is_own(self, path: str) -> bool:
         """True for what the script has made itself, and for what is in it."""
@@ -170,6 +219,14 @@ class EarlyWrites:
             act()
         finally:
             self._busy = False
+
+
+def _below(descriptor: int | None, file: Any) -> str:
+    """The path of a file whose name is relative to an open folder (``dir_fd``), where the system tells it (Linux)."""
+    folder = ""
+    with contextlib.suppress(OSError):
+        folder = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+    return os.path.join(folder, os.fsdecode(file))  # noqa: PTH118
 
 
 def undo(folder: Path) -> None:

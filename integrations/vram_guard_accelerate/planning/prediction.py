@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
 from vram_guard.language import _
 from vram_guard_accelerate import _signals
@@ -70,7 +71,6 @@ def predict(
         KeyboardInterrupt: Ctrl-C; the dry run is ended.
     """
     from vram_guard.report.files import write_atomically
-    from vram_guard.watch.corrections import cache_folder
 
     base = cache_folder()
     remembered = None if base is None else base / "launches" / f"{key_of(request)}.json"
@@ -80,7 +80,7 @@ def predict(
             return known
     log = _log_beside(remembered)
     if remembered is not None:
-        forget_oldest(remembered.parent)
+        forget_oldest(remembered.parent, MOST_REMEMBERED, ("*.json", "*.log"))
     first = _run(request, log)
     if isinstance(first, DryRunFailure):
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
@@ -143,14 +143,6 @@ def read_remembered(path: Path) -> Prediction | None:
     # What the script imports may lie in folders below, or elsewhere.
     edited = any(state_of(name) != state for name, state in found.answer.files.items())
     return None if edited else replace(found, remembered=True)
-
-
-def forget_oldest(folder: Path) -> None:
-    """Remove old files: where free memory decides the budget, hardly two launches are equal."""
-    with contextlib.suppress(OSError):
-        for kind in ("*.json", "*.log"):
-            for path in sorted(folder.glob(kind), key=lambda path: path.stat().st_mtime)[:-MOST_REMEMBERED]:
-                path.unlink(missing_ok=True)
 
 
 def _log_beside(remembered: Path | None) -> Path:

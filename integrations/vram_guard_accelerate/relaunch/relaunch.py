@@ -1,10 +1,10 @@
 """A relaunch: the same script with other options of its own, or in another precision or sharding from its beginning.
 
 What a script does with its options, or with the precision that it asks for, is the script's own business: it makes
-loaders, schedules and casts of it before it trains. What it does with a model that is sharded, too. So nothing is
-assumed. The changed command line is run dry in a
-process of its own, which must turn out to be the same training (:mod:`.equivalence`), and which is then planned for as
-it is. The plan of the launch as written stands until a relaunch is cheaper.
+loaders, schedules and casts of it before it trains; so is what it does with a sharded model. Therefore nothing is
+assumed: the changed command line is run dry in a process of its own, which must turn out to be the same training
+(:mod:`.equivalence`), and which is then planned for as it is. The plan of the launch as written stands until a relaunch
+is cheaper.
 """
 
 from __future__ import annotations
