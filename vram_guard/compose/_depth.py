@@ -239,7 +239,7 @@ def _moved_event(value: tuple[int, Block | None], numbers: Sequence[int], names:
     block = value[1]
     if block is None or len(numbers) < 2:
         return numbers[0], block
-    return numbers[0], Block(*block[:2], names.joined(block.module, numbers[1]), *block[3:])
+    return numbers[0], block._replace(module=names.joined(block.module, numbers[1]))
 
 
 def _event(value: tuple[int, Block | None], numbers: Sequence[int], names: _Names) -> tuple[int, Block | None]:
