@@ -65,6 +65,9 @@ class Source:
     def exact(self, option: Option, size: int) -> Timeline:
         return self(option)
 
+    def by_law(self, option: Option, size: int) -> bool:
+        return False
+
     def composed(self, option: Option, size: int) -> bool:
         return False
 
@@ -622,6 +625,9 @@ class Composed(Source):
             for block in right.blocks
         )
         return replace(right, blocks=blocks)
+
+    def by_law(self, option: Option, size: int) -> bool:
+        return False
 
     def composed(self, option: Option, size: int) -> bool:
         return self.trusted and bool(option.recipe) and option not in self.traced

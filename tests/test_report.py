@@ -55,6 +55,9 @@ class Halves:
     def exact(self, option: Option, size: int) -> Timeline:
         return self(option)
 
+    def by_law(self, option: Option, size: int) -> bool:
+        return False
+
     def composed(self, option: Option, size: int) -> bool:
         return False
 

@@ -96,7 +96,7 @@ class _Trial:
             return True
         self.timelines.distrust(option)
         self.infeasible.clear()
-        self._forget({known for known in composed if known != option and not self.is_composed(known)})
+        self._forget(composed - {option})
         return False
 
     def _forget(self, options: set[Option]) -> None:
@@ -322,6 +322,10 @@ def search(
     as_written = request.as_written
     before = trial.candidate(as_written)
     group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
+    if request.thorough and timelines.by_law(as_written, request.batch_size) and request.fits(before.estimate):
+        before = trial.candidate(as_written, proof=True)
+        if not request.fits(before.estimate):
+            timelines.distrust(as_written)
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
     # A step that could not be followed: neither could any change of it.
@@ -344,14 +348,14 @@ class _Best(NamedTuple):
 
 
 def _proven(trial: _Trial) -> _Best | None:
-    """The first option that fits, as traced; the nearest miss before it has been traced too.
+    """The first option that fits; where the search is to be thorough, as traced, and with the nearest miss before it.
 
     A composed peak that is too low or too high is found so: then the search goes on, with what traces say.
     """
     checked = not trial.request.thorough
     while True:
         best = _cheapest(trial)
-        if best is not None and trial.is_composed(best.option):
+        if best is not None and trial.request.thorough and trial.is_composed(best.option):
             trial.prove(best.option, best.group)
             continue
         miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)

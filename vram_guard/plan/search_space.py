@@ -36,6 +36,10 @@ class Timelines(Protocol):
         """True if :meth:`exact` needs no further trace."""
         ...
 
+    def by_law(self, option: Option, size: int) -> bool:
+        """True if a law in the depth of the model has said what the option takes at this size, and no trace."""
+        ...
+
     def distrust(self, option: Option) -> None:
         """Compose nothing any more of what this option was composed of: a trace says otherwise."""
         ...
@@ -170,7 +174,7 @@ class Request:
     host_usable: int | None = None
     """Bytes of host memory that techniques may take; None: not known, not limited."""
     thorough: bool = True
-    """True: where timelines are composed, the nearest miss is traced as well as the option that is taken."""
+    """True: where timelines are composed, the option that is taken and the nearest miss are traced."""
     correction: float = 1.0
     """The factor for predicted peaks, at least 1: earlier runs took more than predicted."""
 

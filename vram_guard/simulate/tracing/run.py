@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import itertools
 import os
@@ -49,6 +48,7 @@ from vram_guard.simulate.tracing._substitution import (
 )
 from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
+from vram_guard.state.collector import collector_paused
 from vram_guard.state.containers import leaves
 from vram_guard.state.reached import ReachedState, reached_kept
 from vram_guard.step import TrainingStep
@@ -142,7 +142,7 @@ def _alone() -> Iterator[Interrupts]:
         process_state_restored(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        _garbage_collector_paused(),
+        collector_paused(),
     ):
         yield interrupts
 
@@ -161,18 +161,6 @@ def _fake_tensors_refused() -> Iterator[None]:
                 "operators): it cannot be run symbolically"
             )
         ) from error
-
-
-@contextlib.contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    # When a cycle dies depends on the collector's counters: two traces must not differ by that.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _holds_nothing(value: Any) -> bool:
