@@ -13,6 +13,7 @@ from torch import nn
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.simulate.memory.recorder import PLACE
+from vram_guard.simulate.tracing import _quantised
 from vram_guard.state.containers import contents_of, look
 from vram_guard.state.modules import ModuleState
 from vram_guard.state.random_generators import RandomState
@@ -112,6 +113,9 @@ class Substitution:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._packed: dict[int, torch.Tensor] = {}
+        """Storages of quantised weights -> their twins: a layer keeps the same memory as another tensor."""
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The symbolic twin of a tensor, made at its first mention."""
@@ -125,7 +129,34 @@ class Substitution:
         found = self._made.get(id(value))
         return None if found is None else found[1]
 
+    def copied(self, value: Any) -> Any:
+        """An object that a quantised weight or its layer keeps, over symbolic tensors; the same for the same one."""
+        if not _quantised.from_bitsandbytes(value) and not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._exactly(value)
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, _quantised.copied(value, self._exactly)
+        return self._copies[id(value)][1]
+
+    def _exactly(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The twin of a tensor that keeps its dtype."""
+        twin = self._packed.get(tensor.untyped_storage()._cdata)
+        if twin is not None:
+            return twin.detach()
+        if id(tensor) not in self._made:
+            twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            setattr(twin, PLACE, "cuda")
+            self._made[id(tensor)] = tensor, twin
+        return self._made[id(tensor)][1]
+
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _quantised.packs(tensor):
+            twin = _quantised.packed(tensor, self._dtype, self.copied)
+            for one in (twin, *_quantised.kept(twin)):
+                setattr(one, PLACE, "cuda")
+            self._packed[tensor.untyped_storage()._cdata] = twin
+            return twin
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if is_dense(tensor):
             twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
@@ -191,14 +222,20 @@ def _substituted(modules: list[nn.Module], substitution: Substitution) -> list[t
             module.__dict__[kind] = {
                 name: None if tensor is None else substitution.stand_in(tensor) for name, tensor in own.items()
             }
-            moved += [tensor for tensor in module.__dict__[kind].values() if tensor is not None]
+            for tensor in filter(_is_there, module.__dict__[kind].values()):
+                moved += [*_quantised.kept(tensor), tensor]
     for module in modules:
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
                 follows = _followed(value, substitution)
                 if follows is not value:
                     module.__dict__[name] = follows
+                    moved += _quantised.kept(follows)
     return moved
+
+
+def _is_there(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
@@ -219,7 +256,7 @@ def _followed(value: Any, substitution: Substitution) -> Any:
     if type(value) is dict:
         items_by_key = {key: _followed(item, substitution) for key, item in value.items()}
         return items_by_key if any(items_by_key[key] is not value[key] for key in value) else value
-    return value
+    return substitution.copied(value)
 
 
 def build_symbolically(constructor: Any) -> nn.Module:

@@ -41,6 +41,7 @@ from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
+from vram_guard.simulate.tracing._quantised import packs
 from vram_guard.simulate.tracing._substitution import (
     build_symbolically,
     check_module,
@@ -348,6 +349,7 @@ class _Run:
             moved.clear()  # what is divided dies, as for real
         for tensor in moved:
             recorder.track(tensor, "")
+        recorder.classify(moved, "parameters")  # scales of quantised weights among them
         recorder.classify(model.buffers(), "buffers")
         recorder.classify(model.parameters(), "parameters")
         if self.step.prepare is not None:
@@ -447,6 +449,15 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
         UnsupportedTechniqueError: the layout, or a technique beside it, cannot be used so.
     """
     check_layout(model, parallel)
+    quantised = next((name for name, weight in model.named_parameters() if packs(weight)), None)
+    if quantised is not None and parallel.kind not in ("ddp", "zero1"):
+        raise UnsupportedTechniqueError(
+            _(
+                "{name} is quantised by bitsandbytes: such weights are predicted on one GPU, under DDP and under ZeRO-1; "
+                "how sharding divides their scales is not modelled",
+                name=quantised,
+            )
+        )
     if parallel.kind in STAGES:
         check_config(step.deepspeed_config, STAGES[str(parallel.kind)])
         if step.optimizer is None:
