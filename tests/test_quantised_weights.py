@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from vram_guard import Parallel, TrainingStep, trace
-from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.capture.hugging_face import constructor
+from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError
 
 IN, OUT, TOKENS = 2048, 1024, 64
 MIB = 2**20
@@ -94,3 +95,75 @@ def test_sharded_quantised_weights_are_refused_by_name(bnb):
     net.quantised.to("cpu")
     with pytest.raises(UnsupportedTechniqueError, match=r"quantised\.weight is quantised by bitsandbytes"):
         trace(step(net, parallel=Parallel(2, kind="fsdp2")))
+
+
+@pytest.fixture(scope="module")
+def torchao():
+    return pytest.importorskip("torchao.quantization")
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_weights_of_torchao_lie_there_by_their_own_flatten_protocol(torchao, kind):
+    net = Net(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16).requires_grad_(requires_grad=False))
+    torchao.quantize_(net, getattr(torchao, kind)(), filter_fn=lambda _module, name: name == "quantised")
+    weight = net.quantised.weight
+    inner = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    timeline = trace(step(net))
+    assert sizes(timeline, "parameters") == sorted([IN * IN * 2, *(one.nbytes for one in inner)])
+    assert timeline.tier == "symbolic"
+    assert net.quantised.weight is weight
+    assert not any(one.is_meta for one in inner)
+
+
+def test_nf4_of_torchao_is_dequantised_for_each_product(torchao):
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    class InFourBits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(nf4.to_nf4(torch.zeros(OUT, IN, dtype=torch.bfloat16)), requires_grad=False)
+
+        def forward(self, x):
+            return nf4.linear_nf4(x, self.weight)
+
+    net = Net(InFourBits())
+    weight = net.quantised.weight
+    inner = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    timeline = trace(step(net))
+    assert sizes(timeline, "parameters") == sorted([IN * IN * 2, *(one.nbytes for one in inner)])
+    assert sizes(timeline, "temporaries").count(OUT * IN * 2) >= 4
+
+
+CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 256},
+    **{"intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
+}
+
+
+def test_a_config_that_asks_for_four_bits_is_built_so(bnb):
+    pytest.importorskip("transformers")
+    wanted = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+    timeline = trace(
+        TrainingStep(
+            model=constructor({**CONFIG, "quantization_config": wanted}),
+            batch=lambda size: torch.zeros(size, 32, dtype=torch.long),
+            loss=lambda net, ids: net(input_ids=ids, labels=ids).loss,
+            optimizer=lambda parameters: torch.optim.SGD([one for one in parameters if one.requires_grad]),
+        )
+    )
+    found = sizes(timeline, "parameters")
+    assert found.count(256 * 256 // 2) == 8
+    assert found.count(256 * 512 // 2) == 6
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_configs_of_weights_that_nobody_can_follow_are_refused_by_name(method):
+    pytest.importorskip("transformers")
+    with pytest.raises(UnsupportedStepError, match=f"quantised by {method}: its layers run compiled kernels"):
+        constructor({**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}})
+
+
+def test_layers_that_nobody_can_follow_are_refused_by_name():
+    layer = type("QuantLinear", (nn.Linear,), {"__module__": "gptqmodel.nn_modules.qlinear.torch"})(IN, OUT)
+    with pytest.raises(UnsupportedStepError, match="quantised is a QuantLinear of gptqmodel"):
+        trace(step(Net(layer)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,3 +49,12 @@ def map_tensors_in(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors_in(function, item) for item in value)
     return value
+
+
+def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensor itself, or those that a wrapper holds (8-bit states)."""
+    if hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value

@@ -108,6 +108,8 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
             if place is _META and not to_meta and _target(args, kwargs) is not None:
                 # c10's own words
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        if _has_own_functions(type(self)):  # torch would hand it this replacement, which no table of its own knows
+            return type(self).__torch_function__(_base.to, (type(self),), (self, *args), kwargs)
         return _base.to(self, *args, **kwargs)
 
     def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -186,6 +188,14 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         "__array__": array,
         "__repr__": representation,
     }
+
+
+@functools.cache
+def _has_own_functions(kind: type[torch.Tensor]) -> bool:
+    """True for wrappers that answer functions of torch by a table of their own (torchao's)."""
+    own: Any = kind.__torch_function__
+    inherited = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+    return hasattr(kind, "__tensor_flatten__") and getattr(own, "__func__", own) not in inherited
 
 
 _real_repr: Callable[..., str] = torch.Tensor.__repr__

@@ -25,6 +25,16 @@ def from_bitsandbytes(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == _LIBRARY
 
 
+#: Libraries whose quantised layers run compiled kernels of their own (GPTQ, AWQ, AQLM, EETQ, VPTQ).
+_COMPILED = frozenset({"gptqmodel", "auto_gptq", "awq", "aqlm", "eetq", "vptq", "exllamav2"})
+
+
+def compiled_elsewhere(module: nn.Module) -> str:
+    """The library of a quantised layer whose kernels nobody can follow; "" for every other layer."""
+    library = type(module).__module__.partition(".")[0]
+    return library if library in _COMPILED else ""
+
+
 def packs(tensor: torch.Tensor) -> bool:
     """True for a weight that lies on the GPU in 4 or 8 bits."""
     return from_bitsandbytes(tensor) and (hasattr(tensor, "quant_state") or not getattr(tensor, "has_fp16_weights", True))

@@ -17,7 +17,7 @@ from vram_guard.simulate.tracing import _quantised
 from vram_guard.state.containers import contents_of, look
 from vram_guard.state.modules import ModuleState
 from vram_guard.state.random_generators import RandomState
-from vram_guard.tensors import is_dense
+from vram_guard.tensors import inner_tensors, is_dense
 
 
 @contextlib.contextmanager
@@ -74,10 +74,21 @@ def check_module(model: nn.Module) -> None:
     """Refuse models that are not plain torch modules, before anything is touched.
 
     Raises:
-        UnsupportedStepError: lazy modules whose shapes are not known yet, sharded or quantised parameters.
+        UnsupportedStepError: lazy modules whose shapes are not known yet, sharded parameters.
     """
     for path, module in model.named_modules():
         kind = type(module).__name__
+        library = _quantised.compiled_elsewhere(module)
+        if library:
+            raise UnsupportedStepError(
+                _(
+                    "{path} is a {kind} of {library}: its layers run compiled kernels, and what these allocate is not "
+                    "known; weights of bitsandbytes and torchao are followed",
+                    path=path or _("the model"),
+                    kind=kind,
+                    library=library,
+                )
+            )
         if kind in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):
             raise UnsupportedStepError(
                 _(
@@ -96,11 +107,11 @@ def check_module(model: nn.Module) -> None:
                     name=name,
                 )
             )
-        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around other tensors: DTensor, quantised weights
+        if hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "placements"):  # DTensor
             raise UnsupportedStepError(
                 _(
                     "{name} is a {kind}, which cannot be run symbolically; give vram_guard the model before it is "
-                    "sharded or quantised",
+                    "sharded",
                     name=name,
                     kind=type(tensor).__name__,
                 )
@@ -139,6 +150,15 @@ class Substitution:
             self._copies[id(value)] = value, _quantised.copied(value, self._exactly)
         return self._copies[id(value)][1]
 
+    def _wrapped(self, tensor: Any) -> torch.Tensor:
+        """The twin of a wrapper around tensors (torchao's quantised weights), made by its own flatten protocol."""
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return self._exactly(tensor)
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: self._wrapped(getattr(tensor, name)) for name in names}
+        twin: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        return twin
+
     def _exactly(self, tensor: torch.Tensor) -> torch.Tensor:
         """The twin of a tensor that keeps its dtype."""
         twin = self._packed.get(tensor.untyped_storage()._cdata)
@@ -157,6 +177,8 @@ class Substitution:
                 setattr(one, PLACE, "cuda")
             self._packed[tensor.untyped_storage()._cdata] = twin
             return twin
+        if hasattr(tensor, "__tensor_flatten__"):
+            return self._dressed(tensor, self._wrapped(tensor))
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if is_dense(tensor):
             twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
@@ -169,8 +191,10 @@ class Substitution:
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad and tensor.is_leaf:
             twin.requires_grad_()
+        own = vars(twin)
         for name, value in vars(tensor).items():
-            setattr(twin, name, value)
+            if name not in own or not hasattr(tensor, "__tensor_flatten__"):
+                setattr(twin, name, value)
         setattr(twin, PLACE, "cuda")
         return twin
 
@@ -223,7 +247,7 @@ def _substituted(modules: list[nn.Module], substitution: Substitution) -> list[t
                 name: None if tensor is None else substitution.stand_in(tensor) for name, tensor in own.items()
             }
             for tensor in filter(_is_there, module.__dict__[kind].values()):
-                moved += [*_quantised.kept(tensor), tensor]
+                moved += [*_quantised.kept(tensor), *inner_tensors(tensor)]
     for module in modules:
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):

@@ -17,6 +17,7 @@ from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.techniques.optimizers import needs_closure
+from vram_guard.tensors import inner_tensors
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -266,12 +267,3 @@ def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> Non
             for value in state.values():
                 kept = [tensor for tensor in inner_tensors(value) if is_symbolic(tensor)]
                 recorder.classify(kept, "optimizer_states")
-
-
-def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensor itself, or those that a wrapper holds (8-bit states)."""
-    if hasattr(value, "__tensor_flatten__"):
-        for name in value.__tensor_flatten__()[0]:
-            yield from inner_tensors(getattr(value, name))
-    elif isinstance(value, torch.Tensor):
-        yield value

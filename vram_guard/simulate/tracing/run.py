@@ -49,12 +49,13 @@ from vram_guard.simulate.tracing._substitution import (
     symbolic_model,
 )
 from vram_guard.simulate.tracing.job_run import PlayedRun
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, traced_micro_batches
 from vram_guard.state.containers import leaves
 from vram_guard.state.reached import ReachedState, reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
+from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Border, Growth, Note, Timeline
 
 #: Where torch's compiler keeps its results; torch's own default where nobody has set it.
@@ -351,7 +352,7 @@ class _Run:
             recorder.track(tensor, "")
         recorder.classify(moved, "parameters")  # scales of quantised weights among them
         recorder.classify(model.buffers(), "buffers")
-        recorder.classify(model.parameters(), "parameters")
+        recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         if self.step.prepare is not None:
             self.step.prepare(model)
         self.take_off = install(model, self.step.recipe)
