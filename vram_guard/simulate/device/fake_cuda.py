@@ -23,6 +23,7 @@ from vram_guard.simulate.device.cuda_streams import current_stream, number_of, s
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.device.triton_launches import TritonLaunches
 from vram_guard.simulate.memory.recorder import Recorder
 
 _META = torch.device("meta")
@@ -193,9 +194,9 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
 @functools.cache
 def _has_own_functions(kind: type[torch.Tensor]) -> bool:
     """True for wrappers that answer functions of torch by a table of their own (torchao's)."""
-    own: Any = kind.__torch_function__
-    inherited = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
-    return hasattr(kind, "__tensor_flatten__") and getattr(own, "__func__", own) not in inherited
+    own = getattr(kind.__torch_function__, "__func__", None)  # a disabled one has none
+    inherited = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return hasattr(kind, "__tensor_flatten__") and own is not None and own is not inherited
 
 
 _real_repr: Callable[..., str] = torch.Tensor.__repr__
@@ -414,7 +415,9 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
             on_accelerator = {name: answers[name] for name in ("current_stream", "set_stream", "synchronize")}
             stack.enter_context(replaced(torch.accelerator, on_accelerator))
         stack.enter_context(streams_noted(lambda: state.recorder.streams))
-        stack.enter_context(imports_run_for_real(state))
+        triton = TritonLaunches(state, capability, stack)
+        triton.look()
+        stack.enter_context(imports_run_for_real(state, triton.look))
         state.active = True
         stack.callback(setattr, state, "active", False)
         yield

@@ -26,8 +26,12 @@ class Activity(Protocol):
 
 
 @contextlib.contextmanager
-def imports_run_for_real(simulation: Activity) -> Iterator[None]:
+def imports_run_for_real(simulation: Activity, after: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Inside the block, this thread's first imports of modules see neither the simulated device nor symbolic tensors.
+
+    Args:
+        simulation: is turned off meanwhile.
+        after: called once a module is there, before the code goes on that asked for it.
 
     Python's own import machinery runs every module through one function, ``importlib._bootstrap._load_unlocked`` (from
     3.3 to 3.14); where a Python has another one, imports are left as they are.
@@ -48,6 +52,7 @@ def imports_run_for_real(simulation: Activity) -> Iterator[None]:
                 return load(spec)
         finally:
             simulation.active = True
+            after()
 
     with replaced(machinery, {"_load_unlocked": load_for_real}):
         yield

@@ -23,7 +23,7 @@ from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rule
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls
 from vram_guard.simulate.operators.library_kernels import kernel_of
-from vram_guard.simulate.operators.stand_in import stand_in_result
+from vram_guard.simulate.operators.stand_in import no_kernel, stand_in_result
 from vram_guard.simulate.parallel import dtensors
 from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing._interrupts import Interrupts
@@ -180,6 +180,9 @@ class SymbolicMode(TorchDispatchMode):
             try:
                 with self, torch.no_grad():
                     return kernel(*args, **kwargs)
+            except (TypeError, NotImplementedError, RuntimeError) as error:  # compiled code beneath is given no data
+                why = _("and its kernel for CUDA asks for data: {error}", error=error)
+                raise UnsupportedOperatorError(no_kernel(self.recorder, str(func), why)) from error
             finally:
                 self._below_autograd = before
 

@@ -37,7 +37,8 @@ def compiled_elsewhere(module: nn.Module) -> str:
 
 def packs(tensor: torch.Tensor) -> bool:
     """True for a weight that lies on the GPU in 4 or 8 bits."""
-    return from_bitsandbytes(tensor) and (hasattr(tensor, "quant_state") or not getattr(tensor, "has_fp16_weights", True))
+    in_four_bits = hasattr(tensor, "quant_state")
+    return from_bitsandbytes(tensor) and (in_four_bits or not getattr(tensor, "has_fp16_weights", True))
 
 
 def packed(tensor: Any, dtype: torch.dtype | None, copied: Callable[[Any], Any]) -> nn.Parameter:
@@ -94,7 +95,7 @@ def _in_four_bits(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
 
 
 def kept(value: Any) -> list[torch.Tensor]:
-    """The tensors that a weight's attributes, or an object of the library, hold beside the weight, in ``to``'s order."""
+    """The tensors that a weight, or an object of the library, keeps beside the weight, in the order of ``to``."""
     if isinstance(value, torch.Tensor):
         held = (vars(value).get(name) for name in ("quant_state", "SCB"))
         return [tensor for one in held for tensor in ([one] if isinstance(one, torch.Tensor) else kept(one))]

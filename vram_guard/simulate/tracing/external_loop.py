@@ -33,6 +33,7 @@ from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing.loop import classify_states
 from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda, prepare_torch
+from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Timeline
 
 

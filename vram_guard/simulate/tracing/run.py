@@ -454,8 +454,8 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
     if quantised is not None and parallel.kind not in ("ddp", "zero1"):
         raise UnsupportedTechniqueError(
             _(
-                "{name} is quantised by bitsandbytes: such weights are predicted on one GPU, under DDP and under ZeRO-1; "
-                "how sharding divides their scales is not modelled",
+                "{name} is quantised by bitsandbytes: such weights are predicted on one GPU, under DDP and under "
+                "ZeRO-1; how sharding divides their scales is not modelled",
                 name=quantised,
             )
         )
