@@ -58,3 +58,16 @@ def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from inner_tensors(getattr(value, name))
     elif isinstance(value, torch.Tensor):
         yield value
+
+
+def tensors_kept(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors that a value holds: in a wrapper, in containers, in attributes of an object (a preconditioner)."""
+    if isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        yield from inner_tensors(value)
+    elif depth and isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_kept(one, depth - 1)
+    elif depth and isinstance(value, dict):
+        yield from tensors_kept(list(value.values()), depth)
+    elif depth and not isinstance(value, type) and hasattr(value, "__dict__") and not callable(value):
+        yield from tensors_kept(vars(value), depth - 1)

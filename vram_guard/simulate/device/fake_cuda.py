@@ -22,6 +22,7 @@ from vram_guard.simulate.device.cuda_module import CUDA, GENERATOR_ANSWERS, TOOL
 from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
+from vram_guard.simulate.device.managed_memory import ManagedMemory
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.device.triton_launches import TritonLaunches
 from vram_guard.simulate.memory.recorder import Recorder
@@ -415,9 +416,14 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
             on_accelerator = {name: answers[name] for name in ("current_stream", "set_stream", "synchronize")}
             stack.enter_context(replaced(torch.accelerator, on_accelerator))
         stack.enter_context(streams_noted(lambda: state.recorder.streams))
-        triton = TritonLaunches(state, capability, stack)
-        triton.look()
-        stack.enter_context(imports_run_for_real(state, triton.look))
+        taken_over = TritonLaunches(state, capability, stack), ManagedMemory(state, stack)
+
+        def look() -> None:
+            for library in taken_over:
+                library.look()
+
+        look()
+        stack.enter_context(imports_run_for_real(state, look))
         state.active = True
         stack.callback(setattr, state, "active", False)
         yield

@@ -31,6 +31,7 @@ from vram_guard.simulate.parallel.ranks import one_rank
 from vram_guard.simulate.parallel.replicas import reduction_of
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
+from vram_guard.simulate.tracing._said import note_absent_kernels
 from vram_guard.simulate.tracing.loop import classify_states
 from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda, prepare_torch
 from vram_guard.tensors import inner_tensors
@@ -191,6 +192,7 @@ class ExternalLoopTracer:
     def train(self, model: nn.Module) -> None:
         """The loop is about to train this model (its names are those of the answer)."""
         self._stack.enter_context(module_paths(model, self.recorder))
+        note_absent_kernels(model, self.recorder)
 
     def watch(self, model: nn.Module, names: Iterable[str]) -> None:
         """The forwards of these modules are watched: what they change is in the timeline."""

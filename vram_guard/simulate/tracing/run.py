@@ -42,6 +42,7 @@ from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.tracing._quantised import packs
+from vram_guard.simulate.tracing._said import note_absent_kernels, note_work_between
 from vram_guard.simulate.tracing._substitution import (
     build_symbolically,
     check_module,
@@ -231,6 +232,7 @@ class _Run:
             if step.parallel is not None:
                 _check_layout(model, step, step.parallel)
             self._note_hooks(model)
+            note_absent_kernels(model, self.recorder)
             self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
@@ -294,6 +296,8 @@ class _Run:
                 if optimizer is not None and self._by_engine:
                     optimizer = made = engine_optimizer(model, optimizer, self.written, self.batch_size, recorder)
                     model = made.engine
+                if optimizer is not None:
+                    note_work_between(optimizer, recorder, self.steps)
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 del optimizer  # a job may have the loop go on with another one
                 try:
