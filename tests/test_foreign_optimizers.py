@@ -89,3 +89,55 @@ def test_plain_replacements_of_fast_kernels_are_said():
     said = [str(note) for note in timeline.notes]
     assert any("modeling_mamba runs in plain PyTorch here" in note and "mamba_ssm" in note for note in said)
     assert timeline.tier == "partly symbolic"
+
+
+def stepping_in_backward(model):
+    """As PyTorch's tutorial has it: an optimizer for each parameter, stepped from a hook that frees the gradient."""
+    optimizers = {parameter: torch.optim.Adam([parameter], foreach=False) for parameter in model.parameters()}
+
+    def hook(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    return optimizers
+
+
+def nothing_left(parameters):
+    return torch.optim.SGD(parameters)
+
+
+def test_an_optimizer_in_the_backward_pass_is_followed_where_its_hooks_were_there_before():
+    model = net()
+    optimizers = stepping_in_backward(model)
+    model(torch.ones(1, WIDTH)).sum().backward()  # has states already
+    kept = {parameter: dict(one.state[parameter]) for parameter, one in optimizers.items()}
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    hooks = [dict(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()]
+
+    followed = traced(nothing_left, model)
+    assert followed.tier == "symbolic"
+    assert not followed.notes
+    assert states(followed) == 2 * LAYERS * WEIGHT
+    prepared = trace(
+        TrainingStep(
+            model=net,
+            batch=lambda size: torch.zeros(size, WIDTH),
+            loss=lambda model, x: model(x).sum(),
+            optimizer=nothing_left,
+            prepare=stepping_in_backward,
+        )
+    )
+    assert followed.at(2).peak_allocated == prepared.at(2).peak_allocated
+    usual = traced(torch.optim.Adam)
+    assert usual.at(2).peak_allocated - followed.at(2).peak_allocated >= (LAYERS - 2) * WEIGHT
+
+    for (parameter, value), own in zip(before, hooks, strict=True):
+        assert torch.equal(parameter, value)
+        assert parameter.grad is None
+        assert dict(parameter._post_accumulate_grad_hooks) == own
+        assert optimizers[parameter].state[parameter].keys() == kept[parameter].keys()
+        assert all(optimizers[parameter].state[parameter][name] is one for name, one in kept[parameter].items())
+    model(torch.ones(1, WIDTH)).sum().backward()  # it trains on
+    assert not any(torch.equal(parameter, value) for parameter, value in before)

@@ -12,8 +12,9 @@ from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.simulate.memory.recorder import PLACE
+from vram_guard.simulate.memory.recorder import PLACE, Recorder
 from vram_guard.simulate.tracing import _quantised
+from vram_guard.simulate.tracing._in_backward import Hooked, hooked, optimizers_in_backward
 from vram_guard.state.containers import contents_of, look
 from vram_guard.state.modules import ModuleState
 from vram_guard.state.random_generators import RandomState
@@ -121,8 +122,10 @@ def check_module(model: nn.Module) -> None:
 class Substitution:
     """Symbolic stand-ins for the parameters and buffers of a module, by identity, so that ties stay ties."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, in_place: list[Hooked] | None = None) -> None:
         self._dtype = dtype
+        self._in_place = in_place
+        """Parameters that are symbolic themselves, because hooks of the user's know them; None: there are none."""
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._packed: dict[int, torch.Tensor] = {}
@@ -132,7 +135,11 @@ class Substitution:
         """The symbolic twin of a tensor, made at its first mention."""
         known = self._made.get(id(tensor))
         if known is None:
-            known = self._made[id(tensor)] = (tensor, self._make(tensor))
+            twin = self._make(tensor)
+            if self._in_place is not None and getattr(tensor, "_post_accumulate_grad_hooks", None):
+                self._in_place.append(hooked(tensor, twin))
+                twin = tensor
+            known = self._made[id(tensor)] = (tensor, twin)
         return known[1]
 
     def known(self, value: Any) -> torch.Tensor | None:
@@ -213,11 +220,18 @@ class Substitution:
 
 
 @contextlib.contextmanager
-def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[list[torch.Tensor]]:
+def symbolic_model(
+    model: nn.Module, dtype: torch.dtype | None = None, recorder: Recorder | None = None
+) -> Iterator[list[torch.Tensor]]:
     """The module with symbolic parameters and buffers; afterwards every module's attributes are as they were.
 
     Attributes that hold the same tensors (``_flat_weights`` of RNNs, lists of parameters) follow. Lists, dicts and sets
     that modules keep are copied before and put back after, so that what a forward pass appends is gone again.
+
+    Args:
+        model: the module.
+        dtype: that floating-point parameters get; None: their own.
+        recorder: where given, parameters with hooks are symbolic themselves, and hears of optimizers that hooks step.
 
     Yields:
         The symbolic parameters and buffers in the order in which ``module.to("cuda")`` would move them.
@@ -225,9 +239,15 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     modules = list(model.modules())
     saved = [ModuleState(module, _contents(module)) for module in modules]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    own: list[Hooked] = []
+    steps = contextlib.nullcontext() if recorder is None else optimizers_in_backward(own, recorder)
     try:
-        yield _substituted(modules, Substitution(dtype))
+        moved = _substituted(modules, Substitution(dtype, own if recorder is not None else None))
+        with steps:
+            yield moved
     finally:
+        for one in own:
+            one.give_back()
         for state in saved:
             state.restore()
         for parameter, gradient in gradients:

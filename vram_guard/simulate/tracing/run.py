@@ -236,7 +236,9 @@ class _Run:
             self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
-                symbolic_model(model, TRUE_DTYPES.get(step.precision)) as moved,
+                symbolic_model(
+                    model, TRUE_DTYPES.get(step.precision), self.recorder if step.parallel is None else None
+                ) as moved,
                 module_paths(model, self.recorder),
                 _eager(model, self.recorder),
                 synchronised_norms(self.recorder),
@@ -279,7 +281,8 @@ class _Run:
                     self.recorder.put(leaf, leaf.__dict__.get(PLACE, "cpu"))
 
     def _note_hooks(self, model: nn.Module) -> None:
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        spread = self.step.parallel is not None
+        if spread and any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
             said = Message(
                 "hooks on parameters (an optimizer that steps in the backward pass) are not included in the prediction"
             )
@@ -380,7 +383,8 @@ class _Run:
             if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
                 hooks = parameter._post_accumulate_grad_hooks
                 if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
-                    parameter.register_post_accumulate_grad_hook(self._new_gradient)
+                    handle = parameter.register_post_accumulate_grad_hook(self._new_gradient)
+                    parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # before it is freed
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
