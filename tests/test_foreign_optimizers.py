@@ -1,4 +1,4 @@
-"""Optimizers whose states lie elsewhere than torch's, that step elsewhere, or that do some of their work now and then."""
+"""Optimizers whose states lie elsewhere than torch's, that step elsewhere, or that work now and then."""
 
 import pytest
 import torch

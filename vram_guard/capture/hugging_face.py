@@ -243,10 +243,9 @@ def _quantiser(config: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:
         raise MissingLibraryError(
             _("building {name} needs {library}: {error}", name="quantization_config", library=method, error=error)
         ) from error
-    from transformers import BitsAndBytesConfig
-    from transformers.quantizers import AutoHfQuantizer
-
-    quantizer = AutoHfQuantizer.from_config(BitsAndBytesConfig.from_dict(dict(wanted)), pre_quantized=False)
+    configs: Any = importlib.import_module("transformers").BitsAndBytesConfig
+    quantizers: Any = importlib.import_module("transformers.quantizers").AutoHfQuantizer
+    quantizer = quantizers.from_config(configs.from_dict(dict(wanted)), pre_quantized=False)
 
     def quantise(model: nn.Module) -> nn.Module:
         quantizer.preprocess_model(model=model, device_map=None)

@@ -111,7 +111,8 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
                 # c10's own words
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         if _has_own_functions(type(self)):  # torch would hand it this replacement, which no table of its own knows
-            return type(self).__torch_function__(_base.to, (type(self),), (self, *args), kwargs)
+            own: torch.Tensor = type(self).__torch_function__(_base.to, (type(self),), (self, *args), kwargs)
+            return own
         return _base.to(self, *args, **kwargs)
 
     def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

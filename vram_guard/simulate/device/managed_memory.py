@@ -57,8 +57,8 @@ class ManagedMemory:
         self._state.recorder.put(made, "cpu")
         self._state.recorder.note(
             Message(
-                "paged optimizer states lie in managed memory, which PyTorch's allocator does not know: counted as host "
-                "memory; they also take what is free on the GPU, and leave it where PyTorch needs the room"
+                "paged optimizer states lie in managed memory, which PyTorch's allocator does not know: counted as "
+                "host memory; they also take what is free on the GPU, and leave it where PyTorch needs the room"
             )
         )
         made.is_paged = True

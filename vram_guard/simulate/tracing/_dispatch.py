@@ -385,6 +385,7 @@ class SymbolicMode(TorchDispatchMode):
             deferred=recorder.deferred(),
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),
+            optimizer=recorder.optimizer,
             marks=recorder.marks,
         )
         return expanded(traced, recorder.repeats)

@@ -6,12 +6,11 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from vram_guard.language import Message
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from vram_guard.simulate.memory.recorder import Recorder
 

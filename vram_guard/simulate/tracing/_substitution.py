@@ -179,11 +179,11 @@ class Substitution:
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         if _quantised.packs(tensor):
-            twin = _quantised.packed(tensor, self._dtype, self.copied)
-            for one in (twin, *_quantised.kept(twin)):
+            weight = _quantised.packed(tensor, self._dtype, self.copied)
+            for one in (weight, *_quantised.kept(weight)):
                 setattr(one, PLACE, "cuda")
-            self._packed[tensor.untyped_storage()._cdata] = twin
-            return twin
+            self._packed[tensor.untyped_storage()._cdata] = weight
+            return weight
         if hasattr(tensor, "__tensor_flatten__"):
             return self._dressed(tensor, self._wrapped(tensor))
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype

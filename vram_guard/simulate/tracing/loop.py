@@ -17,7 +17,7 @@ from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.techniques.optimizers import needs_closure
-from vram_guard.tensors import tensors_kept
+from vram_guard.tensors import inner_tensors, tensors_kept
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -262,6 +262,7 @@ def _is_scalar(value: Any) -> bool:
 def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
     """Classify what the optimizer keeps for each parameter as optimizer states."""
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own, over this rank's part
+    recorder.optimizer = type(inner).__name__
     states = getattr(inner, "state", None) or {}  # torchao's CPUOffloadOptimizer has one for each parameter inside
     for state in states.values():
         if isinstance(state, dict):

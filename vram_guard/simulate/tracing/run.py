@@ -381,10 +381,11 @@ class _Run:
         spread = self.step.parallel is not None
         for parameter in model.parameters():
             if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
-                hooks = parameter._post_accumulate_grad_hooks
+                hooks: Any = parameter._post_accumulate_grad_hooks
                 if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
                     handle = parameter.register_post_accumulate_grad_hook(self._new_gradient)
-                    parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # before it is freed
+                    hooks = parameter._post_accumulate_grad_hooks
+                    hooks.move_to_end(handle.id, last=False)  # before one of the user's frees it
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
