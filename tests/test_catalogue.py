@@ -225,7 +225,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
 
 @pytest.mark.parametrize(
     "unknown",
-    ["", "NVIDIA", "Radeon 7900", "RTX 4090 Laptop GPU", "RTX 4090 16GB", "x" * 100_000, "\x00", "4090" * 50],
+    ["", "NVIDIA", "Radeon 7900", "RTX 3060 Laptop GPU", "RTX 4090 12GB", "x" * 100_000, "\x00", "4090" * 50],
 )
 def test_other_cards_are_unknown(unknown):
     with pytest.raises(InvalidInputError, match="not in the catalogue") as refused:
@@ -239,11 +239,22 @@ def test_a_name_is_text(other):
         find_gpu(other)
 
 
+@pytest.mark.parametrize("name", ["4050", "4060", "4070", "4080", "4090"])
+def test_a_laptop_card_is_not_the_desktop_card_of_its_number(name):
+    laptop = find_gpu(f"NVIDIA GeForce RTX {name} Laptop GPU")
+    assert laptop.name == f"RTX {name} Laptop"
+    if name != "4050":
+        desktop = find_gpu(f"RTX {name}")
+        assert laptop.memory_bytes <= desktop.memory_bytes
+        assert laptop.fp32_flops < desktop.fp32_flops
+
+
 def test_a_card_at_hand_is_told_apart_by_its_memory():
     assert match_gpu("NVIDIA GeForce RTX 3080", 12288 * 2**20) == find_gpu("RTX 3080 12GB")
     assert match_gpu("NVIDIA GeForce RTX 4060 Ti", 16380 * 2**20) == find_gpu("RTX 4060 Ti 16GB")
     assert match_gpu("NVIDIA GeForce RTX 3060", 8192 * 2**20) is None, "the 8 GB variant is not listed"
-    assert match_gpu("NVIDIA GeForce RTX 4090 Laptop GPU", 16376 * 2**20) is None
+    assert match_gpu("NVIDIA GeForce RTX 4090 Laptop GPU", 16376 * 2**20) == find_gpu("RTX 4090 Mobile")
+    assert match_gpu("NVIDIA GeForce RTX 3080 Laptop GPU", 16384 * 2**20) is None
     assert match_gpu("NVIDIA H200 NVL", 143771 * 2**20) is None
 
 

@@ -31,7 +31,8 @@ def test_everything_at_once(tmp_path, capsys):
     change = ["--set", "batch_size=256,base_channels=64", "--title", "Small <b>", "--cards", "RTX 3090, B200"]
     assert cli.main(["plan", CONFIG, *change, "--gpu", "RTX 4070", *pictures]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("FITS")
+    assert "\nFITS" in captured.out
+    assert captured.out.startswith("Does not fit as written (")
     assert "32-true" in captured.out
     assert captured.err.count("wrote") == 5
     page = (tmp_path / "r.html").read_text("utf-8")

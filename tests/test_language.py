@@ -224,7 +224,8 @@ def test_a_plan_in_chinese(made_plan):
     found, text, explained = made_plan
     assert found.fits
     assert found.changed
-    assert text.startswith("放得下  需要")
+    assert text.startswith("按原样放不下（")
+    assert "\n放得下  需要" in text
     assert explained.startswith("放得下：需要")
     for part in ("优化器状态", "显存预算：", "方案", "微批大小", "原因"):
         assert part in text

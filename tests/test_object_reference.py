@@ -99,7 +99,7 @@ def test_several_steps_under_one_name(module):
         ("needs", "needs width"),
         ("breaks", "RuntimeError: no weights here"),
         ("number", "gives a int, not a TrainingStep"),
-        ("Net", "is a class"),
+        ("Net", "is a model, not a step"),
         ("biuld", "did you mean build"),
         ("both", "gives a dict"),
     ],

@@ -17,8 +17,10 @@ EXAMPLE_NAMES = ("ddpm", "fno", "transformer", "unet")
 
 
 def is_buildable(model: str | None) -> bool:
-    """True if a model's name says how to build it. Imports nothing."""
-    return model is not None and (":" in model or _is_config(model) or model.lower() in EXAMPLE_NAMES)
+    """True if a model's name says how to build it. Imports nothing but libraries that may have a model of this name."""
+    if model is None:
+        return False
+    return ":" in model or _is_config(model) or model.lower() in EXAMPLE_NAMES or _by_name(model)
 
 
 def step_from_config(request: EstimateRequest, config: Mapping[str, Any]) -> TrainingStep:
@@ -44,14 +46,32 @@ def step_from_config(request: EstimateRequest, config: Mapping[str, Any]) -> Tra
         sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, numbers.get("seq_length"))
         precision: Any = request.precision or "32-true"
         return step_of(load_json(_config_path(model)), sizes, precision, numbers.get("accumulate", 1))
-    return _example(model, request)
+    if model.lower() in EXAMPLE_NAMES:
+        return _example(model, request)
+    from vram_guard.capture.model_names import step_by_name
+
+    return step_by_name(model, request)
 
 
 def _named(name: str, request: EstimateRequest, config: Mapping[str, Any]) -> TrainingStep:
-    from vram_guard.capture.object_reference import load_step
+    from vram_guard.capture.object_reference import load_model, load_step
 
     entries = {path.rpartition(".")[2]: value for path, value in leaves(config)}
-    return load_step(name, {**entries, **request.numbers})
+    arguments = {**entries, **request.numbers}
+    if request.inputs is None:
+        return load_step(name, arguments)
+    from vram_guard.plain_model import InputShape, step_of_model
+
+    inputs = InputShape.parse(request.inputs)
+    precision: Any = request.precision or "32-true"
+    accumulate = request.numbers.get("accumulate", 1)
+    return step_of_model(load_model(name, arguments), inputs, precision=precision, accumulate=accumulate)
+
+
+def _by_name(model: str) -> bool:
+    from vram_guard.capture.model_names import library_of
+
+    return library_of(model) is not None
 
 
 def _example(name: str, request: EstimateRequest) -> TrainingStep:

@@ -13,12 +13,16 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, marked
 from vram_guard.step import TrainingStep
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _ADVICE = marked(
     "name a TrainingStep, or a function that returns one: package.module:function, or path/to/file.py:function "
@@ -27,6 +31,13 @@ _ADVICE = marked(
 
 #: Longer names are pasted files.
 LONGEST_NAME = 1000
+
+
+def names_object(text: str) -> bool:
+    """True for ``module:attribute`` and ``file.py:attribute``, where no file is called so."""
+    module, colon, attribute = text.rpartition(":")
+    dotted = all(part.isidentifier() for part in attribute.split("."))
+    return bool(colon and module) and dotted and (_is_file(module) or "/" not in module) and not Path(text).exists()
 
 
 def load_object(name: str) -> Any:
@@ -66,8 +77,40 @@ def load_step(name: str, arguments: Mapping[str, Any] | None = None) -> Training
     """
     made = load_value(name, arguments)
     if not isinstance(made, TrainingStep):
+        _refuse_plain(name, made)
         raise _invalid(_("{name} gives a {kind}, not a TrainingStep", name=name, kind=_kind(made)))
     return made
+
+
+def load_model(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module | Callable[[], nn.Module]:
+    """The plain model that a name stands for: a module, or a builder of it where it names a class or a function.
+
+    Raises:
+        InvalidInputError: as :func:`load_object`; it names a step; the callable needs an argument that is not there.
+    """
+    from torch import nn
+
+    found = load_object(name)
+    if isinstance(found, nn.Module):
+        return found
+    if isinstance(found, TrainingStep) or not callable(found):
+        raise InvalidInputError(
+            _("{name} gives a {kind}, and --input is for a plain model", name=name, kind=_kind(found))
+        )
+    return partial(found, **_fitting(name, found, arguments or {}))
+
+
+def _refuse_plain(name: str, made: object) -> None:
+    from torch import nn
+
+    if isinstance(made, nn.Module) or (inspect.isclass(made) and issubclass(made, nn.Module)):
+        raise InvalidInputError(
+            _(
+                "{name} is a model, not a step: give the shape of its input without the batch, --input 3x224x224 (or "
+                "name a function that returns a TrainingStep)",
+                name=name,
+            )
+        )
 
 
 def load_steps(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, TrainingStep]:
@@ -101,6 +144,11 @@ def load_value(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     found = load_object(name)
     if isinstance(found, (TrainingStep, Mapping)) or not callable(found):
         return found
+    _refuse_plain(name, found)
+    if inspect.isclass(found) and not issubclass(found, TrainingStep):
+        raise InvalidInputError(
+            _("{name} is a class, not a step: write a function that makes a TrainingStep with it", name=name)
+        )
     fitting = _fitting(name, found, arguments or {})
     try:
         return found(**fitting)
@@ -206,10 +254,6 @@ def _fitting(name: str, builder: Callable[..., Any], arguments: Mapping[Any, Any
         parameters = inspect.signature(builder).parameters.values()
     except (TypeError, ValueError):
         return {}
-    if inspect.isclass(builder) and not issubclass(builder, TrainingStep):
-        raise InvalidInputError(
-            _("{name} is a class, not a step: write a function that makes a TrainingStep with it", name=name)
-        )
     needed = [
         parameter.name
         for parameter in parameters

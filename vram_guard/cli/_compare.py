@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help=_("training configs, YAML"))
-    add_options(parser, "step", "lr-rule")
+    add_options(parser, "step", "input", "lr-rule")
     parser.add_argument(
         "--set",
         action="append",
@@ -142,11 +142,12 @@ def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
     changes = [parsed(text) for text in options.set or ()]
     if not configs and not changes:
         raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4 --set batch_size=8"))
+    given = {"model": options.step, "input": options.input}
     for name, config in configs:
-        yield configuration(name, config, {}, options.step)
+        yield configuration(name, config, {}, given)
     base = configs[0][1] if configs else {}
     for text, change in zip(options.set or (), changes, strict=True):
-        yield configuration(text, base, change, options.step)
+        yield configuration(text, base, change, given)
 
 
 def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.cli.printing import tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
     from vram_guard.plan.comparison import Configuration
+    from vram_guard.step import TrainingStep
 
 _RATES = ("lr", "learning_rate")
 
@@ -32,14 +35,14 @@ def parsed(text: str) -> dict[str, Any]:
     return values
 
 
-def configuration(name: str, config: dict[str, Any], change: dict[str, Any], step_name: str | None) -> Configuration:
+def configuration(name: str, config: dict[str, Any], change: dict[str, Any], given: Mapping[str, Any]) -> Configuration:
     """Read a training from a config, with some values changed.
 
     Args:
         name: for messages and tables.
         config: a file's entries; may be empty.
         change: entries that are put in their place.
-        step_name: of the step, before the config's own.
+        given: what options say before the config does: "model" (the name of a step), "batch", "input".
 
     Raises:
         InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
@@ -49,19 +52,27 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], ste
     from vram_guard.plan.comparison import Configuration
 
     merged = _with(config, change)
-    given = parse_request(merged, {"model": step_name})
-    if not is_buildable(given.model):
+    request = parse_request(merged, given)
+    if not is_buildable(request.model):
         raise InvalidInputError(
             _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
         )
-    if "batch" not in given.numbers:
-        raise InvalidInputError(_("{name} has no batch size", name=name))
-    _check_used(change, config, given.model)
-    step = step_from_config(given, merged)
+    if "batch" not in request.numbers:
+        raise InvalidInputError(_("{name} has no batch size: give --batch N, or batch_size in the config", name=name))
+    _check_used(change, config, request.model)
+    step = step_from_config(request, merged)
     step = step.with_(
-        precision=given.precision or step.precision, accumulate=given.numbers.get("accumulate", step.accumulate)
+        precision=request.precision or step.precision, accumulate=request.numbers.get("accumulate", step.accumulate)
     )
-    return Configuration(name, step, given.numbers["batch"], _rate(merged))
+    return Configuration(name, step, request.numbers["batch"], _rate(merged))
+
+
+def tell_assumed(step: TrainingStep, name: str) -> None:
+    """Say, beside the answer, what was assumed of a plain model's training."""
+    from vram_guard.plain_model import ASSUMED, is_assumed
+
+    if is_assumed(step):
+        tell(_(ASSUMED, model=name))
 
 
 def _check_used(change: dict[str, Any], config: dict[str, Any], model: str | None) -> None:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import counts, gpu_memory, number, unknown_model
+from vram_guard.cli._configuration import tell_assumed
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_options
@@ -58,6 +59,7 @@ def _estimate(options: argparse.Namespace) -> int:
     check_cudnn(options.cudnn)
     if options.model_path is not None:
         return estimate_folder(options)
+    from vram_guard.capture.config_step import is_buildable
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
     from vram_guard.config_file import load_config
     from vram_guard.report.calculator import LINE, calculator_dict, calculator_lines
@@ -65,6 +67,8 @@ def _estimate(options: argparse.Namespace) -> int:
     share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
     config = {} if options.config is None else load_config(options.config)
     request, amounts = _request(options, config)
+    if request.model is not None and request.missing() and not is_buildable(request.model):
+        raise InvalidInputError(unknown_model(request.model))
     memory, source, budget = gpu_memory(**amounts, margin=options.margin)
     by_rule = options.quick or not _tells_its_sizes(request)
     calculation = Calculation(request.network(), memory, share) if by_rule else None
@@ -101,6 +105,8 @@ def _estimate(options: argparse.Namespace) -> int:
         print_json(answer)
     else:
         _print_verdict(symbolic, fits=fits)
+    if symbolic is not None and step is not None:
+        tell_assumed(step, request.model or "")
     if symbolic is not None and required is not None:
         tell_differences(required, symbolic.estimate.releases)
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
@@ -116,7 +122,9 @@ def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[Estim
 
     amounts: dict[str, Any] = {"memory": options.gpu_memory, "gpu": options.gpu, "budget": options.budget}
     own = {} if options.from_settings.keys() & AMOUNTS else amounts
-    request = parse_request(config, {**counts(options, *_COUNTS), "model": options.model, **own})
+    request = parse_request(
+        config, {**counts(options, *_COUNTS), "model": options.model, "input": options.input, **own}
+    )
     if request.memory is not None or request.gpu is not None:
         amounts = {"memory": request.memory, "gpu": request.gpu, "budget": own.get("budget")}
     return request, amounts

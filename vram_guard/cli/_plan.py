@@ -8,12 +8,13 @@ from typing import Any
 
 from vram_guard.cli._arguments import checked_margin, count, whole_number
 from vram_guard.cli._compare import listed, tell_progress
-from vram_guard.cli._configuration import configuration, parsed
+from vram_guard.cli._configuration import configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
 from vram_guard.cli.printing import print_json
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
+from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
 
@@ -28,8 +29,10 @@ def add(commands: Any) -> None:
             "trained. The report is printed; plots are written on request."
         ),
     )
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help=_("the training config, YAML"))
-    add_options(parser, "step", *DEVICE, "margin", "allow", "cudnn", "json")
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", help=_("the training config, YAML; or file.py:name of a step or a model")
+    )
+    add_options(parser, "step", "batch", "input", *DEVICE, "margin", "allow", "cudnn", "json")
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
     several.add_argument(
@@ -70,6 +73,7 @@ def _several(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace) -> int:
     from vram_guard.budget import Budget
+    from vram_guard.capture.object_reference import names_object
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
     from vram_guard.report.as_json import as_dict
@@ -81,9 +85,14 @@ def _plan(options: argparse.Namespace) -> int:
     cards = listed(options.cards or "")
     for card in cards:
         Budget.of(card)  # an unknown one is an error before any work
+    if options.config and names_object(options.config):
+        if options.step is not None:
+            raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
+        options.config, options.step = None, options.config
     name = options.title or (Path(options.config).name if options.config else options.step or "")
     config = load_config(options.config) if options.config else {}
-    one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, options.step)
+    given = {"model": options.step, "batch": count("batch", options.batch), "input": options.input}
+    one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, given)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     made = plan(
         one.step,
@@ -94,6 +103,7 @@ def _plan(options: argparse.Namespace) -> int:
         **_several(options),
         progress=tell_progress,
     )
+    tell_assumed(one.step, name)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:

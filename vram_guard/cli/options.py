@@ -27,13 +27,19 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "gpu": _Option("NAME", marked('GPU by name, such as "RTX 4090" (default: the GPU of this machine)')),
     "height": _Option("N", marked("height of the input")),
     "hidden-dim": _Option("N", marked("channels between the layers")),
+    "input": _Option(
+        "SHAPE", marked("a plain model's input without the batch: 3x224x224; 512:int64 for tokens; several with commas")
+    ),
     "json": _Option("", marked("answer as JSON")),
     "ignore-releases": _Option("", marked("do not compare with the releases that files in this folder ask for")),
     "lr-rule": _Option(
         "", marked("rule that scales learning rates with the batch"), ("linear", "sqrt", "none", "auto")
     ),
     "margin": _Option("SHARE", marked("share of the budget to leave free")),
-    "model": _Option("MODEL", marked("module:callable, a config.json, or an example: fno, unet, transformer")),
+    "model": _Option(
+        "MODEL",
+        marked("module:callable, a config.json, a model of timm or torchvision, or an example: fno, unet, transformer"),
+    ),
     "model-path": _Option("DIR", marked("local model folder of diffusers or transformers")),
     "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
     "num-layers": _Option("N", marked("number of layers")),
@@ -52,7 +58,7 @@ _ALIASES: Final = {"batch": ("--batch-size",)}
 #: What the rule of thumb asks for, and the model of which it is asked.
 NETWORK: Final = (
     *("config", "height", "width", "hidden-dim", "num-layers", "seq-length", "bytes-per-element"),
-    *("threshold", "model", "quick"),
+    *("threshold", "model", "input", "quick"),
 )
 #: What is asked about a folder with a model.
 FOLDER: Final = ("model-path", "train", "frozen", "num-frames", "dtype")

@@ -83,6 +83,8 @@ class EstimateRequest:
     """The model's name, a path of a config.json, or ``module:callable``."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Name -> its path in the config."""
+    inputs: str | None = None
+    """Shapes of a plain model's inputs, as ``--input`` takes them."""
 
     def missing(self) -> list[str]:
         """Names of the numbers that the rule needs and that are not given."""
@@ -119,7 +121,7 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
     Args:
         config: the file's entries; may be empty.
         options: numbers by the names of :data:`NAMES`, and "precision", "memory", "gpu", "budget",
-            "model"; None: not given.
+            "model", "input"; None: not given.
 
     Raises:
         InvalidInputError: a number is none, or stands in two places with different values.
@@ -147,7 +149,7 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
     if memory is None and gpu is None and options.get("budget") is None:
         memory, gpu = found.one("GPU memory", MEMORY), found.text("GPU", GPU)
     model = options.get("model") or found.model()
-    return EstimateRequest(numbers, precision, memory, gpu, model, found.places)
+    return EstimateRequest(numbers, precision, memory, gpu, model, found.places, options.get("input"))
 
 
 class _Entries:

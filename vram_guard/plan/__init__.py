@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
 from vram_guard.parallel.spec import data_parallel
+from vram_guard.plain_model import as_step
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import check_pinned_blocks, watched_modules, why_not_again, why_not_checkpointed
 from vram_guard.plan._search import search
@@ -23,7 +24,9 @@ from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_p
 from vram_guard.step import TrainingStep, checked_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
@@ -41,10 +44,11 @@ ASSUMED_COMPUTE_CAPABILITY = (8, 0)
 
 
 def plan(
-    step: TrainingStep | Source,
+    step: TrainingStep | Source | nn.Module | Callable[[], nn.Module],
     batch_size: int,
     budget: Budget | str | int | None = None,
     *,
+    input_shape: str | Sequence[Any] | None = None,
     gpu: GPU | str | None = None,
     margin: float | None = None,
     allow: Iterable[str] = DEFAULT_ALLOW,
@@ -75,6 +79,7 @@ def plan(
             loop is followed.
         batch_size: samples that the loader delivers at once, on one process.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
+        input_shape: where ``step`` is a plain model, the shape of one sample, as in :func:`vram_guard.simulate.trace`.
         gpu: a whole card by name; with neither, this machine's device.
         margin: the share of the budget to leave free; None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; "offload" is every kind of it.
@@ -120,6 +125,7 @@ def plan(
     from vram_guard.budget import Budget
 
     batch_size = checked_count("batch_size", batch_size)
+    step = cast("TrainingStep | Source", as_step(step, input_shape))
     allowed, refused = checked_techniques(allow), refused or {}
     techniques = frozenset(allowed - refused.keys())
     reasons = {name: refused_reason(name, why) for name, why in refused.items() if name in allowed}

@@ -19,12 +19,13 @@ class Option(NamedTuple):
     recipe: Recipe = AS_WRITTEN
 
     def words(self, batch_size: int, precision_before: str = "") -> str:
-        """The option as people read it; without the precision where that is the one before."""
-        batch = _("batch {count}", count=batch_size)
-        if self.splits > 1:
-            batch = _("{count} micro-batches of {size}", count=self.splits, size=batch_size // self.splits)
+        """The option as people read it; with the precision before, only what differs from the step as written."""
         precision = [] if self.precision == precision_before else [self.precision]
-        return ", ".join([*precision, batch, *recipe_words(self.recipe)])
+        others = recipe_words(self.recipe)
+        batch = [] if precision_before and (precision or others) else [_("batch {count}", count=batch_size)]
+        if self.splits > 1:
+            batch = [_("{count} micro-batches of {size}", count=self.splits, size=batch_size // self.splits)]
+        return ", ".join([*precision, *batch, *others])
 
     def of(self, batch_size: int) -> OptionText:
         """The option, put into words where it is shown."""

@@ -75,6 +75,16 @@ class Content:
             return "over", _("Not as pinned"), _("as written {peak} of {usable} usable", peak=peak, usable=usable)
         return "unknown", _("Not known to fit"), _("at least {peak} of {usable} usable", peak=peak, usable=usable)
 
+    def headline(self, budget: Budget) -> str:
+        """A first line for a step that fits by a change: how far it was from fitting, and the change; "" for others."""
+        plan, before = self.plan, self.before
+        if plan is None or before is None or plan.spread is not None or not plan.fits:
+            return ""
+        if before.peak_reserved <= budget.usable:
+            return ""  # it grows
+        share = f"{before.peak_reserved / budget.usable:.0%}"
+        return _("Does not fit as written ({share}); fits with: {changes}", share=share, changes=plan.verdict())
+
     def bars(self) -> list[tuple[str, int]]:
         """(name, peak) of what is drawn against the budget."""
         if self.before is not None:

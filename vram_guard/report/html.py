@@ -116,6 +116,8 @@ def _head(name: str, content: Content) -> str:
     if budget is not None:
         kind, head, figures = content.verdict(budget)
         said = _("{verdict}: {figures}.", verdict=head, figures=figures)
+        if line := content.headline(budget):
+            parts.append(f'<p class="verdict {kind}">{escape(line)}</p>')
         parts.append(f'<p class="verdict {kind}">{escape(said)}</p>')
         parts += [_bar(bar, peak, budget) for bar, peak in content.bars()]
         parts.append(f'<p class="soft">{escape(_("Budget: {budget}", budget=budget.explain()))}</p>')

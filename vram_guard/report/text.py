@@ -93,6 +93,8 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     budget, plan = content.budget, content.plan
     if budget is not None:
         kind, head, figures = content.verdict(budget)
+        if line := content.headline(budget):
+            yield words(line, "bold")
         yield words(f"{head.upper()}  {figures}", _STYLES[kind])
     yield _table(content, signs)
     if budget is not None:

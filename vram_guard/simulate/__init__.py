@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from vram_guard.job import Job
 from vram_guard.language import Message
+from vram_guard.plain_model import as_step
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import FOLLOWED_STEPS, Affine, Collective, Estimate, Note, Timeline, merge_affine
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["estimate", "holds_at", "law", "trace", "traced_at"]
 
@@ -26,8 +31,9 @@ LAW_BROKEN = Note(Message("the sequence of allocations differs between batch siz
 
 
 def trace(
-    step: TrainingStep,
+    step: TrainingStep | nn.Module | Callable[[], nn.Module],
     *,
+    input_shape: str | Sequence[Any] | None = None,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
     check_at: int | None = None,
@@ -44,6 +50,9 @@ def trace(
 
     Args:
         step: what is trained.
+        input_shape: where ``step`` is a plain model, or a callable that builds one: the shape of one sample, such as
+            ``(3, 224, 224)``, "512:int64", or a list of these for several inputs. AdamW and a loss are then assumed,
+            see :func:`vram_guard.plain_model.step_of_model`.
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
         multiprocessors: of the GPU that is meant, on which the buffers of large reductions depend; None: the most that
             a card of this compute capability has (:func:`vram_guard.budget.catalogue.most_multiprocessors`).
@@ -71,6 +80,7 @@ def trace(
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
     choice = checked_choice(cudnn)
+    step = cast("TrainingStep", as_step(step, input_shape))
     step = with_built_model(_with_third_step(step) if leaks else step, compute_capability)
 
     def run(size: int) -> Timeline:
@@ -157,9 +167,10 @@ def _at(timeline: Timeline, batch_size: int) -> list[Collective]:
 
 
 def estimate(
-    step: TrainingStep,
+    step: TrainingStep | nn.Module | Callable[[], nn.Module],
     batch_size: int,
     *,
+    input_shape: str | Sequence[Any] | None = None,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     cudnn: str | None = None,
     leaks: bool = False,
@@ -173,5 +184,8 @@ def estimate(
         >>> step = TrainingStep(net, torch.ones(4, 256), lambda net, x: net(x).sum(), torch.optim.Adam)
         >>> estimate(step, 1000).breakdown["parameters"]  # (256 x 256 + 256) numbers of 4 bytes, in blocks of 512
         263168
+        >>> estimate(net, 1000, input_shape=(256,)).breakdown["optimizer_states"]  # of AdamW, two for each
+        526336
     """
+    step = cast("TrainingStep", as_step(step, input_shape))
     return trace_at(step, batch_size, compute_capability=compute_capability, cudnn=cudnn, leaks=leaks).at(batch_size)

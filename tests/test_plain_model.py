@@ -1,0 +1,241 @@
+"""A plain model and the shape of its input: predicted and planned without a TrainingStep."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from vram_guard import TrainingStep, estimate, plan, trace
+from vram_guard.cli import main
+from vram_guard.errors import InvalidInputError
+from vram_guard.plain_model import DTYPES, InputShape, step_of_model
+
+MODELS = """
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+class Huge(nn.Module):
+    def __init__(self, width=2**17):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.layer(x)
+
+class Other:
+    pass
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    return str(path)
+
+
+def test_a_model_of_scores_is_trained_by_cross_entropy() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    step = TrainingStep(
+        net,
+        lambda size: (torch.zeros(size, 3, 32, 32), torch.zeros(size, dtype=torch.long)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        torch.optim.AdamW,
+    )
+    assert estimate(net, 16, input_shape=(3, 32, 32)).peak_reserved == estimate(step, 16).peak_reserved
+    assert estimate(net, 16, input_shape="3x32x32").breakdown == estimate(step, 16).breakdown
+
+
+@pytest.mark.parametrize(
+    "output",
+    [lambda x: x, lambda x: (x, None), lambda x: {"out": x, "aux": None}, lambda x: [[x]]],
+    ids=["tensor", "tuple", "dict", "nested"],
+)
+def test_other_outputs_are_trained_by_the_mean_squared_error(output: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 5, 1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return output(self.layer(x))
+
+    net = Net()
+    step = step_of_model(net, InputShape.parse("3x4x4"))
+    loss = step.loss(net, (torch.ones(2, 3, 4, 4), torch.zeros(2, dtype=torch.long)))
+    assert torch.equal(loss, net.layer(torch.ones(2, 3, 4, 4)).square().mean())
+
+
+def test_a_models_own_loss_counts() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.frozen = nn.Embedding(50, 4), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.frozen(self.embedding(tokens)) * mask[..., None]).sum()}
+
+    predicted = estimate(Net(), 4, input_shape=["7:int64", (7,)])
+    assert predicted.breakdown["optimizer_states"] == 2 * 1024, "frozen parameters have no states"
+    assert predicted.breakdown["batch"] == 3 * 512
+
+
+def test_it_is_planned_as_a_step_is() -> None:
+    net = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 16))
+    made = plan(net, 4096, "96MiB", input_shape=(256,), allow=["accumulate"])
+    assert made.fits
+    assert made.splits > 1
+    assert trace(lambda: nn.Linear(2**17, 2**17), input_shape=(2**17,)).at(1).breakdown["parameters"] > 2**36
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda net: estimate(net, 4),
+        lambda net: plan(net, 4, "1GiB"),
+        lambda net: estimate(TrainingStep(net, torch.ones(1, 3), lambda net, x: net(x).sum()), 4, input_shape=(3,)),
+        lambda net: estimate(net, 4, input_shape=(3, 0)),
+        lambda net: estimate(net, 4, input_shape=(3.0,)),
+        lambda net: estimate(net, 4, input_shape=[(3,), 5]),
+        lambda net: estimate(net, 4, input_shape=[]),
+        lambda net: estimate(net, 4, input_shape=(1,) * 9),
+        lambda net: estimate(net, 4, input_shape=(7,)),  # the model takes three
+    ],
+)
+def test_bad_input_is_an_error_in_words(wrong: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        wrong(nn.Linear(3, 3))
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.sampled_from(sorted(DTYPES))),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_what_is_written_is_read(inputs: list[tuple[list[int], str]]) -> None:
+    text = ",".join(f"{'x'.join(map(str, shape))}:{dtype}" for shape, dtype in inputs)
+    assert InputShape.parse(text) == tuple(InputShape(tuple(shape), DTYPES[dtype]) for shape, dtype in inputs)
+
+
+@pytest.mark.parametrize("text", ["", "3xx4", "x", "3x-4", "3x4:float99", "٣x4", "3x4,", "1e3", "3x0", "9" * 30])
+def test_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError):
+        InputShape.parse(text)
+
+
+def test_plan_takes_a_file_and_a_name(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--input", "3x64x64", "--batch", "32", "--budget", "4GiB", "--json"]
+    assert main(["plan", f"{models}:net", *words]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["report"]["batch_size"] == {"before": 32, "after": 32}
+    assert "assumed for" in err
+    assert "AdamW" in err
+
+
+def test_a_class_is_built_symbolically(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights are 64 GiB."""
+    words = ["--input", "131072", "--batch", "1", "--budget", "1TiB"]
+    assert main(["plan", f"{models}:Huge", *words]) == 0
+    assert "parameters" in capsys.readouterr().out
+    assert main(["plan", f"{models}:Huge", *words, "--set", "width=64"]) == 2
+    assert "fails on an input of 131072" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("net", ["--batch", "3"], "--input 3x224x224"),
+        ("Huge", ["--batch", "3"], "--input 3x224x224"),
+        ("net", ["--input", "3x64x64"], "--batch N"),
+        ("nett", ["--input", "3", "--batch", "3"], "did you mean net"),
+        ("net", ["--input", "3", "--batch", "3", "--step", "a:b"], "not both"),
+    ],
+)
+def test_mistakes_are_told(
+    models: str, name: str, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{models}:{name}", *words, "--budget", "1GiB"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Other", "number"])
+def test_what_builds_no_model_is_told(models: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{models}:{name}", "--input", "3", "--batch", "3", "--budget", "1GiB"]) == 3
+    assert "not an nn.Module" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("gpt2", 124_439_808), ("resnet", 23_512_130)])
+def test_a_kind_of_transformers_has_its_usual_size(
+    name: str, parameters: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    assert main(["estimate", "--model", name, "--batch", "2", "--seq-length", "32", "--gpu", "H100 SXM", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    held = answer["symbolic"]["estimate"]["breakdown"]["parameters"]
+    assert 4 * parameters <= held < 4 * parameters * 1.01
+
+
+def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--model", "resnett", "--batch", "2", "--gpu", "H100 SXM"]) == 2
+    assert "resnett is unknown" in capsys.readouterr().err
+
+
+LIBRARIES = {
+    "torchvision/models/__init__.py": """
+from torch import nn
+
+def list_models():
+    return ["resnet50"]
+
+def get_model(name, weights):
+    assert weights is None
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1000))
+""",
+    "torchvision/__init__.py": "",
+    "timm/__init__.py": """
+from types import SimpleNamespace
+from torch import nn
+
+def is_model(name):
+    return name == "tiny_vit"
+
+is_model_pretrained = is_model
+
+def get_pretrained_cfg(name):
+    return SimpleNamespace(input_size=(3, 96, 96))
+
+def create_model(name):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 96 * 96, 10))
+""",
+}
+
+
+@pytest.mark.parametrize("name", ["resnet50", "tiny_vit"])
+def test_models_of_picture_libraries_are_built_by_name(tmp_path: Path, name: str) -> None:
+    """torchvision has no build that needs no GPU on every index: stand-ins with the functions that are called."""
+    for file, text in LIBRARIES.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from vram_guard.cli import main; main(sys.argv[1:])"
+    words = ["estimate", "--model", name, "--batch", "2", "--gpu", "H100 SXM", "--json"]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    answer = json.loads(done.stdout)
+    sides = 224 if name == "resnet50" else 96
+    labels = 512
+    assert answer["symbolic"]["estimate"]["breakdown"]["batch"] == 2 * 3 * sides * sides * 4 + labels, done.stderr

@@ -1,0 +1,96 @@
+"""Models that a library knows by name: torchvision's, timm's, and those of transformers by the kind of their config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+from vram_guard.plain_model import InputShape, step_of_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from vram_guard.closed_form.from_config import EstimateRequest
+    from vram_guard.step import TrainingStep
+
+#: What torchvision's classification models are trained with where nothing else is said.
+_PICTURE: Final = (3, 224, 224)
+
+#: Tables of transformers' classes by the kind of the config; the first that has the kind counts.
+_HEADS: Final = (
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+
+
+def library_of(name: str) -> str | None:
+    """The installed library that has a model of this name. Imports the libraries that are installed."""
+    if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
+        return None
+    known = {"torchvision": _in_torchvision, "timm": _in_timm, "transformers": _in_transformers}
+    return next((library for library, knows in known.items() if find_spec(library) and knows(name)), None)
+
+
+def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
+    """A training step of a library's model, with random weights.
+
+    Args:
+        name: that :func:`library_of` finds.
+        request: the numbers and the inputs that were given.
+
+    Raises:
+        UnsupportedStepError: it is not known what the model's input looks like.
+    """
+    library, numbers = library_of(name), request.numbers
+    settings: Any = {"precision": request.precision or "32-true", "accumulate": numbers.get("accumulate", 1)}
+    build: Callable[[], torch.nn.Module]
+    if library == "transformers":
+        from vram_guard.capture.hugging_face import constructor, step_of
+        from vram_guard.closed_form.inputs import InputSizes
+
+        config = transformers_config(name)
+        if request.inputs is None:
+            sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, numbers.get("seq_length"))
+            return step_of(config, sizes, **settings)
+        build, shape = constructor(config), _PICTURE
+    elif library == "timm":
+        timm: Any = import_module("timm")
+        build = lambda: timm.create_model(name)  # noqa: E731 - as the others are: built symbolically, later
+        shape = tuple(timm.get_pretrained_cfg(name).input_size) if timm.is_model_pretrained(name) else _PICTURE
+    else:
+        models: Any = import_module("torchvision.models")
+        build, shape = (lambda: models.get_model(name, weights=None)), _PICTURE
+    return step_of_model(build, _inputs(request, shape), **settings)
+
+
+def transformers_config(kind: str) -> Mapping[str, Any]:
+    """The config.json of a kind of model with the library's own defaults: usually the smallest that was published."""
+    auto: Any = import_module("transformers.models.auto.modeling_auto")
+    made: dict[str, Any] = import_module("transformers").CONFIG_MAPPING[kind]().to_dict()
+    found = next(table[kind] for table in (getattr(auto, head) for head in _HEADS) if kind in table)
+    return {**made, "architectures": [found if isinstance(found, str) else found[0]]}
+
+
+def _inputs(request: EstimateRequest, shape: tuple[int, ...]) -> tuple[InputShape, ...]:
+    if request.inputs is not None:
+        return InputShape.parse(request.inputs)
+    sides = (request.numbers.get("height", shape[1]), request.numbers.get("width", shape[2]))
+    return (InputShape((shape[0], *sides)),)
+
+
+def _in_torchvision(name: str) -> bool:
+    return name in import_module("torchvision.models").list_models()
+
+
+def _in_timm(name: str) -> bool:
+    return bool(import_module("timm").is_model(name))
+
+
+def _in_transformers(name: str) -> bool:
+    auto: Any = import_module("transformers.models.auto.modeling_auto")
+    return any(name in getattr(auto, head) for head in _HEADS)

@@ -1,0 +1,208 @@
+"""Training steps of plain models: what is known is a model and the shape of its input, and the rest is assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.language import _, marked
+from vram_guard.step import TrainingStep
+
+if TYPE_CHECKING:
+    import torch
+
+#: Types of numbers that an input may have, and their short names.
+DTYPES: Final = {
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "int64": "int64",
+    "long": "int64",
+    "int": "int64",
+    "bool": "bool",
+}
+
+#: More dimensions, or larger ones, are a mistake.
+MOST_DIMENSIONS, LARGEST_DIMENSION = 8, 2**31
+
+ASSUMED = marked(
+    "assumed for {model}: AdamW; its own loss where it returns one, else cross-entropy of scores (samples x classes), "
+    "else the mean squared error. A TrainingStep says what your training really does"
+)
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """One tensor with which a model is called, without the batch dimension.
+
+    Examples:
+        >>> InputShape.parse("3x224x224,10:int64")
+        (InputShape(shape=(3, 224, 224), dtype='float32'), InputShape(shape=(10,), dtype='int64'))
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[InputShape, ...]:
+        """Inputs from text: ``3x224x224``; ``512:int64`` for tokens; ``:int64`` for one number; several with commas.
+
+        Raises:
+            InvalidInputError: it means no shape.
+        """
+        return tuple(cls._parse_one(part.strip()) for part in text.split(","))
+
+    @classmethod
+    def _parse_one(cls, text: str) -> InputShape:
+        sizes, colon, dtype = text.lower().partition(":")
+        parts = sizes.split("x") if sizes else []
+        numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 12]
+        if not text or len(numbers) != len(parts) or (colon and dtype not in DTYPES):
+            raise InvalidInputError(
+                _(
+                    "{text} is no shape of an input: write it without the batch, as 3x224x224, or 512:int64 for tokens "
+                    "(types: {types})",
+                    text=repr(text)[:60],
+                    types=", ".join(dict.fromkeys(DTYPES.values())),
+                )
+            )
+        return cls(tuple(numbers), DTYPES[dtype] if colon else "float32")
+
+    @classmethod
+    def of(cls, given: str | Sequence[Any]) -> tuple[InputShape, ...]:
+        """Inputs as Python code gives them: text as for :meth:`parse`, ``(3, 224, 224)``, or a list of these."""
+        if isinstance(given, str):
+            return cls.parse(given)
+        if all(isinstance(one, int) and not isinstance(one, bool) for one in given):
+            return (cls(tuple(map(int, given))),)
+        if all(isinstance(one, str | Sequence) for one in given):
+            return tuple(found for one in given for found in cls.of(one))
+        raise InvalidInputError(
+            _(
+                "input_shape must be a shape without the batch, such as (3, 224, 224), not {value}",
+                value=repr(given)[:60],
+            )
+        )
+
+    def __post_init__(self) -> None:
+        if len(self.shape) > MOST_DIMENSIONS or not all(0 < one < LARGEST_DIMENSION for one in self.shape):
+            raise InvalidInputError(
+                _(
+                    "the sizes of an input must be at least 1, and sensible, not {shape}",
+                    shape="x".join(map(str, self.shape)),
+                )
+            )
+
+    def zeros(self, batch_size: int) -> torch.Tensor:
+        """A batch of it."""
+        import torch
+
+        return torch.zeros(batch_size, *self.shape, dtype=getattr(torch, self.dtype))
+
+
+def step_of_model(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    inputs: Sequence[InputShape],
+    *,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    **settings: Any,
+) -> TrainingStep:
+    """A training step of a model of which only the input is known.
+
+    The loss is the model's own where it returns one, else the cross-entropy of scores of shape (samples, classes), else
+    the mean squared error of its first output.
+
+    Args:
+        model: a module, or a callable that builds one, symbolically.
+        inputs: what the model is called with, in order.
+        optimizer: ``parameters -> optimizer``; None: AdamW.
+        settings: further arguments of :class:`~vram_guard.step.TrainingStep`.
+
+    Raises:
+        InvalidInputError: there is no input.
+
+    Example:
+        >>> step = step_of_model(torch.nn.Linear(32, 10), InputShape.parse("32"))
+        >>> step.loss(step.model, step.batch(4)).shape
+        torch.Size([])
+    """
+    import torch
+
+    if not inputs:
+        raise InvalidInputError(_("a plain model needs the shape of its input, such as 3x224x224"))
+    learning = optimizer or torch.optim.AdamW
+    return TrainingStep(
+        model=model,
+        batch=lambda size: (*(one.zeros(size) for one in inputs), torch.zeros(size, dtype=torch.long)),
+        loss=_loss,
+        optimizer=lambda parameters: learning([one for one in parameters if one.requires_grad]),
+        **settings,
+    )
+
+
+def is_assumed(step: TrainingStep) -> bool:
+    """True for a step that :func:`step_of_model` made: see :data:`ASSUMED`."""
+    return step.loss is _loss
+
+
+def as_step(step: Any, input_shape: str | Sequence[Any] | None) -> Any:
+    """A training step of what a public function was given: a plain model with its input's shape becomes one.
+
+    Raises:
+        InvalidInputError: a model without a shape, or a shape beside a step.
+    """
+    import torch
+
+    if input_shape is not None:
+        if isinstance(step, TrainingStep):
+            raise InvalidInputError(_("input_shape is for a plain model; a TrainingStep has its own batch"))
+        return step_of_model(step, InputShape.of(input_shape))
+    if isinstance(step, torch.nn.Module):
+        raise InvalidInputError(
+            _("a plain model needs input_shape=, the shape of one sample such as (3, 224, 224); or give a TrainingStep")
+        )
+    return step
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    from torch.nn import functional
+
+    *inputs, labels = batch
+    try:
+        output = model(*inputs)
+    except VramGuardError:
+        raise
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        shapes = ", ".join("x".join(map(str, one.shape[1:])) for one in inputs)
+        problem = f"{type(error).__name__}: {error}"
+        raise InvalidInputError(
+            _("the model fails on an input of {shapes}: {problem}", shapes=shapes, problem=problem)
+        ) from error
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if own is not None:
+        loss: torch.Tensor = own
+        return loss
+    first = _first_tensor(output)
+    if first.dim() == 2 and first.is_floating_point() and first.shape[1] > 1:
+        return functional.cross_entropy(first, labels)
+    return functional.mse_loss(first, first.new_zeros(first.shape))
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    import torch
+
+    while not isinstance(output, torch.Tensor):
+        if isinstance(output, Mapping):
+            output = list(output.values())
+        if not isinstance(output, Sequence) or isinstance(output, str) or not output:
+            raise InvalidInputError(
+                _(
+                    "the model returns a {kind}, of which no loss can be made: give a TrainingStep",
+                    kind=type(output).__name__,
+                )
+            )
+        output = output[0]
+    return output
