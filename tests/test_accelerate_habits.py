@@ -21,7 +21,7 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
 
 from vram_guard.codec import from_plain, to_json  # noqa: E402
-from vram_guard.errors import InvalidInputError  # noqa: E402
+from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate._script_guard import guard  # noqa: E402
 from vram_guard_accelerate.apply.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
@@ -272,3 +272,12 @@ def test_growth_from_the_projects_settings_is_left_out_of_the_library_call(monke
     assert made.settings == replace(guard(budget="1GiB").settings)
     with pytest.raises(InvalidInputError, match="grow"):
         guard(budget="1GiB", grow=True)
+
+
+def test_the_library_call_says_where_processes_cannot_be_copied(monkeypatch: Any) -> None:
+    monkeypatch.delattr("os.fork")
+    from accelerate import Accelerator
+
+    model = torch.nn.Linear(2, 2)
+    with guard(budget="1GiB"), pytest.raises(UnsupportedStepError, match="which this system does not have"):
+        Accelerator(cpu=True).prepare(model)

@@ -47,6 +47,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
     for name in ("Drawing", "Unhindered"):
         cases.request(asked / name, LOSSES, name, "--batch_size", 64, "--samples", 128, **large)
+    on_host = {"budget": "112MiB", "allow": ("offload_activations",)}
+    for name in ("Spoiling", "Unhindered"):
+        cases.request(asked / f"{name}_waiting", LOSSES, name, "--batch_size", 64, "--samples", 128, **on_host)
     for name in ("adversarial", "diffusion"):
         cases.request(asked / name, TRAINING, name, "--out", "never.pt", budget="24MiB", allow=("accumulate",))
     own = ("--output_dir", folder, "--report_to", "none", "--per_device_train_batch_size", 16, "--out", "never.pt")
@@ -54,7 +57,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return cases.dry_runs(asked)
 
 
-@pytest.mark.parametrize("name", ["Plain", "Dropping", "adversarial", "diffusion", "trainer", "Unhindered"])
+@pytest.mark.parametrize(
+    "name", ["Plain", "Dropping", "adversarial", "diffusion", "trainer", "Unhindered", "Unhindered_waiting"]
+)
 def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name: str) -> None:
     answer = answers[name]
     assert answer["changed"], answer["notes"]
@@ -92,6 +97,7 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
         ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
         ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
         ("Drawing", "activation checkpointing", "the gradient of "),
+        ("Spoiling_waiting", "offload_activations", "the gradient of "),
     ],
 )
 def test_what_comes_to_something_else_is_refused_by_name(answers: Any, name: str, technique: str, named: str) -> None:

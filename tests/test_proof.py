@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vram_guard.forks.fork import can_fork
 from vram_guard.proof import prove as proving
-from vram_guard_lightning import VramGuard
+from vram_guard.techniques import Recipe
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
+from vram_guard_lightning import VramGuard, _refusals
 
 pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="copies of processes need Linux"),
@@ -288,3 +290,138 @@ def test_a_checkpointed_block_that_draws_from_python_is_found(tmp_path: Any) -> 
 
     guard = VramGuard(budget="1GiB", pin={"checkpoint": "all"}, remember=False)
     assert torch.allclose(weights(None), weights(guard), rtol=1e-5)
+
+
+# --- what waits on the host -------------------------------------------------------------------------------------
+
+
+class Updating(nn.Module):
+    """A teacher whose forward moves its weights, which nothing trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.line.weight.mul_(0.5)
+        return self.line(inputs)
+
+
+class Overwriting(torch.autograd.Function):
+    """Its backward spoils what it has saved, behind autograd's back."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.saved_tensors[0].data.zero_()
+        return gradient
+
+
+class Spoiling(nn.Module):
+    """The tensor that :class:`Overwriting` spoils is one that another operator has saved too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = torch.tanh(self.line(inputs))
+        return found + Overwriting.apply(found)
+
+
+class WithTeacher(Net):
+    def __init__(self, teacher: nn.Module, block: type[nn.Module] | None = None) -> None:
+        super().__init__(mean)
+        self.teacher = teacher
+        if block is not None:
+            self.blocks = nn.Sequential(*(block() for _ in range(3)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        taught = self.teacher(batch[0])
+        return super().training_step(batch, batch_idx) + F.mse_loss(self.blocks(batch[0]), taught)
+
+
+HOSTED = {
+    "frozen": ({"frozen_on_host": ("teacher",)}, {}),
+    "moving": ({"frozen_on_host": ("teacher",)}, {"teacher": Updating}),
+    "activations": ({"offload_activations": "all"}, {}),
+    "spoiled": ({"offload_activations": "all"}, {"block": Spoiling}),
+}
+NAMED = {
+    "moving": "frozen_on_host is pinned, but offload_frozen is not possible here: run on 4 samples, the update of",
+    "spoiled": "offload_activations is pinned, but offload_activations is not possible here: run on 4 samples, the",
+}
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_what_waits_on_the_host_is_proven_by_running(name: str, tmp_path: Any, capsys: Any) -> None:
+    pins, about = HOSTED[name]
+
+    def fitted(guard: VramGuard | None) -> tuple[dict[str, torch.Tensor], str]:
+        torch.manual_seed(0)
+        net, loader = WithTeacher(about.get("teacher", frozen)(), about.get("block")), data()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer_for(guard, tmp_path, 3).fit(net, loader)
+        return dict(net.state_dict()), "\n".join(str(one.message) for one in caught)
+
+    guard = VramGuard(budget="1GiB", pin=pins, remember=False)
+    plain, _ = fitted(None)
+    guarded, said = fitted(guard)
+    assert same(plain, guarded)
+    if name in NAMED:
+        assert NAMED[name] in said
+        return
+    assert guard.plan is not None
+    assert guard.plan.changed
+    assert "proven by running 4 samples" in " ".join(capsys.readouterr().out.split())
+
+
+def clamped(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    net.blocks[0][0].weight.data.clamp_(-0.01, 0.01)  # as critics are kept smooth: nothing counts that it was written
+    return F.cross_entropy(scores, labels)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao says on import which of its extensions it cannot load
+@pytest.mark.parametrize("loss", [mean, clamped])
+def test_an_optimizer_on_the_host_is_proven_by_running(
+    loss: Any, tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with a GPU: on the CPU the technique is refused."""
+    pytest.importorskip("torchao")
+    of_trainer = _refusals.refusals
+    monkeypatch.setattr(
+        _refusals,
+        "refusals",
+        lambda *args, **kwargs: (one for one in of_trainer(*args, **kwargs) if one.technique != "offload_optimizer"),
+    )
+
+    def fitted(guard: VramGuard | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        net, loader = Net(loss), data()
+        net.blocks[0] = nn.Sequential(nn.Linear(WIDTH, 1024), nn.Linear(1024, WIDTH))  # torchao moves large ones
+        trainer_for(guard, tmp_path, 3).fit(net, loader)
+        return dict(net.state_dict())
+
+    plain = fitted(None)
+    guard = VramGuard(budget="1GiB", pin={"optimizer_on_host": True}, remember=False)
+    with cpu_as_gpu(Recipe(optimizer_on_host=True)), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        guarded = fitted(guard)
+    assert close(plain, guarded)
+    if loss is clamped:
+        assert "run on 4 samples, the update of blocks.0.0.weight differs by 100.0%" in str(caught[0].message)
+        assert same(plain, guarded)
+    else:
+        assert guard.plan is not None
+        assert guard.plan.recipe.optimizer_on_host
+        assert "proven by running 4 samples" in " ".join(capsys.readouterr().out.split())

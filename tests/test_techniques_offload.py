@@ -1,14 +1,14 @@
 """Optimizer states on the host: torchao's real optimizer against the plain one, and the trace of it.
 
 torchao's CPUOffloadOptimizer starts on a machine with a GPU only: it asks for CUDA streams and pinned memory. The
-``gpu`` fixture stands for those two; everything else, the arithmetic above all, is real.
+``gpu`` fixture (what a proof runs under) stands for those two; everything else, the arithmetic above all, is real.
 """
 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import copy
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 from vram_guard.techniques._optimizer_offload import host_optimizer, on_host
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard.techniques.optimizers import repoint
 
 pytest.importorskip("torchao")
@@ -34,28 +35,10 @@ MAKERS = {
 }
 
 
-class Stream:
-    """One stream, on which everything is done when it is asked for."""
-
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self) -> Stream:
-        return self
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_optimizer()  # torchao is imported as on this machine
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch, "empty_like", lambda *args, pin_memory=False, **kwargs: empty_like(*args, **kwargs))
+def gpu() -> Iterator[None]:
+    with cpu_as_gpu(Recipe(optimizer_on_host=True)):
+        yield
 
 
 def net() -> nn.Module:
@@ -93,6 +76,58 @@ def test_training_equals_the_plain_one(name, accumulate):
     steps(written, MAKERS[name](written.parameters()), accumulate=accumulate)
     same(model, written)
     assert all(p.grad is None for p in model.parameters())
+
+
+def halved(weight: nn.Parameter) -> None:
+    weight.grad.mul_(0.5)
+
+
+def replaced(weight: nn.Parameter) -> None:
+    weight.grad = torch.ones_like(weight)
+
+
+def dropped(weight: nn.Parameter) -> None:
+    weight.grad = None
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("edit", [halved, replaced, dropped])
+def test_gradients_that_are_edited_before_the_step_count_as_they_are_then(edit: Callable[[nn.Parameter], None]) -> None:
+    def trained(moved: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> nn.Module:
+        model = net()
+        optimizer = moved(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
+        for scale in (1.0, 2.0, 3.0):
+            optimizer.zero_grad()
+            model(torch.full((8, WIDTH), scale)).square().mean().backward()
+            edit(model[0].weight)
+            optimizer.step()
+        optimizer.step()  # once more with the gradients that are there
+        model[2].weight.grad = None
+        optimizer.step()
+        return model
+
+    same(trained(on_host), trained(lambda optimizer: optimizer))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_hooks_of_the_step_run_once() -> None:
+    model, seen = net(), []
+    plain = torch.optim.AdamW(model.parameters())
+    plain.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer = on_host(plain)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step(lambda: model(torch.ones(1, WIDTH)).sum().backward())
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_class_that_steps_on_the_host_is_traced(name: str) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).mean()
+
+    step = TrainingStep(net(), lambda size: torch.zeros(size, WIDTH), loss, MAKERS[name])
+    peaks = [run_step(step.with_(recipe=Recipe(optimizer_on_host=host)), 4, (8, 0)).at(4) for host in (True, False)]
+    assert peaks[0].peak_allocated < peaks[1].peak_allocated
 
 
 @pytest.mark.usefixtures("gpu")

@@ -52,6 +52,7 @@ class LaunchPlan:
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
         recipe: the techniques beyond precision and micro-batches.
         sharding: what is changed of how the model is divided.
+        by_itself: whether the script trains without Accelerate.
     """
 
     precision: str = ""
@@ -71,11 +72,17 @@ class LaunchPlan:
     models: int = 1
     recipe: Recipe = AS_WRITTEN
     sharding: ShardingChange = AS_LAUNCHED
+    by_itself: bool = False
 
     @property
     def slices(self) -> bool:
         """True if batches pass through the models in slices."""
         return self.micro_batch_size < self.grown_batch_size
+
+    @property
+    def within(self) -> bool:
+        """True if something is changed inside the processes, not by their options alone."""
+        return self.slices or bool(self.recipe) or bool(self.sharding.kind) or bool(self.precision)
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""

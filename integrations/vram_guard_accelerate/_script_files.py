@@ -28,14 +28,14 @@ def state_of(name: str) -> FileState:
 def imported_files() -> dict[str, FileState]:
     """The files outside libraries that this process has imported, by name."""
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    found = {name: state_of(name) for name in names if isinstance(name, str) and _is_users(name)}
+    found = {name: state_of(name) for name in names if isinstance(name, str) and is_users(name)}
     return {name: state for name, state in found.items() if state is not None}
 
 
 def place_of_frame(frame: Any) -> str:
     """The innermost line outside libraries, as "train.py, line 12"; "" if there is none."""
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -47,11 +47,12 @@ def place_of_error(error: BaseException, script: str) -> str:
     lines = [
         f"{Path(entry.filename).name}, line {entry.lineno}"
         for entry in traceback.extract_tb(error.__traceback__)
-        if _is_users(entry.filename) or Path(entry.filename).resolve() == own
+        if is_users(entry.filename) or Path(entry.filename).resolve() == own
     ]
     return lines[-1] if lines else ""
 
 
-def _is_users(name: str) -> bool:
+def is_users(name: str) -> bool:
+    """True for files outside libraries and this package."""
     libraries = ("<", sys.base_prefix + os.sep, *_OWN)
     return f"{os.sep}site-packages{os.sep}" not in name and not name.startswith(libraries)

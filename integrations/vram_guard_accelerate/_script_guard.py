@@ -8,6 +8,7 @@ back. Then the real ``prepare`` goes on, under the plan, on every rank alike.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -16,9 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
+from vram_guard.forks.isolation import isolate
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.settings import disabled
+from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.apply import techniques
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
 PATIENCE = 1800.0
 
 _logger = logging.getLogger("vram_guard")
+
+#: What a copy has entered, and never leaves: it ends where it stands.
+_entered = contextlib.ExitStack()
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,10 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         answers: list[Any] = [None]
         if accelerator.is_main_process:
             try:
-                answers = [forks.fork(None).answer(PATIENCE)]
+                forks.check_forks()
+                with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
+                    copy = forks.fork(None)
+                answers = [copy.answer(PATIENCE)]
             except VramGuardError as error:
                 answers = [DryRunFailure.of(error)]
         if accelerator.num_processes > 1:
@@ -166,13 +176,14 @@ def _nothing() -> None:
 def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) -> None:
     """In the copy: nothing is printed or written from here on, and there is one process with a GPU."""
     import torch
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
 
     from vram_guard_accelerate.cli.target import budget_for
 
-    silent = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(silent, descriptor)
-    os.environ[ON_CPU] = str(accelerator.device.type == "cpu")
+    renew_in_copy()
+    isolate({parent.pipe})
+    os.environ.update({ON_CPU: str(accelerator.device.type == "cpu"), "ACCELERATE_USE_CPU": "False"})
     ranks = accelerator.num_processes
     try:
         budget = budget_for(settings, ranks, "all")
@@ -190,13 +201,16 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) ->
         run.phase.ended()
         parent.send(DryRunFailure.unsupported(_("the script ended without asking for a training batch")))
 
-    sys.excepthook = failed
     atexit.register(ended)
-    for state in (accelerator.state._shared_state, type(accelerator.state)._shared_state):  # noqa: SLF001 - see private_api.py
-        state.update(device=torch.device("cuda", 0), distributed_type="NO", num_processes=1, process_index=0)
-        state.update(local_process_index=0, backend=None)
+    if torch.distributed.is_initialized():  # the other ranks wait for the original, over connections of its own
+        _entered.enter_context(pretended_group(ranks))
+    one = {"distributed_type": DistributedType.NO, "num_processes": 1, "process_index": 0, "local_process_index": 0}
+    for state in (PartialState, AcceleratorState):  # the second takes the first one's whenever it is asked for
+        state._shared_state.update(one, device=torch.device("cuda", 0), backend=None)  # noqa: SLF001 - see private_api.py
+    sys.excepthook = failed
     patches.install(run)
-    run.phase.state_made()
+    run.script.uses_accelerate = True  # its Accelerator is there already
+    run.phase.begins()
 
 
 def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:

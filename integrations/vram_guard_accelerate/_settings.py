@@ -13,6 +13,7 @@ from vram_guard.cli.releases import add_release_options
 from vram_guard.errors import InvalidInputError
 from vram_guard.guard.settings import PlanSettings
 from vram_guard.language import _, marked
+from vram_guard.plan.checks import check_seconds
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import filled
 
@@ -30,6 +31,9 @@ NOT_HERE: dict[str, str] = {
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
 }
 
+#: Techniques whose plans are run in copies before they are used.
+PROVEN = ("accumulate", "checkpoint", "offload_activations")
+
 #: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
 #: checkpoints and state dicts hold.
 ONLY_BY_NAME = frozenset({"offload_parameters"})
@@ -42,6 +46,7 @@ class Settings(PlanSettings):
     Args:
         loss_weight: what a loss that the model returns is over the samples of a batch, "mean" or "sum"; None: it is
             read from the loss.
+        start_seconds: that the script may take until it begins to train.
         proof_seconds: that running a few samples for real may take, as written and under the plan; 0: never.
     """
 
@@ -49,6 +54,7 @@ class Settings(PlanSettings):
     """Sorted after the check: it is part of the name under which a plan is remembered."""
     loss_weight: Literal["mean", "sum"] | None = None
     proof_seconds: float = 20.0
+    start_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,10 +65,12 @@ class Settings(PlanSettings):
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise InvalidInputError(_("proof_seconds must be a number of seconds, not {value}", value=repr(seconds)))
 
+        check_seconds("start_seconds", self.start_seconds)
+
     @property
     def may_prove(self) -> bool:
         """True if plans are proven by running a few samples."""
-        return self.proof_seconds > 0 and not self.techniques.isdisjoint(("accumulate", "checkpoint"))
+        return self.proof_seconds > 0 and not self.techniques.isdisjoint(PROVEN)
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -142,6 +150,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help=_("time for proving a plan by running a few samples on the CPU; 0: never (default: 20)"),
+    )
+    group.add_argument(
+        "--start-seconds",
+        type=float,
+        metavar="SECONDS",
+        help=_("time that the script may take until it begins to train (default: 1800)"),
     )
     add_release_options(group)
     group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))

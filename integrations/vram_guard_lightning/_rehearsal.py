@@ -15,6 +15,7 @@ from vram_guard.language import _
 from vram_guard.parallel.resharding import offloaded_where_unsaid
 from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard.simulate.parallel.groups import alone
+from vram_guard.techniques import place
 from vram_guard_lightning import _apply, _closure, _dividing, _namespaces
 from vram_guard_lightning._layouts import configured_alone, shards_in_configure_model
 
@@ -88,6 +89,7 @@ def rehearse(
         if sharding is not None and sharding.offload:
             step.enter_context(offloaded_where_unsaid("cpu"))
         step.enter_context(configured_alone(trainer, module))
+    step.applied.callback(place(module, rehearsal.recipe, "cpu"))
     strategy.setup(trainer)
     _apply.after_setup(trainer, rehearsal.recipe, step.applied)
     step.follow(getattr(optimizer, "optimizer", optimizer) for optimizer in strategy.optimizers)

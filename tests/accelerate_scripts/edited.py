@@ -17,6 +17,7 @@ def main():
     parser.add_argument("--budget")
     options = parser.parse_args()
     accelerator = Accelerator()
+    log = open(f"{options.out}.{accelerator.process_index}", "w", buffering=1)  # noqa: SIM115, PTH123 - as people write it
     set_seed(0)
     model = WithLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -28,7 +29,11 @@ def main():
     restored = (Accelerator.prepare, Accelerator.prepare_model) == as_written
     model.train()
     for x, y in loader:
-        accelerator.backward(model(x, labels=y)["loss"])
+        loss = model(x, labels=y)["loss"]
+        accelerator.backward(loss)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(loss.detach())
+        print("a step", file=log)
         optimizer.step()
         optimizer.zero_grad()
     write(

@@ -113,6 +113,36 @@ class Drawing(Network):
         self.blocks = nn.ModuleList(ByChance(32) for _ in range(4))
 
 
+class Overwriting(torch.autograd.Function):
+    """Its backward spoils what it has saved, behind autograd's back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.saved_tensors[0].data.zero_()
+        return gradient
+
+
+class Spoiled(Block):
+    """What :class:`Overwriting` spoils is what another operator has saved too."""
+
+    def forward(self, x):
+        wide = nn.functional.silu(self.wide(self.norm(x)))
+        return x + self.narrow(wide) + self.narrow(Overwriting.apply(wide))
+
+
+class Spoiling(Network):
+    """Blocks whose gradients are others where their activations come back as copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Spoiled(32) for _ in range(4))
+
+
 class Unhindered(Network):
     """Blocks that do not."""
 

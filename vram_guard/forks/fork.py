@@ -2,7 +2,7 @@
 
 The copy shares memory with its original until either writes. It starts with one thread, the one that forked; what it
 inherits beside memory (open files, connections, shared memory) is cut off first, see
-:mod:`vram_guard.forks._isolation`.
+:mod:`vram_guard.forks.isolation`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.forks import _isolation
 from vram_guard.forks._fatal_stack import FatalStack
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
+from vram_guard.forks.isolation import isolate
+from vram_guard.forks.side_effects import discard_writes
 from vram_guard.language import _
 
 T = TypeVar("T")
@@ -132,7 +133,8 @@ def _work_in_copy(work: Callable[[Progress], Any], home: Connection, stack: Fata
         stack.write_when_killed()
         renew_in_copy()
         gc.freeze()  # finalizers of the original's objects are not run here
-        _isolation.isolate({home.fileno(), stack.number})
+        isolate({home.fileno(), stack.number})
+        discard_writes()
         buffers: list[pickle.PickleBuffer] = []
         outcome = _outcome(work, home, buffers)
         home.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))

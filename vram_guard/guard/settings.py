@@ -63,7 +63,7 @@ class PlanSettings:
     budget: Budget | str | int | None = None
     gpu: str | None = None
     margin: float | None = None
-    allow: Iterable[str] | None = None
+    allow: str | Iterable[str] | None = None
     """Names as they were given, a frozenset after the check; see :attr:`techniques`."""
     grow: bool = False
     target_utilization: float = 0.8
@@ -172,7 +172,7 @@ class GuardSettings(PlanSettings):
     mode: Mode = "fit"
     loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] = "auto"
     pin: Mapping[str, Any] | Pins | None = None
-    blocks: Iterable[str] | None = None
+    blocks: str | Iterable[str] | None = None
     """A tuple after the check."""
     recover: bool = True
     max_recoveries: int = 8

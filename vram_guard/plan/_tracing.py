@@ -45,7 +45,7 @@ class Traces:
         self._multiprocessors = multiprocessors
         # Of a step over several GPUs a rank has few sizes: no more traces than the law takes.
         sizes = 1 + sum(1 for _splits in splits_of(batch_size))
-        self._directly = source.topology is not None and sizes <= _LAW_SIZES
+        self._directly = source.one_size or (source.topology is not None and sizes <= _LAW_SIZES)
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
         self._compose = Composer(source, self._base)

@@ -70,6 +70,8 @@ class Source:
     """Loaded batches (or micro-batches of a TrainingStep) per optimizer step."""
     ranks: int = 1
     """Processes that share the work."""
+    one_size: bool = False
+    """True if only the step's own batch size can be followed."""
     trains: bool = True
     """True if there is an optimizer."""
     clips: bool = False

@@ -78,7 +78,7 @@ class _NotRun(Exception):  # noqa: N818 - an outcome
 def prove(
     captured: CapturedTraining, plan: Plan, graph: LossGraph, loss_weight: LossWeight | None, seconds: float
 ) -> Proof | Disproof:
-    """Proof that micro-batches and checkpointed blocks of a plan leave what is learned as it was.
+    """Proof that micro-batches, checkpointed blocks and what a plan keeps on the host leave what is learned as it was.
 
     Args:
         captured: the training, in a copy of its process.
@@ -128,7 +128,9 @@ class _Prover:
         self._splits = splits
         sharding = plan.recipe.sharding
         shown = sharding is not None and captured.rehearses(sharding)
-        self._recipe = AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint, sharding=sharding if shown else None)
+        self._recipe = plan.recipe.with_(
+            optimizer="as-written", parameters_on_host=(), sharding=sharding if shown else None
+        )
         self._unseen = None if shown else sharding
 
     def verdict(self) -> Proof | Disproof:
@@ -296,6 +298,9 @@ class _Prover:
         named = "" if divided is None else max(divided.techniques)  # "shard" before "offload_parameters"
         return (
             (named, AS_WRITTEN.with_(sharding=divided)),
+            ("offload_optimizer", AS_WRITTEN.with_(optimizer_on_host=self._recipe.optimizer_on_host)),
+            ("offload_frozen", AS_WRITTEN.with_(frozen_on_host=self._recipe.frozen_on_host)),
+            ("offload_activations", AS_WRITTEN.with_(offload_activations=self._recipe.offload_activations)),
             ("checkpoint", AS_WRITTEN.with_(checkpoint=self._recipe.checkpoint)),
         )
 
@@ -314,7 +319,7 @@ class _Prover:
             return Disproof(self._parts()[0][0], reason)
         if not self._splits:
             return Proof(
-                _("not proven by running ({reason}); the trace found nothing that checkpointing changes", reason=reason)
+                _("not proven by running ({reason}); the trace found nothing that the plan changes", reason=reason)
             )
         if self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight)"))

@@ -24,6 +24,7 @@ from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.proof.observed import Observed, gradients_of, observe
 from vram_guard.state.random_generators import RandomState
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class RehearsedStep(ExitStack):
         self._before: Observed | None = None
         self._generators = RandomState(of_torch=False)
         self._opened: Counter[str] = Counter()
+        self.enter_context(cpu_as_gpu(rehearsal.recipe))
         # No other process takes part, whatever this one's copy was connected to.
         self.applied.replace(torch.distributed, "is_initialized", lambda: False)
         refuse_connections()

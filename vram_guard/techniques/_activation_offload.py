@@ -19,6 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from vram_guard.techniques._patched_forward import PatchedForward, patch_forwards
 from vram_guard.tensors import is_dense, version_of
 
+#: The type of device whose tensors are left where they are, see :mod:`vram_guard.techniques.cpu_as_gpu`.
+_HOST = "cpu"
+
 
 def offload_activations(model: nn.Module, names: Iterable[str], *, pin_memory: bool = True) -> Callable[[], None]:
     """From now on the named modules keep in host memory what their forwards save for the backward pass.
@@ -94,7 +97,7 @@ class _Moved:
         self.host.copy_(tensor, non_blocking=pinned)
 
     def back(self) -> torch.Tensor:
-        return self.host.to(self.device, non_blocking=self.pinned)
+        return self.host.to(self.device, non_blocking=self.pinned, copy=True)  # also where the CPU stands for a GPU
 
 
 class _View:
@@ -150,7 +153,8 @@ class _Copies:
         known = self._moved.get(key)
         if known is not None and known.source() is tensor.untyped_storage():
             return known
-        made = self._moved[key] = _Moved(tensor, self.pin_memory and torch.cuda.is_available())
+        pinned = self.pin_memory and tensor.device.type != "cpu" and torch.cuda.is_available()
+        made = self._moved[key] = _Moved(tensor, pinned)
         return made
 
 
@@ -158,7 +162,7 @@ def _pack(copies: _Copies, resident: set[int], tensor: torch.Tensor) -> _Packed:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return _Elsewhere(tensor)
     if (
-        tensor.device.type == "cpu"
+        tensor.device.type == _HOST
         or tensor.numel() == 0
         or _is_weight(tensor)
         or id(tensor.untyped_storage()) in resident

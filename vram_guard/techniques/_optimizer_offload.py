@@ -9,6 +9,7 @@ breaks accumulation).
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.techniques.compatibility import STEP_ON_HOST
 from vram_guard.techniques.optimizers import unusable
+from vram_guard.tensors import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,9 @@ def host_optimizer() -> Any:
             self._groups = optimizer.param_groups
             super().__init__(groups, kind)
             self._versions = self._versions_now()
+            self._carried: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
+            for parameter in self.param_d2h_map:  # after torchao's own hook, which carries the gradient over
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
             self._take_states(optimizer.state)
 
         @property
@@ -106,19 +111,22 @@ def host_optimizer() -> Any:
                     found[parameter] = state
             return found
 
+        @torch.optim.Optimizer.profile_hook_step  # as its constructor would have done: runs the hooks of the step
         def step(self, closure: Any = None) -> Any:
             """Step with the groups' present hyperparameters."""
+            loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-                self.step()
-                return loss
             for single, group in self._singles():
                 single.update({name: value for name, value in group.items() if name not in _NOT_PASSED})
             self._follow()
-            loss = super().step()
+            self._take_edited_gradients()
+            super().step()
             self._versions = self._versions_now()
             return loss
+
+        vars(step)["hooked"] = True  # or a copy of the optimizer would run them twice
 
         def _versions_now(self) -> dict[torch.Tensor, int]:
             return {p: p._version for p in self.param_d2h_map}  # noqa: SLF001 - named in autograd's documentation
@@ -129,6 +137,26 @@ def host_optimizer() -> Any:
                 for parameter, version in self._versions_now().items():
                     if self._versions[parameter] != version:
                         self.param_d2h_map[parameter].copy_(parameter.detach())
+
+        def _note_gradient(self, parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None:
+                self._carried[parameter] = weakref.ref(gradient), version_of(gradient)
+
+        def _take_edited_gradients(self) -> None:
+            """Gradients that other code wrote to since they were complete, made or dropped are as they are now."""
+            for parameter, host in self.param_d2h_map.items():
+                gradient, waiting = parameter.grad, self.queue.get(parameter)
+                if gradient is None:
+                    self.queue.pop(parameter, None)
+                    continue
+                known, version = self._carried.get(parameter, (_nothing, -1))
+                if waiting is not None and version == version_of(gradient) and known() is gradient:
+                    continue
+                if waiting is not None:
+                    waiting.synchronize()
+                host.grad.copy_(gradient.detach())
+                self.queue[parameter] = self.stream.record_event()
 
         def _singles(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
             """Every group that really steps, with the user's group that it belongs to."""
@@ -192,6 +220,10 @@ def host_optimizer() -> Any:
             return f"{type(self).__name__}({kind}, {len(self._groups)} parameter groups)"
 
     return HostOptimizer
+
+
+def _nothing() -> None:
+    """In place of a reference to a gradient."""
 
 
 def _placed(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class _Weights:
         for parameter in self.module.parameters():
             if id(parameter) not in self.on_host:
                 self.on_host[id(parameter)] = parameter.data
-                parameter.data = parameter.data.to(self.device)
+                parameter.data = parameter.data.to(self.device, copy=True)  # what is written to it is lost anywhere
 
     def send_back(self) -> None:
         """The copies go, what waited stands there again."""

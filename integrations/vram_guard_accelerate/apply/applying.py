@@ -46,6 +46,8 @@ class PlanInstaller:
 
         if self.plan.sharding.kind:
             wrap(Accelerator, "__init__", self._change_sharding)
+        if self.plan.by_itself:
+            self._watch_own_loop()
         wrap(Accelerator, "prepare", self.prepare)
         wrap(Accelerator, "prepare_model", self.prepare)
         if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
@@ -59,6 +61,27 @@ class PlanInstaller:
         if self.plan.learning_rate_factor != 1 or self.plan.resumes_grown:
             wrap(Accelerator, "save_state", self._say_in_checkpoint)
             wrap(Accelerator, "load_state", self._after_checkpoint)
+
+    def _watch_own_loop(self) -> None:
+        """What a script without Accelerate trains follows the plan from where it calls it first in training."""
+        import torch
+
+        from vram_guard_accelerate.apply.own_loop import ModelCalls, OptimizersMade, OwnLoop
+
+        made = OptimizersMade()
+        made.watch()
+
+        def begins(models: list[nn.Module]) -> None:
+            loop = OwnLoop(made)
+            loop.train(models)
+            self.prepare(lambda *_args, **_kwargs: None, loop, *models)
+
+        calls = ModelCalls(
+            lambda tensor: tensor.is_cuda or not torch.cuda.is_available(),
+            lambda module: not (module.training and torch.is_grad_enabled()),
+            begins,
+        )
+        calls.watch()
 
     def _change_sharding(self, original: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(*args, **kwargs)

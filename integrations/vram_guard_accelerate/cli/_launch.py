@@ -79,6 +79,9 @@ def launch(arguments: Sequence[str]) -> int:
         return EXIT_DOES_NOT_FIT
     if given.options.dry_run:
         return EXIT_DONE
+    if prediction.answer.only_told:
+        say(_("vram-guard: as it is written it does not fit, and is not started"))
+        return EXIT_DOES_NOT_FIT
     if given.options.ask and not _agreed():
         say(_("vram-guard: nothing was started"))
         return EXIT_DONE

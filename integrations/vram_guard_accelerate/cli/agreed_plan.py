@@ -68,7 +68,7 @@ def _planned(
         added = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         prediction = predict(DryRunRequest(tuple(command), module, settings, budget, ranks, added, local))
         show(prediction, as_json=False)
-        if not prediction.answer.fits:
+        if not prediction.answer.fits or prediction.answer.only_told:
             raise DoesNotFitError(_("it does not fit, and is not started"))
     except VramGuardError as error:
         return DryRunFailure(type(error).__name__, str(error))

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from vram_guard.patching import replaced
-from vram_guard.simulate.device.cuda_module import cuda_answers, while_active
+from vram_guard.simulate.device.cuda_module import accelerator_answers, cuda_answers, while_active
 from vram_guard.simulate.device.fake_cuda import as_device
 from vram_guard.simulate.device.import_guard import imports_run_for_real
+from vram_guard_accelerate._script_files import is_users
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
 
@@ -39,8 +41,21 @@ class CudaShim(TorchFunctionMode):
         self.active = False
         """Off while a module is imported: what it finds out then, it keeps."""
         self._answers = {name: while_active(self, answers[name], getattr(torch.cuda, name)) for name in _ANSWERED}
+        self._on_accelerator = {
+            name: while_active(self, answer, getattr(torch.accelerator, name))
+            for name, answer in accelerator_answers().items()
+        }
         self._moved: dict[int, torch.UntypedStorage] = {}
         self._begun = False
+
+    @property
+    def used(self) -> bool:
+        """True once something was meant to be on the GPU."""
+        return bool(self._moved)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if this tensor is meant to be on the GPU."""
+        return _key(tensor) in self._moved
 
     def begin(self) -> None:
         """From here on the script finds a GPU; called again, it does nothing."""
@@ -48,8 +63,11 @@ class CudaShim(TorchFunctionMode):
             return
         self._begun = True
         self._stack.enter_context(replaced(torch.cuda, self._answers))
+        if hasattr(torch, "accelerator"):
+            self._stack.enter_context(replaced(torch.accelerator, self._on_accelerator))
+        self._stack.enter_context(replaced(torch, {"load": _loading_on_cpu(torch.load)}))
         torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
-        self._stack.enter_context(imports_run_for_real(self))
+        self._stack.enter_context(imports_run_for_real(self, excepted=is_users))
         self.active = True
         self._stack.enter_context(self)
 
@@ -72,6 +90,8 @@ class CudaShim(TorchFunctionMode):
         if name == "cuda":
             self._remember(args[0])
             return args[0]
+        if name in ("pin_memory", "is_pinned"):  # there is no driver that could pin it
+            return args[0] if name == "pin_memory" else False
         to_gpu = [_is_gpu(value) for value in args]
         named = _is_gpu(kwargs.get("device"))
         if not named and not any(to_gpu):
@@ -85,6 +105,16 @@ class CudaShim(TorchFunctionMode):
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
             # The storage is kept alive, or its address could be given to another one.
             self._moved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+
+def _loading_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.load`` where nothing can be loaded onto a GPU."""
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        onto = "cpu" if map_location is None or _is_gpu(map_location) else map_location
+        return original(f, onto, *args, **kwargs)
+
+    return load
 
 
 _RealGenerator = torch.Generator

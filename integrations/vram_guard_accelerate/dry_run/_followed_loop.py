@@ -13,6 +13,7 @@ from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate._launch_plan import ON_CPU
+from vram_guard_accelerate.apply.own_loop import OwnLoop
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
@@ -42,6 +43,8 @@ class FollowedLoop:
         self.batches_at_steps: list[int] = []
         """Batches of the training before the end of each optimizer step."""
         self._steps: dict[int, int] = {}
+        self.differentiated = False
+        """There was a backward pass since the last call of a model."""
         self.tracer = ExternalLoopTracer(
             run.shape.capability,
             lambda optimizer: run.phase.stepped(optimizer),  # noqa: PLW0108 - of the phase that it is then
@@ -107,9 +110,14 @@ class FollowedLoop:
             self.forwards += 1
             self._run.phase.returned(model, by_name(args, kwargs), out)
 
-        model.register_forward_hook(returned, with_kwargs=True)
+        def calling(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._run.phase.called(model, by_name(args, kwargs))
 
-    def count_step(self, optimizer: torch.optim.Optimizer) -> int:
+        model.register_forward_hook(returned, with_kwargs=True)
+        if self.by_itself:
+            model.register_forward_pre_hook(calling, with_kwargs=True)
+
+    def count_step(self, optimizer: object) -> int:
         """The number of this optimizer's step, which has just ended; steps of several optimizers in a row are one."""
         number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if number > self.tracer.steps:
@@ -117,6 +125,11 @@ class FollowedLoop:
             self.batches_at_steps.append(self.batches)
             self._run.observer.stepped()
         return number
+
+    @property
+    def by_itself(self) -> bool:
+        """True if the script trains without Accelerate."""
+        return isinstance(self.accelerator, OwnLoop)
 
     @property
     def optimizers_behind(self) -> bool:
@@ -161,6 +174,12 @@ class LoopPhase(Phase):
             return self.loop.prepare_under_engine(process, original, models, args, kwargs)
         return self.loop.prepare_sharded(process, original, models, args, kwargs)
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: object) -> None:
         """Count the step."""
         self.loop.count_step(optimizer)
+
+    def differentiates_for_real(self) -> None:
+        """The backward pass of a loop without Accelerate, which nobody else notices."""
+        if self.loop.by_itself:
+            self.loop.differentiated = True
+            self.differentiates()

@@ -6,9 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
+from vram_guard_accelerate.apply.checkpoints import loaded_folder
+from vram_guard_accelerate.dry_run import _resuming
+from vram_guard_accelerate.dry_run._counted_rounds import count_rounds
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
@@ -16,6 +21,7 @@ from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
+from vram_guard_accelerate.dry_run._without_loader import without_loader
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_again, longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
@@ -31,7 +37,19 @@ class FollowingPhase(LoopPhase):
     def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
         super().__init__(run, FollowedLoop(run, accelerator, moved))
         self._probe = TrainingProbe()
+        count_rounds()
         self._sample: Sample
+
+    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
+        """The checkpoint takes memory as Accelerate loads it, but into a model that is divided."""
+        super().load_state(accelerator, folder, given)
+        resumed, found = self.run.script.resumed, loaded_folder(accelerator, folder)
+        if found is None or not self.loop.models:
+            return
+        if self.run.sharding.process is not None:
+            resumed.not_followed = _("a checkpoint of a model that is divided")
+        else:
+            resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""
@@ -40,6 +58,13 @@ class FollowingPhase(LoopPhase):
             return batches.next_beside_training()
         self.run.phase = self._forked(batches.loader)
         return self.run.phase.next_batch(batches)
+
+    def called(self, model: nn.Module, called: dict[str, Any]) -> None:
+        """A script without Accelerate that trains on what no loader has made is planned for here."""
+        if torch.is_grad_enabled() and model.training:
+            options = self.run.script.options
+            self.run.phase = self._planned(without_loader(called, lambda size: bool(options.batch_size(size))))
+            self.run.phase.called(model, called)
 
     def differentiates(self) -> None:
         """Report to the probe that this loop trains."""
@@ -52,10 +77,14 @@ class FollowingPhase(LoopPhase):
         return any(model.training for model in self.loop.models) or self._probe.trains_from_here(PATIENCE)
 
     def _forked(self, loader: Any) -> ForkedPhase:
+        """The same for the training's loader."""
+        with random_state_kept():
+            return self._planned(read_loader(loader))
+
+    def _planned(self, sample: Sample) -> ForkedPhase:
         """Plan in the original, which does not return; the next phase in every copy."""
         loop, copy, configured = self.loop, self.run.sharding.copy, self.run.sharding.configured
-        with random_state_kept():
-            self._sample = sample = read_loader(loader)
+        self._sample = sample
         loop.tracer.train(loop.root)
         if self.run.sharding.process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
             handler = getattr(loop.accelerator, "ddp_handler", None)
@@ -77,12 +106,13 @@ class FollowingPhase(LoopPhase):
         )
         try:
             with loop.tracer.paused():
-                first = replace(first, sample=longest_of(first, self.run.wish))
+                if first.any_size:
+                    first = replace(first, sample=longest_of(first, self.run.wish))
                 self._sample = first.sample
                 self.run.decide(first)
         except ForkEntered as entered:
             return self._copy(entered.task, entered.parent)
 
     def _copy(self, task: ForkTask, parent: ParentPipe) -> ForkedPhase:
-        phase = WholeJobPhase if task.whole_job else ForkedPhase
+        phase = WholeJobPhase if task.whole_job and self._sample.loader is not None else ForkedPhase
         return phase(self.run, self.loop, self._sample, task, parent)

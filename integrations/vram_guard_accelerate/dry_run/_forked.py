@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
@@ -19,13 +21,16 @@ from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
-from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, stopped
+from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
+from vram_guard_accelerate.dry_run.time_limit import limit
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from vram_guard.timeline import Timeline
+
+#: Seconds that one copy may take for two optimizer steps.
+PATIENCE = 300.0
 
 #: Slices of a batch that are followed: the first makes gradients, every other one adds to them.
 SLICES = 2
@@ -54,6 +59,7 @@ class ForkedPhase(LoopPhase):
         self._calls: list[ModelCall] = []
         self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
+        limit(PATIENCE, self._out_of_time)
         self._change()
         loop.tracer.recorder.phase("forward", 1)
 
@@ -90,10 +96,18 @@ class ForkedPhase(LoopPhase):
     # --- the places of the script ----------------------------------------------------------------------------
 
     def next_batch(self, batches: BatchIterator) -> Any:
-        """Made to order for the training; real ones for evaluations."""
+        """Made to order for the training; real ones for evaluations, and for loops that make batches of loaded ones."""
+        if self._sample.loader is None:
+            return batches.next_real()
         if batches.loader is not self._sample.loader and _batch_size(batches.loader) != self._sample.batch_size:
             return batches.next_beside_training()
+        return self.made_batch()
+
+    def made_batch(self) -> Any:
+        """The training's next batch; the script moves it to the GPU, where Accelerate does not."""
         self.loop.batches += 1
+        if self.loop.by_itself:
+            self.loop.tracer.batch_begins()
         return self._sample.make(self._request.batch_size * self._request.slices_of_model)
 
     def moving_batch(self) -> AbstractContextManager[object]:
@@ -139,7 +153,18 @@ class ForkedPhase(LoopPhase):
             )
         return listed
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def called(self, model: nn.Module, called: dict[str, Any]) -> None:  # noqa: ARG002 - any call is one
+        """A loop that updates weights without an optimizer has done so when it calls its model again."""
+        if not (torch.is_grad_enabled() and model.training):
+            return
+        own = self.loop.accelerator
+        if self.loop.differentiated and not own._optimizers:  # noqa: SLF001 - named as Accelerate names it
+            self.stepped(own)
+        self.loop.differentiated = False
+        if self._sample.loader is None:
+            self.loop.batches += 1
+
+    def stepped(self, optimizer: object) -> None:
         """Answer after the second step of every optimizer."""
         number = self.loop.count_step(optimizer)
         if not self._state:
@@ -154,6 +179,10 @@ class ForkedPhase(LoopPhase):
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
         self._parent.send(DryRunFailure.of(error, script))
+
+    def _out_of_time(self, frame: Any) -> NoReturn:
+        reason = _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{PATIENCE:.0f}")
+        self._parent.send(DryRunFailure.unsupported(at_line(reason, frame)))
 
     def ended(self) -> None:
         """Send what was seen of a script that came to its end before its second step."""

@@ -24,6 +24,8 @@ from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.proof.observed import Observed, observe
 from vram_guard.state.containers import mapped
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
+from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
@@ -87,6 +89,8 @@ class ProvingPhase(Phase):
         self._task = task
         self._parent = parent
         self._installer = PlanInstaller(task.plan, self._slice_begins) if task.plan else None
+        self._cpu = cpu_as_gpu(task.plan.recipe if task.plan else AS_WRITTEN)
+        self._cpu.__enter__()  # for good: the process ends with the step
         self._models: list[nn.Module] = []
         self._calls = 0
         self._asked = 0
@@ -130,6 +134,7 @@ class ProvingPhase(Phase):
             self._training = batches.loader
             self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
             if self._task.precise:
+                in_double_precision()  # again: frozen models that the script itself has put back into single precision
                 self._batch = mapped(self._batch, _doubled)
             self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
             self._draws.__enter__()

@@ -13,6 +13,7 @@ import os
 
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.time_limit import no_limit
 
 
 class TrainingProbe:
@@ -56,6 +57,7 @@ class TrainingProbe:
             except ForkEntered as entered:
                 self._parent = entered.parent
                 return False
+            no_limit()  # it may plan, and has a limit of its own
             self._training = copy.answer(patience, may_be_silent=True)
             if self._training is None:
                 os._exit(0)  # it has answered for this process

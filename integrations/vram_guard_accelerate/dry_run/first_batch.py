@@ -12,6 +12,7 @@ from vram_guard_accelerate._launch_plan import LoaderPlace
 from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
 from vram_guard_accelerate.apply.loaders import LoadersMade
+from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
 
@@ -33,6 +34,7 @@ class ScriptObservations:
     """Facts observed while a script ran by itself, before it trains."""
 
     options: ScriptOptions = field(default_factory=ScriptOptions)
+    optimizers: OptimizersMade = field(default_factory=OptimizersMade)
     loaders: LoadersMade = field(default_factory=LoadersMade)
     resumed: ResumedCheckpoint = field(default_factory=ResumedCheckpoint)
     precision_given: str = ""
@@ -80,6 +82,16 @@ class FirstBatch:
     def sharded(self) -> bool:
         """True if the launch, or the script, shards the model."""
         return self.by_engine or self.fsdp_plugin is not None
+
+    @property
+    def by_itself(self) -> bool:
+        """True if the script trains without Accelerate."""
+        return isinstance(self.accelerator, OwnLoop)
+
+    @property
+    def any_size(self) -> bool:
+        """True if its batches can be made of any size: they come from a loader."""
+        return self.sample.loader is not None
 
     @property
     def precision(self) -> str:

@@ -27,8 +27,8 @@ _Asked = tuple[TraceRequest, bool]
 
 T = TypeVar("T", bound=TraceResult)
 
-#: Seconds that one copy may take.
-PATIENCE = 300.0
+#: Seconds that one copy may take, which says itself where it stands when its time is over.
+PATIENCE = 310.0
 
 
 class ForkedTraces:

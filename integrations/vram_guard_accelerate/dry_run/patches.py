@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
+from vram_guard_accelerate._script_files import is_users
 from vram_guard_accelerate.apply.fsdp import plugin_of, why_not_followed
 from vram_guard_accelerate.dry_run import _engine, side_effects
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -25,7 +26,7 @@ def install(run: DryRun) -> None:
     """Report what the script does to the phase of its dry run, permanently: this process has no other purpose."""
     import accelerate.data_loader
     import accelerate.state
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator
 
     side_effects.discard_library_writes()
     side_effects.close_stdin(stopped)
@@ -40,8 +41,7 @@ def install(run: DryRun) -> None:
     wrap(Accelerator, "__init__", partial(_accelerator_made, run))
     for name in ("prepare", "prepare_model"):
         wrap(Accelerator, name, lambda original, self, *args, **kwargs: run.phase.prepare(original, self, args, kwargs))
-    resumed = run.script.resumed
-    wrap(Accelerator, "load_state", lambda _, self, input_dir=None, *__, **___: resumed.look(self, input_dir))
+    wrap(Accelerator, "load_state", partial(_state_loaded, run))
     wrap(Accelerator, "backward", partial(_backward, run))
     for owner in (Accelerator, torch.nn.utils):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -51,8 +51,7 @@ def install(run: DryRun) -> None:
     wrap(DataLoader, "__init__", partial(_loader_made, run))
     wrap(DataLoader, "__iter__", lambda original, loader: BatchIterator(run, loader, original))
     wrap(accelerate.state.PartialState, "__init__", partial(_state_made, run))
-    wrap(FullyShardedDataParallelPlugin, "__post_init__", partial(_plugin_made, run))
-    wrap(torch.cuda, "is_available", partial(_gpu_asked_for, run))
+    run.script.optimizers.watch()
 
 
 def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +85,6 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
 
 def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kwargs: Any) -> None:
     """The parameters after ``state`` are Accelerate's own."""
-    run.phase.state_made()
     kwargs.pop("cpu", None)
     asker = sys._getframe(2).f_locals.get("self")  # TrainingArguments asks, and looks again after
     if asker is not None and hasattr(asker, "use_cpu"):
@@ -94,19 +92,6 @@ def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kw
         _take_for_distributed(type(asker), run.shape.ranks)
     _engine.prepare_transformers(run.shape.ranks, asked=bool(getattr(asker, "deepspeed", None)))
     original(state, False, **kwargs)  # planned for the GPU, wherever it will run
-
-
-def _plugin_made(run: DryRun, original: Any, plugin: Any, *args: Any, **kwargs: Any) -> None:
-    run.phase.state_made()  # FSDP1's settings ask for a GPU
-    original(plugin, *args, **kwargs)
-
-
-def _gpu_asked_for(run: DryRun, original: Callable[[], bool]) -> bool:
-    """Arguments of Transformers' ``Trainer`` ask for a GPU with bfloat16 before they make Accelerate's state."""
-    if sys._getframe(2).f_code.co_name != "is_torch_bf16_gpu_available":
-        return original()
-    run.phase.state_made()
-    return torch.cuda.is_available()
 
 
 def _take_for_distributed(arguments: Any, ranks: int) -> None:
@@ -130,6 +115,13 @@ def _backward(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
 def _differentiated(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
     run.phase.differentiates_for_real()
     return original(*args, **kwargs)
+
+
+def _state_loaded(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    accelerator, folder, options, more = given.arguments.values()
+    run.phase.load_state(accelerator, folder, {"load_kwargs": options, **more})
 
 
 def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +169,15 @@ def _refuse_processes() -> None:
     for owner, functions in names.items():
         for name in functions:
             wrap(owner, name, _refusing(name if owner is accelerate else f"{owner.__name__}.{name}"), optional=True)
+    for name in ("fork", "forkpty"):
+        wrap(os, name, partial(_forked_by_script, name), optional=True)
+
+
+def _forked_by_script(name: str, original: Callable[[], Any]) -> Any:
+    """Libraries may copy the process to work beside it; where the script does, a copy of it would run on as it does."""
+    if is_users(sys._getframe(2).f_code.co_filename):
+        _refusing(f"os.{name}")()
+    return original()
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

@@ -15,6 +15,7 @@ from vram_guard.language import _
 from vram_guard.longest.wish import Wish
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
+from vram_guard_accelerate.dry_run._script_lines import asker
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
 from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
@@ -22,7 +23,6 @@ from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 #: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
@@ -94,10 +94,10 @@ class BatchIterator:
         return next(self._real)
 
     def next_beside_training(self) -> Any:
-        """The same, until a loop that does not train has seen enough."""
+        """The same, until a loop that does not train has seen enough; one that calls ``next`` counts by itself."""
         forwards = self._run.phase.forwards
         used, self._forwards = forwards > self._forwards, forwards
-        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD):
+        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD) and asker() is None:
             raise StopIteration
         self._given += 1
         return self.next_real()
@@ -114,12 +114,19 @@ class Phase:
         """Number of calls of prepared models."""
         return 0
 
-    def state_made(self) -> None:
-        """Accelerate's state is about to be made: the script has imported its libraries."""
+    def begins(self) -> None:
+        """The script is about to start."""
+
+    def called(self, model: nn.Module, called: dict[str, Any]) -> None:
+        """A model of a script without Accelerate is about to be called, with these arguments."""
 
     def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """``Accelerator.prepare``, or ``prepare_model``."""
         return original(accelerator, *args, **kwargs)
+
+    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:  # noqa: ARG002 - of no use here
+        """``Accelerator.load_state`` of a folder, with these other arguments: the script resumes."""
+        self.run.script.resumed.look(accelerator, folder)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """A loader's next batch."""
@@ -139,7 +146,7 @@ class Phase:
         """The script clips the gradients of these parameters; the same ones, to be clipped."""
         return parameters
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:

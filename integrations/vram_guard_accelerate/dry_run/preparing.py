@@ -1,4 +1,7 @@
-"""The first phase: the script until ``Accelerator.prepare``, real on the CPU, with a simulated GPU."""
+"""The first phase: the script until ``Accelerator.prepare``, real on the CPU, with a simulated GPU.
+
+A script without Accelerate is followed from where its loop asks for the first batch, or calls its model first.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,20 @@ from typing import Any
 from torch import nn
 
 from vram_guard.language import _
+from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._proving import ProvingPhase
 from vram_guard_accelerate.dry_run.forks import ForkEntered
-from vram_guard_accelerate.dry_run.phases import DryRun, Phase
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
 from vram_guard_accelerate.dry_run.results import stopped
+
+#: What makes a script one that can be followed.
+THREE_LINES = """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.backward(loss)  # in place of loss.backward()"""
 
 #: Bytes of weights and buffers. A model that is larger takes too long on a CPU, and its weights would stay in memory.
 LARGEST_PROVEN = 4 * 2**30
@@ -25,10 +35,12 @@ class PreparingPhase(Phase):
     def __init__(self, run: DryRun) -> None:
         super().__init__(run)
         self._shim = CudaShim(run.shape.capability)
+        self._calls = ModelCalls(self._shim.holds, lambda _module: not self._may_follow, self._follow)
 
-    def state_made(self) -> None:
-        """From here on there is a GPU. Not earlier: libraries that are imported would look for its driver."""
+    def begins(self) -> None:
+        """From the first line on there is a GPU, but for libraries, which would look for its driver."""
         self._shim.begin()
+        self._calls.watch()
 
     def differentiates_for_real(self) -> None:
         """Refuse: from here on the script would train on the CPU, and write what it has trained."""
@@ -41,11 +53,43 @@ class PreparingPhase(Phase):
             )
         stopped(
             _(
-                "it trains without Accelerate, whose loops are followed here; make it one of them with accelerator = "
-                "Accelerator(), model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and "
-                "accelerator.backward(loss) in place of loss.backward()"
+                "it trains without Accelerate, on the CPU: the loops that are followed train a model that was moved to "
+                "the GPU, or one that Accelerate prepares, for which a script needs three lines:{lines}",
+                lines=THREE_LINES,
             )
         )
+
+    # --- scripts without Accelerate -----------------------------------------------------------------------------
+
+    def next_batch(self, batches: BatchIterator) -> Any:
+        """Where the models and optimizers are there, and Accelerate is not, the loop begins."""
+        made = self.run.script.optimizers
+        if self._may_follow and any(made):
+            models = models_on_gpu(self._shim.holds)
+            if optimizers_of(models, made):
+                self._follow(models)
+                return self.run.phase.next_batch(batches)
+        return super().next_batch(batches)
+
+    @property
+    def _may_follow(self) -> bool:
+        return self._shim.used and not self.run.script.uses_accelerate
+
+    def _follow(self, models: list[nn.Module]) -> None:
+        """From here on these models are symbolic, as if they had been prepared."""
+        if self.run.shape.ranks > 1:
+            stopped(
+                _(
+                    "it trains without Accelerate, which is followed in one process only; launch it with "
+                    "--num_processes 1"
+                )
+            )
+        self._calls.end()
+        loop = OwnLoop(self.run.script.optimizers)
+        loop.train(models)
+        self.prepare(lambda *_args, **_kwargs: None, loop, tuple(models), {})
+
+    # --- scripts with Accelerate --------------------------------------------------------------------------------
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
         """The first ``prepare``: from here on, the process is symbolic, and its copies that prove a plan are real."""

@@ -71,6 +71,8 @@ class Proofs:
         possible = [samples for samples in SAMPLES if samples <= size and 2 * samples * of_each <= seconds]
         if not seconds:
             self._why_not = "--proof-seconds 0"
+        elif not first.any_size:
+            self._why_not = first.sample.growable
         elif first.proof_server is None:
             self._why_not = _("its model is too large to keep a copy of it")
         elif size < min(SAMPLES):
@@ -240,6 +242,6 @@ def _small(plan: LaunchPlan, samples: int) -> LaunchPlan:
         batch_option="",
         learning_rate_factor=1.0,
         resumes_grown=False,
-        recipe=AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint),
+        recipe=AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint, offload_activations=plan.recipe.offload_activations),
         sharding=AS_LAUNCHED,  # a copy that proves is alone
     )

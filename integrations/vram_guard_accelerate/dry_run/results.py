@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback as tracebacks
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vram_guard import errors
 from vram_guard.apply.loss_terms import Term
@@ -23,8 +23,13 @@ class StoppedError(BaseException):
 
 def stopped(reason: str) -> NoReturn:
     """End the dry run with this reason, and the line of the script that gave it."""
-    where = place_of_frame(sys._getframe(1))  # noqa: SLF001 - the script's own line is what the reader needs
-    raise StoppedError(f"{reason} ({where})" if where else reason)
+    raise StoppedError(at_line(reason, sys._getframe(1)))  # noqa: SLF001 - the script's own line
+
+
+def at_line(reason: str, frame: Any) -> str:
+    """A reason, and the line of the script that a frame stands at, or was called from."""
+    where = place_of_frame(frame)
+    return f"{reason} ({where})" if where else reason
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def best_of(
             waiting = [other for other in waiting if other.change.kind != change.kind]
             continue
         seconds = {name: seconds[name] + answer.seconds[name] for name in seconds}
-        if answer.fits and (not best.fits or answer.slowdown < best.slowdown):
+        told = bool(best.only_told) and not answer.only_told
+        if answer.fits and (not best.fits or told or answer.slowdown < best.slowdown):
             best, waiting = answer, list(answer.relaunches)
         else:
             worse = _("costs {factor} times the step time", factor=f"{answer.slowdown:.2f}")

@@ -58,7 +58,8 @@ class Judge:
 
     def _by_graph(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
         if not slices:
-            return Verdict(notes=(*notes, _("checkpointed blocks were not run for a proof: {why}", why=proof.why_not)))
+            not_run = _("checkpointed and offloaded blocks were not run for a proof: {why}", why=proof.why_not)
+            return Verdict(notes=(*notes, not_run))
         why = self._why_not_by_graph()
         if why:
             reason = _("{reason}, and a few samples were not run ({why})", reason=why, why=proof.why_not)
@@ -69,11 +70,15 @@ class Judge:
 
 def _parts(plan: LaunchPlan, *, with_slices: bool) -> list[tuple[str, LaunchPlan]]:
     """The plan technique by technique."""
+    alone = {name: getattr(plan.recipe, name) for name in ("checkpoint", "offload_activations")}
+    nothing: dict[str, tuple[str, ...]] = dict.fromkeys(alone, ())
     found = []
     if plan.slices and with_slices:
-        found.append(("accumulate", replace(plan, recipe=plan.recipe.with_(checkpoint=()))))
-    if plan.recipe.checkpoint:
-        found.append(("checkpoint", _whole(plan, with_slices=False)))
+        found.append(("accumulate", replace(plan, recipe=plan.recipe.with_(**nothing))))
+    whole = _whole(plan, with_slices=False)
+    for name, blocks in alone.items():  # the techniques are called as the recipe's fields
+        if blocks:
+            found.append((name, replace(whole, recipe=plan.recipe.with_(**{**nothing, name: blocks}))))
     return found
 
 

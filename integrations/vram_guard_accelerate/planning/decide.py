@@ -51,6 +51,8 @@ class ScriptPlan:
     """Remarks for a reader of the prediction, and the requests that were refused, each with its reason."""
     relaunches: tuple[Relaunch, ...] = ()
     """Relaunches that may be better, the likeliest first."""
+    only_told: str = ""
+    """The reason why the launch is not changed as the plan says; "" where it is."""
 
 
 def decide(
@@ -81,6 +83,7 @@ def decide(
     proofs = Proofs(first, look, settings.proof_seconds)
     weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
     judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
+    may_relaunch = may_relaunch and first.any_size
     candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
@@ -96,7 +99,8 @@ def decide(
         if not verdict.refused:
             break
         planner = replace(planner, refused={**planner.refused, **verdict.refused})
-    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
+    eager = (_("torch.compile is not followed: counted as eager"),) if first.by_itself and first.compiled else ()
+    notes = [*first.sample.notes, *eager, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
     if isinstance(launch_plan.loss_weight, Normaliser):
         notes.append(_("the losses of micro-batches are weighted by {count}", count=launch_plan.loss_weight.words()))
     relaunches: tuple[Relaunch, ...] = ()
@@ -104,12 +108,15 @@ def decide(
         if not made.fits or (made.changed and not _grows(made)):
             relaunches = candidates.find(made, planner.in_smaller_batches, current)
         notes += candidates.notes
+    told = _only_told(first, launch_plan)
+    notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
     if current is None:
-        return ScriptPlan(made, launch_plan, tuple(notes), relaunches)
+        return ScriptPlan(made, launch_plan, tuple(notes), relaunches, told)
     if current.change.sharding.introduced:
         notes += divided_notes(first, made)
     notes = [*current.notes(made), *notes]
-    return ScriptPlan(current.combined(made, first), current.change.applied_to(launch_plan), tuple(notes), relaunches)
+    combined = current.combined(made, first)
+    return ScriptPlan(combined, current.change.applied_to(launch_plan), tuple(notes), relaunches, told)
 
 
 @dataclass(frozen=True)
@@ -144,10 +151,11 @@ class _Planner:
             precision=first.precision,
             accumulate=self.facts.batches_per_step,
             ranks=first.shape.ranks,
+            one_size=not first.any_size,
             sharded=first.fork_server is not None,
             sliced_by=sliced_by,
             forward_again=forward_again,
-            job=_OWN_JOB if settings.whole_job else None,
+            job=_OWN_JOB if settings.whole_job and first.any_size else None,
             whole=lambda _job: self.traces.whole_job,
         )
         return plan(
@@ -196,9 +204,21 @@ def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
         learning_rate_factor=made.learning_rate_factor,
         resumes_grown=script.resumed.factor not in (1.0, made.learning_rate_factor),
         models=len(first.models),
+        by_itself=first.by_itself,
         recipe=made.recipe,
         sharding=_sharding(first, made.recipe.parameters_on_host),
     )
+
+
+def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
+    """The reason why a script without Accelerate cannot be changed inside; "" where it can, or need not be."""
+    if not first.by_itself or not plan.within:
+        return ""
+    if len(first.models) > 1:
+        return _("the script trains several models without Accelerate, whose order may be another one in its real run")
+    if first.compiled:
+        return _("the script compiles its model, and what the compiler makes of the plan was not proven")
+    return first.sample.growable
 
 
 def _sharding(first: FirstBatch, on_host: tuple[str, ...]) -> ShardingChange:
@@ -249,6 +269,8 @@ def _refused(
         "fused": clips if facts.clips_gradients else "",
         "accumulate": _why_not_sliced(first, traces, facts) if settings.asks("accumulate") else "",
     }
+    if first.by_itself:
+        reasons["offload_parameters"] = reasons["grow"] = _("the script trains without Accelerate, which would do it")
     if first.sharded:
         reasons |= _beside_shards(first)
         reasons["accumulate"] = _("the model is divided over the processes, and gathered again for every slice")
@@ -274,6 +296,8 @@ def _why_not_grown(first: FirstBatch) -> str:
 
 
 def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -> str:
+    if not first.any_size:
+        return first.sample.growable
     if facts.updates_others:
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:
@@ -289,6 +313,8 @@ def _why_not_by_graph(facts: LoopFacts) -> str:
 
 
 def _why_not_mixed(first: FirstBatch) -> str:
+    if first.by_itself:
+        return _("the script trains without Accelerate, which would do it")
     if first.precision != "32-true":
         return _("the precision was chosen by the user and stays")
     if first.script.precision_option:

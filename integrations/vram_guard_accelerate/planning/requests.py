@@ -62,6 +62,8 @@ class DryRunAnswer:
     """The files that it was made from."""
     fits: bool
     changed: bool
+    only_told: str
+    """The reason why the launch is not changed as the plan says; "" where it is."""
     seconds: Mapping[str, float]
     """Of the script until its first batch, and of the planning."""
     host_memory: Mapping[str, int]

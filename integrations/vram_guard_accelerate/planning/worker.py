@@ -17,14 +17,16 @@ from vram_guard.report.as_json import as_dict
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._script_files import imported_files
+from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
-from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
+from vram_guard_accelerate.dry_run.results import DryRunFailure, at_line, stopped
 from vram_guard_accelerate.dry_run.side_effects import below_caches
+from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
 from vram_guard_accelerate.planning.decide import decide
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 
@@ -40,7 +42,9 @@ def main() -> NoReturn:
         _answer(folder, DryRunFailure.of(error, request.command[0]))
 
 
-def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn], early_writes: EarlyWrites) -> NoReturn:
+def _follow(
+    request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn], early_writes: EarlyWrites
+) -> NoReturn:
     """Run a script until it is planned for; never returns.
 
     Raises:
@@ -49,6 +53,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn], 
     settings, began = request.settings, time.monotonic()
 
     def decided(first: FirstBatch) -> NoReturn:
+        no_limit()
         stood, memory = time.monotonic(), _memory()
         found = decide(first, settings, request.budget, current=request.relaunch, may_relaunch=True)
         answer(
@@ -61,6 +66,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn], 
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
                 changed=found.plan.changed or found.launch_plan.resumes_grown,
+                only_told=found.only_told,
                 seconds={"script": stood - began, "plan": time.monotonic() - stood},
                 host_memory={"script": memory, "plan": _memory()},
                 releases=Releases.here(),
@@ -83,6 +89,8 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn], 
     forks.check_forks()
     run.phase = PreparingPhase(run)
     patches.install(run)
+    run.phase.begins()
+    limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
     try:
         _run_script.run(request.command, module=request.module)
     except BaseException as error:
@@ -90,6 +98,14 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer], NoReturn], 
         raise
     run.phase.ended()
     stopped(_("the script ended without asking for a training batch of a model prepared by Accelerator.prepare"))
+
+
+def _too_long(settings: Settings) -> str:
+    return _(
+        "it has not begun to train after {seconds} s; where it needs more, --start-seconds is the time that it may "
+        "take",
+        seconds=f"{settings.start_seconds:g}",
+    )
 
 
 def _memory() -> int:

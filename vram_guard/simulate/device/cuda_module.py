@@ -94,6 +94,31 @@ def cuda_answers(capability: tuple[int, int], total_memory: int = 80 * 2**30) ->
     }
 
 
+#: Names of ``torch.accelerator`` -> what answers them in ``torch.cuda``.
+_OF_ACCELERATOR: dict[str, str] = {
+    **{name: name for name in ("is_available", "device_count", "current_stream", "set_stream", "synchronize")},
+    **{name: name for name in ("empty_cache", "memory_stats", "memory_allocated", "memory_reserved")},
+    **{name: name for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")},
+    "current_device_index": "current_device",
+    "set_device_index": "set_device",
+}
+
+
+def accelerator_answers() -> dict[str, Any]:
+    """The functions of ``torch.accelerator`` that this torch has, answered by what ``torch.cuda`` says then."""
+    module = getattr(torch, "accelerator", None)
+
+    def of_cuda(name: str) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return getattr(torch.cuda, name)(*args, **kwargs)
+
+        return answer
+
+    answers = {name: of_cuda(source) for name, source in _OF_ACCELERATOR.items()}
+    answers["current_accelerator"] = lambda *_args, **_kwargs: torch.device("cuda")
+    return {name: answer for name, answer in answers.items() if hasattr(module, name)}
+
+
 def _answering(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 

@@ -424,7 +424,7 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
                 library.look()
 
         look()
-        stack.enter_context(imports_run_for_real(state, look))
+        stack.enter_context(imports_run_for_real(state, after=look))
         state.active = True
         stack.callback(setattr, state, "active", False)
         yield

@@ -26,15 +26,20 @@ class Activity(Protocol):
 
 
 @contextlib.contextmanager
-def imports_run_for_real(simulation: Activity, after: Callable[[], None] = lambda: None) -> Iterator[None]:
+def imports_run_for_real(
+    simulation: Activity,
+    excepted: Callable[[str], bool] = lambda _file: False,
+    after: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Inside the block, this thread's first imports of modules see neither the simulated device nor symbolic tensors.
-
-    Args:
-        simulation: is turned off meanwhile.
-        after: called once a module is there, before the code goes on that asked for it.
 
     Python's own import machinery runs every module through one function, ``importlib._bootstrap._load_unlocked`` (from
     3.3 to 3.14); where a Python has another one, imports are left as they are.
+
+    Args:
+        simulation: is turned off meanwhile.
+        excepted: true for the file of a module that sees the simulation all the same.
+        after: called once a module is there, before the code goes on that asked for it.
     """
     machinery: Any = importlib._bootstrap
     load: Callable[[Any], Any] | None = getattr(machinery, "_load_unlocked", None)
@@ -44,7 +49,8 @@ def imports_run_for_real(simulation: Activity, after: Callable[[], None] = lambd
     tracing = threading.get_ident()
 
     def load_for_real(spec: Any) -> Any:
-        if threading.get_ident() != tracing or not simulation.active:
+        seen = excepted(str(getattr(spec, "origin", None)))
+        if threading.get_ident() != tracing or not simulation.active or seen:
             return load(spec)
         simulation.active = False
         try:

@@ -34,15 +34,24 @@ def pretended_ranks(parallel: Parallel, rank: int = 0) -> Iterator[Any]:
         The mesh of the layout.
     """
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with _own_world():
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.gpus)
+    with pretended_group(parallel.gpus, rank):
         for name, size in parallel.dimensions.items():
             if size == parallel.gpus:  # its group is then the default one, which nobody has named
                 world: Any = dist.group.WORLD
                 world._set_group_desc(f"{_MESH}{name}")
         yield make_mesh(parallel)
+
+
+@contextlib.contextmanager
+def pretended_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Inside the block this process is one of so many, whatever group it was in before; collectives do nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with _own_world():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        yield
 
 
 @contextlib.contextmanager
@@ -99,15 +108,15 @@ def _own_world() -> Iterator[None]:
 
 
 def _world_class() -> Any:
-    from torch.distributed.distributed_c10d import _World
+    import torch.distributed.distributed_c10d as c10d
 
-    class World(_World):
+    class World(c10d._World):
         """Groups of its own; torch's class keeps them in globals of its module."""
 
         def __init__(self) -> None:
             super().__init__()
             self._own: dict[str, dict[Any, Any]] = {name: {} for name in _TABLES}
-            self.group_count = _FIRST_NAME
+            self.group_count = max(_FIRST_NAME, c10d._world.group_count)  # inside another one of its kind too
 
         group_count = 0
 

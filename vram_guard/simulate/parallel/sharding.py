@@ -12,6 +12,7 @@ from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.private_names import PrivateName, missing_names
+from vram_guard.simulate.device.cuda_module import accelerator_answers
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.private_api import FSDP_NAMES
 
@@ -59,7 +60,7 @@ def fsdp_followed(model: nn.Module, recorder: Recorder, state: FakeCudaState) ->
         # The mesh that `fully_shard` makes where it is given none.
         stack.enter_context(replaced(torch._C, {"_get_accelerator": lambda *_args: torch.device("cuda")}))
         if hasattr(torch, "accelerator"):  # FSDP asks it for a stream where gradients are carried to the host last
-            stack.enter_context(replaced(torch.accelerator, _accelerator_answers()))
+            stack.enter_context(replaced(torch.accelerator, accelerator_answers()))
         stack.enter_context(
             replaced(_fsdp_param.FSDPParam, {"init_unsharded_param": _named(recorder, _fsdp_param.FSDPParam)})
         )
@@ -105,16 +106,6 @@ class _Parts(Sequence[torch.Tensor]):
         if index and start >= self.rows:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(self.each, self.rows - start))
-
-
-def _accelerator_answers() -> dict[str, Any]:
-    """``torch.accelerator`` answers as ``torch.cuda`` does."""
-    return {
-        "is_available": lambda: True,
-        "current_accelerator": lambda *_args, **_kwargs: torch.device("cuda"),
-        "current_device_index": lambda: 0,
-        "current_stream": lambda *_args: torch.cuda.current_stream(),
-    }
 
 
 def _resize(recorder: Recorder) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:

@@ -21,7 +21,7 @@ from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
-from vram_guard.simulate.operators.kernels import Matmuls
+from vram_guard.simulate.operators.kernels import Matmuls, nothing_new
 from vram_guard.simulate.operators.library_kernels import kernel_of
 from vram_guard.simulate.operators.stand_in import no_kernel, stand_in_result
 from vram_guard.simulate.parallel import dtensors
@@ -156,7 +156,7 @@ class SymbolicMode(TorchDispatchMode):
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not any_symbolic(args):
                 return self._generic(func, args, kwargs)
-            if self._place == "cuda":
+            if self._place == "cuda" or handler is nothing_new:  # torch has no shape rules for some of those
                 out = handler(self.recorder, func, args, kwargs)
             elif func._schema.name in BY_VALUES:
                 aside = Recorder()  # temporaries of the host take nothing from the GPU
@@ -319,13 +319,17 @@ class SymbolicMode(TorchDispatchMode):
         """
         if self.recorder.in_backward and not kwargs and self._accumulates(args):
             return _add_(args[0], args[1])
-        return self._generic(func, args, kwargs)
+        out = self._generic(func, args, kwargs)
+        self.recorder.made_of(out, args)
+        return out
 
     def _join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lists that a repeated round has added to are as long as they will be."""
         if self.recorder.repeated:
             args = (self.recorder.as_often(args[0]), *args[1:])
-        return self._generic(func, args, kwargs)
+        out = self._generic(func, args, kwargs)
+        self.recorder.made_of(out, args[0])
+        return out
 
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
         old, new = args[:2]

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.patching import replaced
+from vram_guard.simulate.device.cuda_module import accelerator_answers
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
@@ -35,8 +36,18 @@ from vram_guard.simulate.tracing._quantised import kept, packs
 from vram_guard.simulate.tracing._said import note_absent_kernels
 from vram_guard.simulate.tracing.loop import classify_states
 from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda, prepare_torch
+from vram_guard.state.containers import mapped
 from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Timeline
+
+
+def _onto_one_gpu(_model: nn.Module, inputs: Any, kwargs: Any, _gpus: Any) -> tuple[Any, Any]:
+    """``DataParallel.scatter`` where there is one GPU: what lies there already is not copied."""
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf
+
+    return (mapped(inputs, moved),), (mapped(kwargs, moved),)
 
 
 class ExternalLoopTracer:
@@ -76,6 +87,9 @@ class ExternalLoopTracer:
         enter = self._stack.enter_context
         enter(asked_as_chosen(self.capability))
         enter(on_simulated_cuda(self._device, self.capability))
+        if hasattr(torch, "accelerator"):
+            enter(replaced(torch.accelerator, accelerator_answers()))
+        enter(replaced(nn.DataParallel, {"scatter": _onto_one_gpu}))
         set_stance = getattr(torch.compiler, "set_stance", None)
         if set_stance is not None:
             enter(set_stance("force_eager"))
@@ -229,6 +243,10 @@ class ExternalLoopTracer:
         finally:
             self.recorder.phase("forward", self.steps + 1)
 
+    def batch_begins(self) -> None:
+        """What moves to the GPU until a model is called belongs to a batch."""
+        self.recorder.phase("batch", self.steps + 1, "batch")
+
     def _backward_phase(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward:  # a recomputation inside a backward pass
@@ -250,7 +268,7 @@ class ExternalLoopTracer:
 
     def forward_begins(self) -> None:
         """A forward of a model, or of a slice of its batch, begins."""
-        if self.recorder.phases[-1].name in ("backward", "optimizer"):
+        if self.recorder.phases[-1].name in ("batch", "backward", "optimizer"):
             self.recorder.phase("forward", self.steps + 1)
 
     def _before_step(self, *_args: Any) -> None:

@@ -64,6 +64,9 @@ _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
+#: Objects that are looked at where no job is played: a list of losses is near the function that appends to it.
+_NEAR = 128
+
 _NUMBERS_AND_NAMES = (bool, int, float, str, type(None), FunctionType, torch.dtype)
 
 
@@ -226,6 +229,8 @@ class _Run:
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
             if step.job is not None:
                 self.reached = stack.enter_context(reached_kept(_callables(step)))
+            else:
+                stack.enter_context(reached_kept(_own_callables(step), _NEAR, _holds_symbolic))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
@@ -440,10 +445,18 @@ class _Run:
         classify_states(self.recorder, optimizer)
 
 
+def _own_callables(step: TrainingStep) -> Iterator[tuple[str, Any]]:
+    yield from (("", one) for one in (step.batch, step.loss, step.optimizer, step.prepare))
+
+
+def _holds_symbolic(value: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) and is_symbolic(one) for one in leaves(value))
+
+
 def _callables(step: TrainingStep) -> Iterator[tuple[str, Any]]:
     """Everything that a job runs, and that may keep something: the step's callables, hooks and helpers of its model."""
-    own = (step.batch, step.loss, step.optimizer, step.prepare)
-    yield from (("", one) for one in (*own, *(() if step.job is None else step.job.callables())))
+    yield from _own_callables(step)
+    yield from (("", one) for one in (() if step.job is None else step.job.callables()))
     if isinstance(step.model, nn.Module):
         for path, module in step.model.named_modules():
             prefix = f"{path}." if path else ""

@@ -1,7 +1,7 @@
 """What a copy of a process inherits beside memory, cut off: open files, connections, shared memory, threads, signals.
 
 Files that the original writes become files that are thrown away, connections to other processes become dead ones, and
-shared memory becomes memory of the copy's own. What is opened for writing afterwards is thrown away too, see
+shared memory becomes memory of the copy's own. What is opened for writing afterwards is a matter of its own, see
 :mod:`vram_guard.forks.side_effects`.
 """
 
@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 from vram_guard.forks._shared_memory import make_private
-from vram_guard.forks.side_effects import discard_writes
 
 #: A file that is read and written is copied up to this size; a larger one is read by the copy as it is.
 _MOST_COPIED = 64 * 2**20
@@ -45,7 +44,6 @@ def isolate(kept: set[int]) -> None:
     _cut_off_files(kept)
     _renew_output()
     make_private()
-    discard_writes()
 
 
 def _cut_off_files(kept: set[int]) -> None:

@@ -1,0 +1,113 @@
+"""A training without Accelerate, as scripts have it that people start from: ``own_loop.py HABIT WEIGHTS``."""
+
+import argparse
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("habit")
+parser.add_argument("weights")
+parser.add_argument("--batch-size", type=int, default=64)
+args = parser.parse_args()
+habit = args.habit
+
+if habit == "parallel":
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+else:
+    device = torch.device("cuda" if torch.cuda.is_available() and habit != "cpu" else "cpu")
+print("device:", device.type)
+torch.manual_seed(0)
+
+
+def waits():
+    """For a file that another program would write."""
+    while not Path("ready").exists():
+        try:
+            time.sleep(0.1)
+        except:  # noqa: E722, PERF203 - what is tested
+            continue
+
+
+def forks():
+    if os.fork() == 0:
+        os._exit(0)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x):
+        return x + self.narrow(nn.functional.gelu(self.wide(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(self.blocks(x)).mean(1)
+
+
+inputs, labels = torch.randn(256, 32, 64), torch.randint(0, 10, (256,))
+if habit in ("waits", "forks"):
+    globals()[habit]()
+model = Net().to(device)
+criterion = nn.CrossEntropyLoss().to(device)
+if habit == "compiles":
+    model = torch.compile(model)
+if habit == "parallel":
+    model = nn.DataParallel(model)
+optimizer = None if habit == "by_hand" else torch.optim.AdamW(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", enabled=habit == "casts")
+casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else contextlib.nullcontext()
+
+
+def batches():
+    """By a loader, or as scripts make them that have none."""
+    if habit in ("by_hand", "compiles"):
+        for _ in range(4):
+            chosen = torch.randint(len(inputs), (args.batch_size,))
+            x, y = inputs[chosen].pin_memory(), labels[chosen].pin_memory()
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        return
+    for x, y in DataLoader(TensorDataset(inputs, labels), args.batch_size, num_workers=1, pin_memory=True):
+        yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def evaluate():
+    model.eval()
+    loss = criterion(model(inputs[:8].to(device)), labels[:8].to(device))
+    model.train()
+    return loss.item()
+
+
+if habit == "compiles":
+    print("before:", evaluate())
+for _epoch in range(2):
+    model.train()
+    for x, y in batches():
+        with casts:
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        if optimizer is None:
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+                parameter.grad = None
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    print("after:", evaluate())
+    torch.save(model.state_dict(), args.weights)
+print("changed:", [name for name, module in model.named_modules() if "forward" in vars(module)])

@@ -1,0 +1,147 @@
+"""Scripts without Accelerate: followed, planned for, run under the plan where it is proven, or refused with words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+
+from vram_guard import TrainingStep, trace  # noqa: E402
+from vram_guard.codec import from_json, to_json  # noqa: E402
+from vram_guard_accelerate._launch_plan import VARIABLE  # noqa: E402
+from vram_guard_accelerate.cli import _launch  # noqa: E402
+from vram_guard_accelerate.planning.prediction import Prediction, read_answer  # noqa: E402
+
+SCRIPT = cases.HERE / "accelerate_scripts" / "own_loop.py"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("own")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Any]:
+    for name in ("loader", "compiles"):
+        cases.request(folder / name, SCRIPT, name, "never.pt", budget="90MiB", whole_job=False)
+    for name in ("parallel", "casts", "by_hand", "cpu", "forks"):
+        cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
+    cases.request(folder / "waits", SCRIPT, "waits", "never.pt", start_seconds=0.5)
+    return cases.dry_runs(folder)
+
+
+def traced(precision: str = "32-true") -> tuple[int, int]:
+    """The script's training as a step: peak reserved and allocated."""
+    source = SCRIPT.read_text(encoding="utf-8")
+    names: dict[str, Any] = {"nn": torch.nn}
+    exec(source[source.index("class Block") : source.index("inputs, labels")], names)
+    step = TrainingStep(
+        names["Net"](),
+        lambda size: (torch.zeros(size, 32, 64), torch.zeros(size, dtype=torch.long)),
+        lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        precision=precision,
+    )
+    peak = trace(step, check_at=64).at(64)
+    return peak.peak_reserved, peak.peak_allocated
+
+
+def test_the_prediction_is_that_of_the_same_step(answers: Any) -> None:
+    assert "device: cuda" in answers["loader"]["printed"]
+    before = answers["loader"]["plan"]["before"]
+    assert (before["peak_reserved"], before["peak_allocated"]) == traced()
+    assert before["breakdown"]["batch"] == 64 * (32 * 64 * 4 + 8)
+    # DataParallel on one GPU, found by torch.accelerator, with its evaluation and the next epoch.
+    parallel = answers["parallel"]["plan"]["estimate"]
+    assert [phase["name"] for phase in parallel["phases"]] == ["setup", "training", "validation", "training"]
+    assert max(phase["peak_allocated"] for phase in parallel["phases"]) == traced()[1]
+    # autocast and GradScaler of the script's own.
+    casts = answers["casts"]["plan"]["estimate"]
+    assert (casts["peak_reserved"], casts["peak_allocated"]) == traced("16-mixed")
+
+
+def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> None:
+    compiles, by_hand = answers["compiles"], answers["by_hand"]
+    assert compiles["plan"]["before"]["batch_size"] == by_hand["plan"]["estimate"]["batch_size"] == 64
+    assert (
+        compiles["plan"]["before"]["breakdown"]["activations"]
+        == answers["loader"]["plan"]["before"]["breakdown"]["activations"]
+    )
+    assert any("counted as eager" in note for note in compiles["notes"])
+    # Weights that are updated without an optimizer have no states; the rest is as with one.
+    before = answers["loader"]["plan"]["before"]
+    without = before["peak_allocated"] - before["breakdown"]["optimizer_states"]
+    assert by_hand["plan"]["estimate"]["peak_allocated"] == without
+    for answer in (compiles, by_hand):
+        assert any("without a DataLoader" in note for note in answer["notes"])
+
+
+def test_a_proven_plan_is_carried_out(answers: Any, folder: Path) -> None:
+    answer = answers["loader"]
+    assert answer["fits"]
+    assert answer["launch_plan"]["recipe"]["checkpoint"]
+    assert not answer["only_told"]
+    assert any("proven by running" in note for note in answer["notes"])
+
+    def trained(name: str, *guard: str, **variables: str) -> tuple[Any, str]:
+        done = subprocess.run(
+            [sys.executable, *guard, str(SCRIPT), "loader", str(folder / name)],
+            env=cases.environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return torch.load(folder / name), done.stdout
+
+    found = read_answer(folder / "loader")
+    plan = to_json(found.launch_plan)  # type: ignore[union-attr]
+    plain, said = trained("plain.pt")
+    guarded, changed = trained("guarded.pt", "-m", "vram_guard_accelerate", **{VARIABLE: plan})
+    assert "changed: []" in said
+    assert "changed: ['blocks.0', 'blocks.1'" in changed
+    assert cases.difference({"weights": [plain]}, {"weights": [guarded]}) < 1e-6
+
+
+def test_what_is_not_proven_is_told_and_not_started(
+    answers: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "compiles its model" in answers["compiles"]["only_told"]
+    found: Any = read_answer(folder / "compiles")
+    assert found == from_json(type(found), to_json(found))
+    monkeypatch.setattr(_launch, "predict", lambda *_args, **_kwargs: Prediction(found, "log"))
+    monkeypatch.setattr(_launch, "_launch", lambda *_args: pytest.fail("it was started"))
+    assert _launch.launch([*cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
+    assert "only told" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("cpu", "it trains without Accelerate, on the CPU"),
+        ("cpu", "accelerator.prepare(model, optimizer, loader)\n"),
+        ("forks", "os.fork"),
+        ("waits", "it has not begun to train after 0.5 s"),
+    ],
+)
+def test_what_cannot_be_followed_says_where_and_what_to_do(answers: Any, name: str, says: str) -> None:
+    message = answers[name]["message"]
+    assert says in message
+    assert "own_loop.py, line " in message
+
+
+def test_nothing_was_written(answers: Any) -> None:
+    assert answers
+    assert not os.path.lexists("never.pt")
