@@ -46,7 +46,8 @@ def compare(
         gpu: the card that is meant, by name.
         margin: the share of the card to leave free; None: the default.
         allow: what a plan may change where a configuration does not fit as written; nothing by default.
-        lr_rule: how the learning rate follows the batch, where ``auto_scale_lr`` does not: "linear", "sqrt" or "none".
+        lr_rule: how the learning rate follows the batch, where ``auto_scale_lr`` does not: "linear", "sqrt", "none" or
+            "auto".
 
     Returns:
         One row for each batch size and precision.
@@ -83,7 +84,8 @@ def _learning_rate(runner: Any, rule: str, written: int, size: int) -> float | N
     if auto_scaled(runner):
         settings = runner.auto_scale_lr or runner.cfg.get("auto_scale_lr")
         return float(rate * size * runner.world_size / settings["base_batch_size"])
-    return float(rate * learning_rate_factor(rule, written, size))
+    kind = (wrapper.get("optimizer") or {}).get("type") if described else type(wrapper.optimizer).__name__
+    return float(rate * learning_rate_factor(rule, written, size, getattr(kind, "__name__", str(kind))))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,8 @@ def _batch(
     timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
     if options.benchmark:
         results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
-        return chosen_by_measurement(results, batch_size, accumulate, device), results
+        measured = chosen_by_measurement(results, batch_size, accumulate, device)
+        return replace(measured, optimizer=timeline.optimizer), results
     choice = choose_batch(
         timeline,
         batch_size,
@@ -191,7 +193,7 @@ def _batch(
         can_accumulate=can_accumulate,
         target=options.target,
     )
-    return choice, []
+    return replace(choice, optimizer=timeline.optimizer), []
 
 
 def _measured(

@@ -44,7 +44,7 @@ class PlanSettings:
         grow: where the step fits, enlarge the batch up to ``target_utilization`` and scale learning rates by
             ``lr_rule``.
         target_utilization: the share of the memory that growth may fill, in (0, 1].
-        lr_rule: "linear", "sqrt" or "none".
+        lr_rule: "linear", "sqrt", "none" or "auto" ("linear" for SGD, "sqrt" for Adam-like optimizers).
         host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
         releases: the lock file or requirements whose releases are compared with the installed ones, where the training
             will run elsewhere; None: those in the current folder.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
 from vram_guard.optimize.names import TRAINER_ARGUMENTS, number
-from vram_guard.plan.learning_rate import learning_rate_factor
+from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.techniques import mixed_precision
 
 if TYPE_CHECKING:
@@ -130,12 +130,13 @@ class _Adviser:
         self._learning_rates(entry.value * accumulate, batch.batch_size * batch.accumulate)
 
     def _learning_rates(self, before: int, after: int) -> None:
-        factor = learning_rate_factor(self._at.lr_rule, before, after)
+        rule = rule_for(self._at.lr_rule, "" if self._at.batch is None else self._at.batch.optimizer)
+        factor = learning_rate_factor(rule, before, after)
         if factor == 1:
             return
         why = _(
             "the {rule} rule: {after} samples a step in place of {before}; warm up (Goyal et al. 2017)",
-            rule=self._at.lr_rule,
+            rule=rule,
             after=after,
             before=before,
         )

@@ -90,7 +90,7 @@ def plan(
         grow: where the step fits, enlarge the batch (whole multiples of it, everything else as written) and give the
             factor for the learning rate.
         target_utilization: the share of the memory that growth may fill, in (0, 1]; never beyond the budget.
-        lr_rule: "linear", "sqrt" or "none".
+        lr_rule: "linear", "sqrt", "none" or "auto" ("linear" for SGD, "sqrt" for Adam-like optimizers).
         dataset_size: samples of one epoch over all processes; growth leaves at least one optimizer step.
         settings: the allocator's settings; None: those of this process's environment (PYTORCH_CUDA_ALLOC_CONF), or
             PyTorch's defaults where it has none, or some that cannot be replayed.

@@ -40,7 +40,9 @@ def make_plan(
         accumulate_before=request.accumulate,
         batch_size_before=request.batch_size,
         effective_batch_size_before=effective_before,
-        learning_rate_factor=learning_rate_factor(request.lr_rule, effective_before, effective),
+        learning_rate_factor=learning_rate_factor(
+            request.lr_rule, effective_before, effective, before.timeline.optimizer
+        ),
         fits=fits,
         estimate=after.estimate,
         before=before.estimate,

@@ -97,6 +97,8 @@ class Timeline:
     """The cuDNN that was asked for workspaces; None: none was."""
     parallel: Parallel | None = None
     """The layout over several GPUs, one rank of which this is; None: one GPU."""
+    optimizer: str = field(default="", repr=False, compare=False)
+    """Name of the optimizer's class; "": there is none, or it is not known."""
     growth: tuple[Growth, ...] = ()
     """The blocks that each further step would leave behind, of the last step; empty also where that was not asked."""
     marks: Marks | None = field(default=None, repr=False, compare=False)

@@ -67,6 +67,8 @@ class Recorder:
     """
 
     def __init__(self) -> None:
+        self.optimizer = ""
+        """Name of the class of the optimizer that stepped last."""
         self.events: list[int] = []
         self.phases: list[Phase] = []
         self.notes: dict[Note, None] = {}
