@@ -211,7 +211,7 @@ def plan(
     else:
         source = source_of(step, assumed, watched)
     host_usable = host_share(host_budget, 1)
-    may_divide = frozenset(techniques)
+    may_divide = techniques
     if source.topology is not None:
         techniques -= _NOT_SPREAD
         # The memory of this machine says nothing of the nodes that are planned for.

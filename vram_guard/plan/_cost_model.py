@@ -136,8 +136,7 @@ class CostModel:
 
     def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:
         """Gradients go to the host, the step is made there, weights come back."""
-        by_engine = recipe.sharding is not None and recipe.sharding.states_on_host
-        if not (recipe.optimizer_on_host or recipe.parameters_on_host or by_engine):
+        if not (recipe.optimizer_on_host or recipe.parameters_on_host or _by_engine(recipe)):
             return StepTime()
         held = self._held(Option(self._source.precision, 1))
         static = {name: size // self._sharers(recipe) for name, size in held.items()}
@@ -150,8 +149,7 @@ class CostModel:
 
     def _sharers(self, recipe: Recipe) -> int:
         """Processes of which each carries its own part of the parameters between host and GPU."""
-        by_engine = recipe.sharding is not None and recipe.sharding.states_on_host
-        return self._source.ranks if by_engine or (self._source.sharded and recipe.parameters_on_host) else 1
+        return self._source.ranks if _by_engine(recipe) or (self._source.sharded and recipe.parameters_on_host) else 1
 
     def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
         """Without foreach, the host starts each operator of the step for each parameter by itself."""
@@ -263,3 +261,8 @@ class CostModel:
     def _frozen_bytes(self, recipe: Recipe) -> int:
         modules = (self._source.model.get_submodule(name) for name in recipe.frozen_on_host)
         return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+
+
+def _by_engine(recipe: Recipe) -> bool:
+    """True if DeepSpeed's engine keeps the optimizer's states in host memory."""
+    return recipe.sharding is not None and recipe.sharding.states_on_host
