@@ -90,7 +90,7 @@ def in_words(made: Plan) -> str:
 
 
 def halving(timeline: Timeline, batch_size: int, budget: Budget) -> dict[str, Any] | None:
-    """Lightning's ``BatchSizeFinder`` and Accelerate's ``find_executable_batch_size``: half the batch until it fits.
+    """Half the batch until it fits, as people do by hand.
 
     Nothing else changes: the effective batch shrinks with it, and an epoch has as many more optimizer steps. The time
     is that of as many samples as the batch as written has, over the step as written, by the same cost model.
