@@ -8,6 +8,7 @@ epoch contain what the Trainer does besides training, and the first steps.
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -71,12 +72,22 @@ def main() -> None:
     arguments_of("step_time.py", __doc__).parse_args()
     title = f"BERT-large, 512 samples, {CARD}"
     print(f"{title:<46}{'measured s':>11}{'model s':>9}{'ratio':>8}{'model':>7}{'error':>7}")
-    before = predicted_seconds(EPOCHS[0])
-    for epoch in EPOCHS:
-        seconds = predicted_seconds(epoch)
+    predicted = [predicted_seconds(epoch) for epoch in EPOCHS]
+    before = predicted[0]
+    for epoch, seconds in zip(EPOCHS, predicted, strict=True):
         measured, ours = epoch.seconds / EPOCHS[0].seconds, seconds / before
         error = f"{ours / measured - 1:+.0%}"
         print(f"{epoch.name:<46}{epoch.seconds:>11.2f}{seconds:>9.2f}{measured:>8.2f}{ours:>7.2f}{error:>7}")
+    pairs = list(combinations(zip(EPOCHS, predicted, strict=True), 2))
+    wrong = [(one, other) for (one, ours), (other, theirs) in pairs if not ranked_right(one, other, ours, theirs)]
+    print(f"pairs ranked right: {len(pairs) - len(wrong)} of {len(pairs)}")
+    for one, other in wrong:
+        print(f"  wrong: {one.name} and {other.name}")
+
+
+def ranked_right(one: Epoch, other: Epoch, ours: float, theirs: float) -> bool:
+    """True if the model puts two epochs in the order in which they were measured."""
+    return (one.seconds < other.seconds) == (ours < theirs)
 
 
 if __name__ == "__main__":

@@ -112,10 +112,13 @@ def main(case: str, out: Path) -> None:
     if "poor" in more:  # one rank has less memory
         settings |= {"budget": "64GiB" if RANK == 0 else "1MiB"}
     callbacks = [VramGuard(**settings)] if "plain" not in more else []
+    # On the CPU, torch's FullyShardedDataParallel dies of saving for real.
+    saving = [pl.callbacks.ModelCheckpoint(out / case, every_n_epochs=5 if kind == "fsdp" else 1)]
     trainer = cases.make_trainer(
         "lightning.pytorch",
         out,
-        callbacks,
+        [*callbacks, *(saving if "saved" in more else ())],
+        enable_checkpointing="saved" in more,
         devices=2,
         strategy=strategy_of(kind),
         max_epochs=1,
@@ -141,6 +144,8 @@ def main(case: str, out: Path) -> None:
             "checkpointed": list(plan.recipe.checkpoint),
             "usable": plan.budget.usable,
             "reserved": before.peak_reserved,
+            "phases": {phase.name: phase.peak_allocated for phase in before.phases},
+            "notes": [str(note) for note in before.notes],
             "breakdown": dict(before.breakdown),
             "layout": {"gpus": layout.gpus, "tensor": layout.tensor},
             "dimensions": sorted({one.dimension for one in plan.timeline_before.collectives}),

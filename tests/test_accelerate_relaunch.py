@@ -21,9 +21,10 @@ from accelerate_cases import ONE, OPTIONS, TRAINER, TWO, difference, launch  # n
 
 from vram_guard.apply.loss_terms import Term  # noqa: E402
 from vram_guard.codec import from_json, from_plain, to_json  # noqa: E402
+from vram_guard.language import Message  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard.releases.installed import Releases  # noqa: E402
-from vram_guard.timeline import Estimate, Phase  # noqa: E402
+from vram_guard.timeline import Estimate, Note, Phase  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
@@ -48,7 +49,7 @@ TRAINER_ARGUMENTS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("variants")
     asked = folder / "asked"
-    for name in ("by_hand", "undivided", "per_batch", "compares", "centred"):
+    for name in ("by_hand", "undivided", "per_batch", "compares", "centred", "frozen", "counted"):
         cases.request(asked / name, OPTIONS, name, "--out", "never.pt", budget="45MiB", allow=("accumulate",))
     cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "accumulate"))
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
@@ -76,13 +77,22 @@ def test_options_are_set_where_slices_would_run_forwards_twice(answers: Any) -> 
     assert plan["slowdown"] < answers["undivided"]["plan"]["slowdown"]
 
 
+def test_samples_that_are_compared_beside_the_loss_are_no_reason_against_them(answers: Any) -> None:
+    """A table of samples against samples is only looked at, and what is frozen computes in single precision."""
+    answer = answers["frozen"]
+    assert "error" not in answer, answer
+    assert answer["tried"] == [" ".join(SET)]
+    assert "smaller batches: proven by running 4 samples, whole and in halves" in answer["notes"]
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
         ("undivided", "gradients would be 2 times as large"),
         ("per_batch", "learning rates differ, from optimizer step 1 on"),
-        ("compares", "compared with each other"),
+        ("compares", "4 samples were run, and differed: the gradient of"),
         ("centred", "4 samples were run, and differed: the gradient of"),
+        ("counted", "you can type half the batch yourself: --batch_size 8 --gradient_accumulation_steps 2"),
     ],
 )
 def test_options_that_make_another_training_are_left_alone(answers: Any, name: str, why: str) -> None:
@@ -248,7 +258,8 @@ def answer(slowdown: float, *, fits: bool = True, relaunches: tuple[Relaunch, ..
 
 
 def changed(**change: Any) -> Relaunch:
-    estimate = Estimate(16, 1, 1, {}, {}, Phase("setup", 0, 0), "", "", "", "symbolic")
+    notes = (Note(Message("needs {peak}", peak="1 GiB")),)
+    estimate = Estimate(16, 1, 1, {}, {}, Phase("setup", 0, 0), "", "", "", "symbolic", notes=notes)
     return Relaunch(LaunchChange(**change), Baseline("32-true", 1, 16, 16, estimate, Reason(Why.FITS), 1.0, WRITTEN))
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -14,9 +16,13 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases
+from accelerate.checkpointing import save_accelerator_state
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
 MIB = 2**20
+
+#: Tokens that are generated.
+TOKENS = (40, 64)
 
 #: Logits of one validation batch of ``plain``: 128 rows of 512 numbers.
 LOGITS = 128 * 512 * 4
@@ -35,14 +41,41 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "few", SCRIPT, "plain", "--held_out", 512)
     cases.request(asked / "many", SCRIPT, "plain", "--held_out", 5120)
     cases.request(asked / "prepared", SCRIPT, "plain", "--held_out", 5120, "--prepared")
+    cases.request(asked / "counted", SCRIPT, "counted", "--rounds", 4)
+    cases.request(asked / "counted_many", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120)
+    cases.request(asked / "counted_prepared", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared")
+    cases.request(asked / "every", SCRIPT, "counted", "--every", 4)
+    cases.request(asked / "restarted", SCRIPT, "restarted", "--held_out", 50_000)
+    adam, sgd = (checkpoint(tmp_path_factory.mktemp("resumed"), kind) for kind in (torch.optim.AdamW, torch.optim.SGD))
+    cases.request(asked / "resumed", SCRIPT, "plain", "--resume", adam)
+    cases.request(asked / "resumed_sgd", SCRIPT, "plain", "--sgd", "--resume", sgd)
+    cases.request(asked / "on_device", SCRIPT, "plain", "--sgd", "--resume", sgd, "--on_device")
+    cases.request(asked / "two_processes", SCRIPT, "plain", "--sgd", "--resume", sgd, ranks=2)
+    cases.request(asked / "not_a_checkpoint", SCRIPT, "plain", "--resume", output)
     cases.request(asked / "leaks", SCRIPT, "plain", "--leaks")
     cases.request(asked / "samples", SCRIPT, "plain", "--samples")
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
     cases.request(asked / "trainer", SCRIPT, *trainer, "--eval_strategy", "steps")
+    for tokens in TOKENS:
+        cases.request(asked / f"generation_{tokens}", SCRIPT, "generation", "--new_tokens", tokens)
+        generates = ("--per_device_eval_batch_size", 256, "--predict_with_generate", "--generation_max_length", tokens)
+        cases.request(
+            asked / f"translation_{tokens}", SCRIPT, "translation", *trainer[1:], *generates, "--eval_strategy", "epoch"
+        )
     cases.request(asked / "never_evaluates", SCRIPT, *trainer)
     cases.request(asked / "bf16", SCRIPT, *trainer, "--bf16")
     cases.request(asked / "too_small", SCRIPT, *trainer, "--eval_strategy", "epoch", budget="100MiB")
     return cases.dry_runs(asked)
+
+
+def checkpoint(folder: Path, optimizer: type[torch.optim.Optimizer]) -> Path:
+    """What ``save_state`` of ``plain`` writes after a step."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
+    stepped = optimizer(model.parameters(), 0.1)
+    model(torch.ones(1, 64)).sum().backward()
+    stepped.step()
+    save_accelerator_state(str(folder), [model.state_dict()], [stepped], [], [], 0, 1)
+    return folder
 
 
 def phases(answer: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,6 +85,10 @@ def phases(answer: dict[str, Any]) -> list[dict[str, Any]]:
 
 def peak_of(answer: dict[str, Any], name: str) -> int:
     return max(phase["peak_allocated"] for phase in phases(answer) if phase["name"] == name)
+
+
+def notes(answer: dict[str, Any]) -> list[str]:
+    return [note["message"] for note in answer["plan"]["estimate"].get("notes") or ()]
 
 
 def test_evaluation_saving_and_the_next_epoch_follow_the_first_steps(answers: dict[str, Any]) -> None:
@@ -68,6 +105,52 @@ def test_what_an_evaluation_collects_is_counted_for_all_its_batches(answers: dic
     few, many = (peak_of(answers[one], "validation") for one in ("few", name))
     more = 36 * LOGITS * 2
     assert many - few == pytest.approx(more, rel=0.02)
+
+
+def test_loops_that_call_next_are_followed_beyond_their_rounds(answers: dict[str, Any]) -> None:
+    assert [phase["name"] for phase in phases(answers["counted"])] == [
+        *("setup", "training", "validation", "saving", "training")
+    ]
+    assert not notes(answers["counted"])
+
+
+@pytest.mark.parametrize("name", ["counted_many", "counted_prepared"])
+def test_rounds_of_an_evaluation_are_those_of_its_own_loop(answers: dict[str, Any], name: str) -> None:
+    """All forty rounds keep their logits, which are concatenated."""
+    answer = answers[name]
+    assert peak_of(answer, "validation") - peak_of(answer, "saving") == pytest.approx(40 * LOGITS * 2, rel=0.01)
+
+
+def test_what_comes_every_so_many_steps_is_followed_once(answers: dict[str, Any]) -> None:
+    """And not what would come after more steps than the run has."""
+    assert [phase["name"] for phase in phases(answers["every"])][:4] == ["setup", "training", "validation", "training"]
+    (said,) = notes(answers["every"])
+    assert "every 4 rounds" in said
+    assert "line" in said
+
+
+def test_what_comes_after_a_while_loop_is_followed(answers: dict[str, Any]) -> None:
+    assert [phase["name"] for phase in phases(answers["restarted"])] == [
+        *("setup", "training", "saving", "training", "validation")
+    ]
+    assert peak_of(answers["restarted"], "validation") >= 50_000 * (64 + 512) * 4
+    (said,) = notes(answers["restarted"])
+    assert "every 50 rounds" in said
+
+
+def test_resuming_loads_as_accelerate_does(answers: dict[str, Any]) -> None:
+    """Weights that are loaded on the device lie beside the fresh ones; AdamW's states are its own from then on."""
+    weights = (64 * 256 + 256 + 256 * 512 + 512) * 4
+    for name, copies in (("resumed", 3), ("resumed_sgd", 1), ("on_device", 2), ("two_processes", 2)):
+        assert peak_of(answers[name], "resuming") - peak_of(answers[name], "setup") == (copies - 1) * weights, name
+        assert not any("resuming" in note for note in answers[name]["notes"])
+    fresh, resumed = (peak_of(answers[name], "training") for name in ("few", "resumed"))
+    assert fresh == resumed
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_said(answers: dict[str, Any]) -> None:
+    (said,) = (note for note in answers["not_a_checkpoint"]["notes"] if "resuming" in note)
+    assert "FileNotFoundError" in said
 
 
 def test_the_line_that_keeps_memory_is_named(answers: dict[str, Any]) -> None:
@@ -99,6 +182,19 @@ def test_the_trainers_evaluation_keeps_all_logits_on_the_gpu(answers: dict[str, 
     assert peak > 10 * peak_of(answers["trainer"], "training") / 2
     assert {phase["name"] for phase in phases(answers["trainer"])} >= {"validation", "saving", "training"}
     assert "validation" not in {phase["name"] for phase in phases(answers["never_evaluates"])}
+
+
+@pytest.mark.parametrize("name", ["generation", "translation"])
+def test_the_cache_of_a_generation_grows_with_every_token(answers: dict[str, Any], name: str) -> None:
+    """Keys and values of two layers, and the old values of the layer that is at work beside its new ones."""
+    few, many = (answers[f"{name}_{tokens}"] for tokens in TOKENS)
+    copy = (TOKENS[1] - TOKENS[0]) * 256 * 128 * 4
+    grown = peak_of(many, "validation") - peak_of(few, "validation")
+    assert 4 * copy < grown < 5.05 * copy  # other things than the cache are beside it
+    if name == "generation":
+        assert grown == pytest.approx(5 * copy, rel=0.01)
+    assert peak_of(many, "validation") > peak_of(many, "training")
+    assert [phase["name"] for phase in phases(many)][-1] in ("training", "saving")  # it comes to an end
 
 
 def test_a_run_whose_evaluation_does_not_fit_does_not_fit(answers: dict[str, Any]) -> None:

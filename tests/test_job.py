@@ -151,6 +151,54 @@ def test_a_batch_is_told_from_what_is_computed_of_it():
     assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
 
 
+def guesses(model, batch):
+    outputs = model(batch)
+    return outputs if outputs.sum() > 0 else outputs.argmax(-1)
+
+
+def tiers(estimate):
+    return {(phase.name, phase.step): phase.tier for phase in estimate.phases}
+
+
+def test_a_tier_is_of_the_phase_that_guesses_and_counts_where_that_decides():
+    small, large = (estimate(step_of(Evaluation(ROWS, guesses, batch_size=size)), 64) for size in (64, 60_000))
+    for found in (small, large):
+        assert set(tiers(found).values()) == {"symbolic", "partly symbolic"}
+        assert {name for (name, _), tier in tiers(found).items() if tier != "symbolic"} == {"validation"}
+    assert (small.tier, large.tier) == ("symbolic", "partly symbolic")
+    exact = estimate(step_of(Evaluation(ROWS, forward, batch_size=64)), 64)
+    assert (exact.tier, exact.peak_reserved) == ("symbolic", small.peak_reserved)
+    law = trace(step_of(Evaluation(ROWS, guesses, batch_size=64)))
+    most = law.max_batch_size("1GiB")
+    assert most == trace(step_of(Evaluation(ROWS, forward, batch_size=64))).max_batch_size("1GiB")
+    assert law.at(most).fits(Budget.of("1GiB"))
+
+    def guessed(model, batch):
+        return guesses(model, batch).float().square().mean() + loss(model, batch)
+
+    training = estimate(step_of(Evaluation(ROWS, forward, batch_size=64), loss=guessed), 64)
+    assert training.tier == "partly symbolic"
+    assert tiers(training)["validation", 2] == "symbolic"
+    assert estimate(step_of(loss=guessed), 64).tier == "partly symbolic"
+
+
+def test_a_tier_of_the_whole_model_is_that_of_every_phase():
+    hooked = network()
+    hooked[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    found = estimate(step_of(Evaluation(ROWS, forward, batch_size=64), model=hooked), 64)
+    assert set(tiers(found).values()) == {"partly symbolic"}
+
+
+def test_a_report_shows_the_tier_of_each_phase():
+    from vram_guard.report.text import render
+
+    guessed, plain = (
+        render(estimate(step_of(Evaluation(ROWS, run, batch_size=64)), 64), unicode=False) for run in (guesses, forward)
+    )
+    row = next(line for line in guessed.splitlines() if line.startswith("|validation"))
+    assert ("partly" in row, "partly" in plain) == (True, False)
+
+
 def test_a_whole_batch_of_micro_batches_is_the_trainings_alone():
     step = step_of(Evaluation(ROWS, forward, batch_size=1000), accumulate=4, whole_batch=True)
     blocks = run_step(step, 8, (8, 0)).blocks
@@ -227,20 +275,30 @@ def test_names_that_are_assigned_again_are_not_counted_for_all_rounds():
     assert rows_of(traced(play).at(64))["validation"].peak_allocated < 40 * MIB
 
 
-def test_what_keeps_more_with_every_round_is_said():
-    def play(run):
-        run.train()
-        with run.phase("validation"), run.evaluating():
-            joined = None
-            for number in range(3):
-                with run.repeat(9) if number == 2 else contextlib.nullcontext():
-                    outputs = run.model(run.load(torch.ones(1000, 256)))
-                    joined = outputs.clone() if joined is None else torch.cat([joined, outputs])
-                    del outputs
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("traced_rounds", [2, 3])
+@pytest.mark.parametrize("join", [lambda old, new: torch.cat([old, new]), lambda old, new: old + new])
+def test_what_is_made_at_one_line_and_grows_at_another_is_as_large_as_after_all_rounds(join, traced_rounds, drops):
+    def play(count, repeats):
+        def played(run):
+            run.train()
+            with run.phase("validation"), run.evaluating():
+                joined = None
+                for number in range(count):
+                    with run.repeat(repeats) if number == count - 1 else contextlib.nullcontext():
+                        outputs = run.model(run.load(torch.ones(1000, 256)))
+                        joined = outputs.clone() if joined is None else join(joined, outputs)
+                        if drops:
+                            del outputs
 
-    timeline = traced(play)
-    assert timeline.tier == "formula"
-    assert "keeps more with every round" in "".join(map(str, timeline.notes))
+        return played
+
+    all_rounds, short = traced(play(20, 1)), traced(play(traced_rounds, 21 - traced_rounds))
+    found, true = (rows_of(timeline.at(64))["validation"].peak_allocated for timeline in (short, all_rounds))
+    assert found == true
+    grows = true > rows_of(traced(play(5, 1)).at(64))["validation"].peak_allocated
+    assert (short.tier == "formula") is grows
+    assert ("keeps more with every round" in "".join(map(str, short.notes))) is grows
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -357,6 +415,27 @@ def test_the_users_objects_are_as_they_were():
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_symbolic_tensors_do_not_stay_in_the_users_lists_without_a_job_either():
+    class Meter:
+        def __init__(self):
+            self.values, self.last = [0.5], None
+
+    losses, calls, meter = [torch.ones(())], [], Meter()
+
+    def kept(model, batch):
+        made = loss(model, batch)
+        losses.append(made)
+        meter.values.append(made.detach())
+        meter.last = made
+        calls.append(len(batch))
+        return made
+
+    before = losses[0]
+    trace(step_of(loss=kept))
+    assert (losses, meter.values, meter.last) == ([before], [0.5], None)
+    assert set(calls) >= {2, 3}  # numbers are the user's
 
 
 def test_a_large_models_own_attributes_do_not_crowd_out_the_users_objects(monkeypatch):

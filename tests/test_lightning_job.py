@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 
+from vram_guard.errors import DoesNotFitError
+from vram_guard.guard import evaluation
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe
@@ -165,6 +168,81 @@ def test_a_datamodule_that_grows_its_samples(tmp_path: Any) -> None:
     grown = told(tmp_path, Net(), data=loader(32, SIZE, 4096)).plain
     assert peaks(found)["training", "epoch 3"] == grown.peak_allocated > 2 * found.plain.peak_allocated
     assert not peaks(told(tmp_path, Net(), data=Growing()))  # asked for once, and nothing else is to be told
+
+
+def test_a_datamodule_with_larger_batches_later(tmp_path: Any) -> None:
+    class Growing(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+        def train_dataloader(self) -> Any:
+            return loader(4096, 2048 if self.trainer.current_epoch == 2 else SIZE)
+
+    found = told(tmp_path, Net(), data=Growing(), reload_dataloaders_every_n_epochs=1)
+    larger = trace_at(found.capture.step.with_(job=None), 2048).at(2048)
+    assert peaks(found)["training", "epoch 2"] == larger.peak_allocated > 1.5 * found.plain.peak_allocated
+    cut = found.capture.step.with_(whole_batch=True, accumulate=2)
+    with found.capture.symbolic_run():
+        halves = {phase.label: phase for phase in trace_at(cut, SIZE // 2).at(SIZE // 2).phases}
+    # Micro-batches keep their size, also where they are cut of a larger batch: that alone takes more.
+    more = 2048 * WIDTH * 4 - SIZE * WIDTH * 4
+    assert halves["epoch 2"].peak_allocated - halves["epoch 3"].peak_allocated == more
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples of as many rows as it is told."""
+
+    rows = 1
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.ones(self.rows, WIDTH),)
+
+
+class Switching(pl.Callback):  # type: ignore[misc, name-defined]
+    """Changes the loader that is there: its batches from epoch 2 on, its samples in epoch 3."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        used = trainer.train_dataloader
+        used.batch_sampler.batch_size = 2048 if trainer.current_epoch >= 2 else SIZE
+        used.dataset.rows = 2 if trainer.current_epoch == 3 else 1
+
+
+def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
+    data = DataLoader(Rows(), SIZE)
+    found = told(tmp_path, Net(), Switching(), data=data)
+    step = found.capture.step.with_(job=None)
+    for epoch, rows in (("epoch 2", 2048), ("epoch 3", 4096)):
+        assert peaks(found)["training", epoch] == trace_at(step, rows).at(rows).peak_allocated
+    assert (data.batch_sampler.batch_size, vars(data.dataset)) == (SIZE, {})
+    assert not [note for note in found.job.notes if "cannot be followed" in note.message]
+
+
+class Widening(Net):
+    """Its step takes more rows from an epoch, or a step, on."""
+
+    def __init__(self, wider: Any) -> None:
+        super().__init__()
+        self.wider = wider
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0].flatten(0, -2)
+        return self.head(self.backbone(rows.repeat(512, 1) if self.wider(self) else rows)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "wider",
+    [
+        lambda net: net.current_epoch >= 6,
+        lambda net: net.trainer.global_step > 23,
+        lambda net: net.current_epoch == 6 and net.global_step,
+    ],
+)
+def test_a_step_that_asks_for_the_epoch_is_followed_where_that_decides(tmp_path: Any, wider: Any) -> None:
+    found = told(tmp_path, Widening(wider), max_epochs=12)
+    later = {label: peak for (name, label), peak in peaks(found).items() if name == "training"}
+    assert later["epoch 6"] > 1.5 * found.plain.peak_allocated
+    assert len(later) <= 4  # the first, those around the number, and the last
+    assert not peaks(told(tmp_path, Net(), max_epochs=12))
 
 
 def test_weights_that_are_averaged(tmp_path: Any) -> None:
@@ -346,6 +424,83 @@ def test_states_of_a_checkpoint_are_there_before_the_first_step(tmp_path: Any) -
     found = told(tmp_path, Net(), Unfreezing(), ckpt_path=tmp_path / "second.ckpt")
     assert found.capture.trainer.current_epoch == 0
     assert found.estimate.peak_allocated > 2 * found.plain.peak_allocated  # its first epoch is number 2
+
+
+# --- test and predict -------------------------------------------------------------------------------------
+
+
+class Judged(Net):
+    """Keeps what it computes until its test is over."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.backbone(batch[0]))
+        self.log("mean", self.outputs[-1].mean())
+
+    def on_test_epoch_end(self) -> None:
+        torch.cat(self.outputs)
+        self.outputs.clear()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.backbone(batch[0]))
+
+
+def evaluated(root: Any, module: Any, *rows: int, stage: str = "test", **guard: Any) -> Any:
+    """What the guard has said, what was predicted, and what the Trainer's function has returned."""
+    torch.manual_seed(0)
+    found: list[Any] = []
+
+    def foresee(*args: Any) -> Any:
+        found.append(evaluation.foresee(*args))
+        return found[-1]
+
+    callbacks = [VramGuard(margin=0, remember=False, **guard)] if guard else []
+    trainer = cases.make_trainer(NAMESPACE, root, callbacks)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        patch.setattr("vram_guard_lightning._callback.foresee", foresee)
+        warnings.simplefilter("always")
+        returned = getattr(trainer, stage)(module, loader(*rows), **({"verbose": False} if stage == "test" else {}))
+    said = [str(one.message) for one in warned if "vram_guard" in str(one.message)]
+    return SimpleNamespace(said=said, predicted=found[0] if found else None, returned=returned)
+
+
+def test_a_test_and_a_prediction_are_told_before_they_begin(tmp_path: Any, capsys: Any) -> None:
+    few, many = (evaluated(tmp_path, Judged(), 512 * count, 512, budget="1GiB").predicted for count in (20, 50))
+    assert "vram_guard: trainer.test fits: " in capsys.readouterr().out
+    grows = many.estimate.peak_allocated - few.estimate.peak_allocated
+    assert grows == 30 * 512 * 2048 * 4 * 2  # the list, and what it is concatenated into
+    assert [(phase.name) for phase in few.estimate.phases] == ["setup", "test"]
+    predicted = evaluated(tmp_path, Judged(), 4096, 1024, stage="predict", budget="1GiB")
+    own = Judged()
+    batch = next(iter(loader(1024, 1024)))
+    rounds = TrainingStep(own, batch, lambda net, batch: own.predict_step(batch, 0), keeps="nothing")
+    alone = trace_at(rounds, 1024).at(1024)
+    assert predicted.predicted.estimate.peak_allocated == alone.peak_allocated  # predictions wait on the host
+    plain = evaluated(tmp_path, Judged(), 4096, 1024, stage="predict")
+    assert [one.shape for one in plain.returned] == [one.shape for one in predicted.returned]
+
+
+def test_a_prediction_that_does_not_fit_is_told_and_left_as_it_is(tmp_path: Any) -> None:
+    short = {"stage": "predict", "budget": "80MiB"}
+    found = evaluated(tmp_path, Judged(), 4096, 4096, **short)
+    assert "does not fit" in found.said[0]
+    assert "With batches of" in found.said[0]
+    assert 0 < found.predicted.smaller < 4096
+    assert [len(one) for one in found.returned] == [4096]
+    smaller = evaluated(tmp_path, Judged(), 4096, found.predicted.smaller, **short)
+    assert (smaller.predicted.fits, smaller.said) == (True, [])
+    with pytest.raises(DoesNotFitError, match=r"trainer\.predict does not fit"):
+        evaluated(tmp_path, Judged(), 4096, 4096, mode="strict", **short)
+    assert evaluated(tmp_path, Judged(), 4096, 4096, whole_job=False, **short).predicted is None
+
+
+def test_a_test_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
+    class Odd(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            if batch[0].is_cuda:
+                raise NotImplementedError("an exotic kernel")
+
+    found = evaluated(tmp_path, Odd(), 64, 8, budget="1GiB")
+    assert (len(found.said), "an exotic kernel" in found.said[0], found.predicted) == (1, True, None)
 
 
 # --- nothing is left behind -------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ EQUAL = {
 #: Its blocks checkpointed, inside FSDP's modules.
 CHECKPOINTED = "fsdp+checkpoint"
 UNEVEN = ("fsdp+uneven+split", "fsdp+uneven+plain")
-OTHERS = (CHECKPOINTED, *UNEVEN, "meta", "wrapped", "fsdp+poor", "sharded+dies")
+SAVED = ("sharded+saved", "tensor+saved", "fsdp+saved")
+OTHERS = (CHECKPOINTED, *UNEVEN, *SAVED, "meta", "wrapped", "fsdp+poor", "sharded+dies")
 
 #: Of the module that is trained, and what AdamW keeps of each.
 WEIGHTS = 4 * (6 * 64 + 64 + 3 * (2 * 64 * 256 + 256 + 64) + 64 * 2 + 2)
@@ -97,6 +98,17 @@ def test_ranks_of_tensor_parallelism_share_the_data_and_the_cut_layers(results: 
     assert first["breakdown"]["optimizer_states"] == pytest.approx(2 * (whole + cut), rel=0.05)
     assert "tensor" in first["dimensions"]
     assert first["steps"] == 2 * results["sharded+split"][0]["steps"]
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_saving_gathers_what_the_strategy_gathers(results: Any, case: str) -> None:
+    first, _second = results[case]
+    assert "error" not in first, first["error"]
+    # FullyShardedDataParallel's states belong to ranks that the trace does not have.
+    left_out = [note for note in first["notes"] if "saving a checkpoint cannot be followed to its end" in note]
+    assert all("optimizer state" in note for note in left_out)
+    assert bool(left_out) is case.startswith("fsdp")
+    assert first["phases"]["setup"] < first["phases"]["saving"] < first["phases"]["training"]
 
 
 def test_weights_made_on_the_meta_device_are_predicted_alike(results: Any) -> None:

@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mmengine")
-from vram_guard_mmengine import VramGuardHook  # noqa: I001 - first: it knows what MMEngine's own imports warn of
+from vram_guard_mmengine import GuardRunner, VramGuardHook  # noqa: I001 - first: it knows what MMEngine's own imports warn of
 
 import mmengine_cases as cases
 import torch
+from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import DATASETS, FUNCTIONS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, RUNNERS, Registry
 from mmengine.runner import Runner
 
-from vram_guard.errors import UnsupportedStepError
+from vram_guard import cli
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard_mmengine import _optim
 
 # MMEngine loads checkpoints so; torch 2.4 and 2.5 warn of it, later ones load weights only.
@@ -297,6 +299,48 @@ def test_settings_are_only_read_by_the_hook_that_is_there() -> None:
     with pytest.raises(UnsupportedStepError):
         _optim.read({"one": {}, "other": {}})
     assert hook.plan is None
+
+
+BEFORE_MMENGINE = """
+model = dict(type="FasterRCNN", backbone=dict(type="ResNet", depth=50))
+optimizer = dict(type="SGD", lr=0.02)
+optimizer_config = dict(grad_clip=None)
+runner = dict(type="EpochBasedRunner", max_epochs=12)
+data = dict(samples_per_gpu=2, workers_per_gpu=2, train=dict(type="CocoDataset"))
+fp16 = dict(loss_scale=512.0)
+"""
+LOADER = """
+train_dataloader = dict(batch_size=2, num_workers=0, dataset=dict(type="{dataset}"),
+                        sampler=dict(type="DefaultSampler", shuffle=True))
+train_cfg = dict(by_epoch=True, max_epochs=1)
+optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.01))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BEFORE_MMENGINE, "mmcv 1.x, from before MMEngine (data=, runner=, fp16=, optimizer=, optimizer_config=)"),
+        ("model = dict(type='NoSuchNet')" + LOADER.format(dataset="X"), "NoSuchNet is not in the mmengine::model"),
+        (
+            "model = dict(type='BaseDataPreprocessor')" + LOADER.format(dataset="Nope"),
+            "Nope is not in the mmengine::dataset",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_told_in_a_line(tmp_path: Path, capsys: Any, text: str, said: str) -> None:
+    (tmp_path / "net.py").write_text(text)
+    assert cli.main(["mmengine", "compare", str(tmp_path / "net.py"), "--gpu", "RTX 4090"]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "Traceback" not in told
+    assert "custom_imports" in told or "MMDetection 3" in told
+
+
+def test_a_runner_with_a_guard_refuses_configs_from_before_mmengine(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(BEFORE_MMENGINE)
+    with pytest.raises(InvalidInputError, match=r"mmcv 1\.x"):
+        GuardRunner.from_cfg(Config.fromfile(tmp_path / "net.py"))
 
 
 # --- two processes ----------------------------------------------------------------------------------------------

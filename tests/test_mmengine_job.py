@@ -23,7 +23,9 @@ from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
 from torch.utils import _pytree as pytree
 
 from vram_guard import estimate
+from vram_guard.errors import DoesNotFitError
 from vram_guard.forks.fork import run_in_fork
+from vram_guard.guard.evaluation import foresee
 from vram_guard_mmengine import _shadow
 from vram_guard_mmengine._capture import capture
 from vram_guard_mmengine._checkpoints import resumable
@@ -277,7 +279,7 @@ def test_what_a_metric_keeps_is_counted_for_every_batch(look: Callable[..., Look
 
 def test_a_validation_loader_without_an_end_is_bounded_and_said(look: Callable[..., Look]) -> None:
     endless = look(val_dataloader__sampler={"type": "InfiniteSampler", "shuffle": False})
-    assert endless.said("validation loader has no known end", "two of its batches")
+    assert endless.said("loader of an evaluation has no known end", "two of its batches")
     assert endless.phase("validation").peak_allocated
 
 
@@ -288,6 +290,45 @@ def test_a_validation_that_fails_is_left_out_and_said(plain: Look, look: Callabl
     unreadable = look(val_dataloader__dataset={"type": "Missing", "_delete_": True})
     assert unreadable.said("validation is not included", "Missing")
     assert "validation" not in [phase.name for phase in unreadable.phases]
+
+
+# --- by itself ----------------------------------------------------------------------------------------------------
+
+
+def test_a_test_is_told_before_it_begins(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def foreseen(*args: Any) -> Any:
+        found.append(foresee(*args))
+        return found[-1]
+
+    monkeypatch.setattr("vram_guard_mmengine.hook.foresee", foreseen)
+
+    def runner(samples: int, *, mode: str = "report", budget: str = "1GiB", size: int = 8, guard: Any = None) -> Any:
+        own = {"type": "VramGuardHook", "budget": budget, "mode": mode, "margin": 0, "remember": False}
+        dataset = {"type": "Blobs", "serialize_data": False, "samples": samples, "size": 64}
+        loader = {"batch_size": size, "num_workers": 0, "dataset": dataset, "sampler": {"type": "DefaultSampler"}}
+        test = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": {"type": "Keeping"}}
+        test["val_evaluator"] = test["test_evaluator"]
+        return build(*([own] if guard is None else []), model={**MODEL, "type": "Scoring"}, **test)
+
+    said: list[str] = []
+    guarded = runner(8 * 20)
+    monkeypatch.setattr(guarded.logger, "info", lambda text, *args: said.append(text % args))
+    metrics = guarded.test()
+    assert [one.partition(" fits: ")[0] for one in said if "vram_guard" in one] == ["vram_guard: Runner.test"]
+    assert metrics == runner(8 * 20, guard=False).test()
+    runner(8 * 50).test()
+    few, many = (one.estimate for one in found)
+    assert many.peak_allocated - few.peak_allocated == 30 * 8 * 4096
+    assert [phase.name for phase in few.phases] == ["setup", "test"]
+    with pytest.raises(DoesNotFitError, match=r"Runner\.test does not fit.*With batches of"):
+        runner(64, mode="strict", budget="30MiB", size=64).test()
+    trained = runner(8 * 20)
+    trained.train()
+    trained.test()
+    states = 2 * sum(rounded([one]) for one in trained.model.parameters())  # of AdamW, not given back
+    assert found[-1].estimate.peak_allocated == few.peak_allocated + states
 
 
 # --- checkpoints and copies ---------------------------------------------------------------------------------------

@@ -397,6 +397,59 @@ def test_every_learning_rate_is_scaled(tmp_path):
     assert values["val"]["lr"] == 7
 
 
+# --- configs whose keys are arguments ---
+
+CLI = """\
+seed_everything: 1
+trainer:
+  max_epochs: 3    # short
+  precision: {precision}
+model:
+  class_path: sr.Net
+  init_args: {{base_channels: 16}}
+data:
+  class_path: sr.Data
+  init_args:
+    batch_size: 524288
+    num_workers: 0
+optimizer:
+  class_path: torch.optim.AdamW
+  init_args: {{lr: 1.0e-4}}
+"""
+
+
+@pytest.mark.parametrize("precision", ["null", "32-true"])
+def test_a_lightning_cli_config_gets_arguments_of_the_trainer_and_no_others(folder, capsys, precision):
+    (folder / "lightweight_config.yaml").write_text(CLI.format(precision=precision))
+    before = yaml.safe_load(CLI.format(precision=precision))
+    after = yaml.safe_load(optimized(folder, "--step", "sr.py:step"))
+    parts = after["trainer"].pop("accumulate_grad_batches")
+    assert parts > 1
+    assert after["data"]["init_args"].pop("batch_size") * parts == before["data"]["init_args"].pop("batch_size")
+    before["trainer"] |= {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    before["data"]["init_args"]["num_workers"] = 7
+    assert after == before  # the learning rate too: the optimizer step has as many samples
+    assert "compile: data.init_args holds the arguments of a class or function" in capsys.readouterr().out
+
+
+def test_a_hydra_config(folder, capsys):
+    text = (
+        "bs: 4\nlr: 0.1\ntrainer: {_target_: lightning.Trainer, max_epochs: 2}\n"
+        "datamodule: {_target_: sr.Data, batch_size: '${bs}', num_workers: 0}\n"
+        "model: {_target_: sr.Net, learning_rate: '${lr}'}\n"
+    )
+    (folder / "lightweight_config.yaml").write_text(text)
+    after = yaml.safe_load(optimized(folder, "--step", "sr.py:step"))
+    before = yaml.safe_load(text)
+    factor = after["bs"] / 4
+    assert factor > 1
+    assert after["lr"] == pytest.approx(0.1 * factor)
+    assert after["trainer"] == {**before["trainer"], "precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    assert after["datamodule"] == {**before["datamodule"], "num_workers": 7}
+    assert after["model"] == before["model"]
+    assert "pin_memory: datamodule holds the arguments of a class or function" in capsys.readouterr().out
+
+
 # --- bad input: refused before any work, nothing written ---
 
 

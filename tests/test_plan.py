@@ -21,10 +21,10 @@ from vram_guard.language import speaking
 from vram_guard.plan import Plan, Source, plan
 from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
-from vram_guard.plan._tracing import Traces
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.techniques import resident_batch
+from vram_guard.plan.tracing import Traces
 from vram_guard.report.text import render
 from vram_guard.simulate import trace
 from vram_guard.techniques import Recipe

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
+from vram_guard import TrainingStep, plan
 from vram_guard.apply.learning_rate import scale_learning_rates
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan.learning_rate import learning_rate_factor
@@ -240,3 +241,28 @@ def test_factors_compose_and_leave_an_unchanged_batch_alone(rule: str, a: int, b
     assert learning_rate_factor(rule, a, a) == 1.0
     there = learning_rate_factor(rule, a, b) * learning_rate_factor(rule, b, c)
     assert there == pytest.approx(learning_rate_factor(rule, a, c))
+
+
+@pytest.mark.parametrize(
+    ("made", "rule", "found"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), "linear", "arXiv:1706.02677"),
+        (torch.optim.AdamW, "sqrt", "arXiv:2205.10287"),
+        (torch.optim.Muon, "linear", ""),
+    ],
+)
+def test_auto_takes_the_rule_of_the_optimizer_that_the_step_has(made: Any, rule: str, found: str) -> None:
+    step = TrainingStep(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False)),
+        batch=lambda size: torch.zeros(size, 256),
+        loss=lambda net, x: net(x).sum(),
+        optimizer=made,
+    )
+    grown = plan(step, 4, "200MiB", grow=True, margin=0, lr_rule="auto")
+    share = grown.effective_batch_size / grown.effective_batch_size_before
+    assert share > 1
+    assert grown.learning_rate_factor == (math.sqrt(share) if rule == "sqrt" else share)
+    said = " ".join(grown.reasons)
+    assert f"(rule: {rule})" in said
+    assert found in said
+    assert ("arXiv:" in said) == bool(found)

@@ -55,8 +55,14 @@ class Halves:
     def exact(self, option: Option, size: int) -> Timeline:
         return self(option)
 
+    def by_law(self, option: Option, size: int) -> bool:
+        return False
+
     def composed(self, option: Option, size: int) -> bool:
         return False
+
+    def known(self, option: Option, size: int) -> bool:
+        return True
 
     def distrust(self, option: Option) -> None:
         raise AssertionError

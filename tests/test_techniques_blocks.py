@@ -93,6 +93,22 @@ def test_stages_are_looked_into() -> None:
     assert found(model) == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1", "1.blocks.2", "2"]
 
 
+def test_levels_that_hold_no_lists_are_blocks_as_a_whole() -> None:
+    """The two feed-forwards of a level are parts of it."""
+
+    class Level(nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.first, self.second = Feed(channels), Feed(channels)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = nn.Module()
+    model.down = nn.ModuleList([Level(8), Level(16), Level(32)])
+    assert found(model) == ["down.0", "down.1", "down.2"]
+
+
 def test_residual_networks_and_their_kin() -> None:
     resnet = nn.Module()
     for stage in range(1, 5):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.errors import InvalidInputError
+from vram_guard.interpolation import resolved
 from vram_guard.language import _
 
 if TYPE_CHECKING:
@@ -23,18 +24,31 @@ LARGEST_CONFIG: Final = 2**20
 MOST_NODES: Final = 100_000
 
 
-def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_config(path: str | os.PathLike[str], *, resolve: bool = True) -> dict[str, Any]:
     """A YAML (or JSON) file's entries.
 
     PyYAML's safe loader, and besides: at most 1 MB, aliases only as far as they stay small when written out, no key
     twice in one mapping. Nothing in the file is run.
 
+    Args:
+        path: of the file.
+        resolve: replace references to other entries (``${data.batch_size}``) by their values.
+
     Raises:
         InvalidInputError: there is no such file, it is too large, no UTF-8, no YAML, or no mapping; it names a tag
-            that is not a plain value; its aliases multiply; a key stands twice.
+            that is not a plain value; its aliases multiply; a key stands twice; references go round in a circle. A file
+            that is Python: no YAML, the message says what reads it.
     """
     import yaml
 
+    if str(path).endswith(".py"):
+        raise InvalidInputError(
+            _(
+                "{path} is Python, not YAML. An OpenMMLab config is read by: vram-guard mmengine compare {path}. A "
+                "training script is followed by: vram-guard launch --dry-run {path}",
+                path=path,
+            )
+        )
     text = read_text(path, LARGEST_CONFIG)
     try:
         loader = yaml.SafeLoader(text)  # the one in Python: deep nesting ends in an exception, not in a crash
@@ -55,7 +69,11 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InvalidInputError(_("{path}: {problem}", path=path, problem=error)) from None
     if not isinstance(loaded, dict):
         raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
-    return {str(key): value for key, value in loaded.items()}
+    config = {str(key): value for key, value in loaded.items()}
+    try:
+        return resolved(str(path), config) if resolve and "${" in text else config
+    except RecursionError:
+        raise InvalidInputError(_("{path}: nested too deeply for a config", path=path)) from None
 
 
 def load_toml(path: str | os.PathLike[str], largest: int = LARGEST_CONFIG) -> dict[str, Any]:

@@ -108,15 +108,20 @@ def filled(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def filled_from_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """A constructor whose arguments come from the settings where the caller leaves them out."""
+    """A constructor whose arguments come from the settings where the caller leaves them out.
+
+    An argument of None is one left out: a config written by LightningCLI gives every argument.
+    """
     signature = inspect.signature(function)
 
     @wraps(function)
     def filling(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
         by_name = {name for name, one in signature.parameters.items() if one.kind is not one.POSITIONAL_ONLY}
-        more = filled(bound.arguments, by_name & KINDS.keys())
-        return function(*args, **{**kwargs, **{name: more[name] for name in more.keys() - bound.arguments.keys()}})
+        given = {name: value for name, value in bound.arguments.items() if value is not None}
+        more = filled(given, by_name & KINDS.keys())
+        bound.arguments.update({name: more[name] for name in more.keys() - given.keys()})
+        return function(*bound.args, **bound.kwargs)
 
     return filling
 

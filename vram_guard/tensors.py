@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,3 +49,25 @@ def map_tensors_in(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors_in(function, item) for item in value)
     return value
+
+
+def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensor itself, or those that a wrapper holds (8-bit states)."""
+    if hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def tensors_kept(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors that a value holds: in a wrapper, in containers, in attributes of an object (a preconditioner)."""
+    if isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        yield from inner_tensors(value)
+    elif depth and isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_kept(one, depth - 1)
+    elif depth and isinstance(value, dict):
+        yield from tensors_kept(list(value.values()), depth)
+    elif depth and not isinstance(value, type) and hasattr(value, "__dict__") and not callable(value):
+        yield from tensors_kept(vars(value), depth - 1)

@@ -53,6 +53,6 @@ def place_of_error(error: BaseException, script: str) -> str:
 
 
 def is_users(name: str) -> bool:
-    """True for a file outside libraries."""
+    """True for files outside libraries and this package."""
     libraries = ("<", sys.base_prefix + os.sep, *_OWN)
     return f"{os.sep}site-packages{os.sep}" not in name and not name.startswith(libraries)

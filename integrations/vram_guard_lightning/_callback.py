@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.apply.saved_rates import still_multiplied
+from vram_guard.guard.evaluation import foresee
 from vram_guard.guard.guard import Guard
 from vram_guard.language import _
 from vram_guard.plan.checks import Mode
@@ -14,6 +15,7 @@ from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
+from vram_guard_lightning._evaluation import KINDS, capture_evaluation
 from vram_guard_lightning._settings import Settings
 from vram_guard_lightning._training import LightningTraining, write
 from vram_guard_lightning._utilization import Utilization, log_metrics
@@ -83,7 +85,7 @@ class VramGuard(CallbackBase):
         budget: Budget | str | int | None = None,
         gpu: str | None = None,
         margin: float | None = None,
-        allow: Iterable[str] = DEFAULT_ALLOW,
+        allow: str | Iterable[str] = DEFAULT_ALLOW,
         mode: Mode = "fit",
         grow: bool = False,
         target_utilization: float = 0.8,
@@ -91,7 +93,7 @@ class VramGuard(CallbackBase):
         loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] = "auto",
         *,
         pin: Mapping[str, Any] | None = None,
-        blocks: Iterable[str] | None = None,
+        blocks: str | Iterable[str] | None = None,
         host_budget: str | int | None = None,
         releases: str | None = None,
         ignore_releases: bool = False,
@@ -145,7 +147,11 @@ class VramGuard(CallbackBase):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Arrange to be called when the model is complete and its strategy is not yet set up."""
         # Of several guards in one Trainer, the first one works; one that stands twice in it is called twice.
-        if stage != "fit" or self is not _first_guard(trainer) or self._guard is not None or disabled():
+        if self is not _first_guard(trainer) or self._guard is not None or disabled():
+            return
+        if stage in KINDS:
+            self._before_evaluation(trainer, pl_module, str(getattr(stage, "value", stage)))
+        if stage != "fit":
             return
         self.plan, self._logged = None, False
         training = LightningTraining(trainer, pl_module, whole_job=self.settings.whole_job)
@@ -176,6 +182,24 @@ class VramGuard(CallbackBase):
         if begins_early:
             guard.applied.replace(trainer.strategy, "barrier", barrier_after_setup)
         guard.applied.replace(trainer.strategy, "setup", guarded_setup)
+
+    def _before_evaluation(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        """Arrange that an evaluation that runs by itself is predicted at the same point; nothing of it is changed."""
+        if not self.settings.whole_job or "setup" in vars(trainer.strategy):
+            return
+        training, strategy = LightningTraining(trainer, module), trainer.strategy
+        own = strategy.setup
+
+        def predicted_setup(trainer: Trainer) -> None:
+            del vars(strategy)["setup"]
+            what = f"trainer.{stage}"
+            found = foresee(training, lambda: capture_evaluation(trainer, module, stage), self.settings, what)
+            if found is not None and trainer.is_global_zero:
+                lines = [found.words(what), *found.notes] if found.fits else found.notes
+                write("".join(f"vram_guard: {line}\n" for line in lines))
+            own(trainer)
+
+        vars(strategy)["setup"] = predicted_setup
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scale learning rates, if the batch grew: after a checkpoint's were restored, and only once."""

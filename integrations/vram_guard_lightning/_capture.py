@@ -354,15 +354,16 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 # --- what the user's code sees ----------------------------------------------------------------------------
 
 
+def silent_view(trainer: Any, **answers: Any) -> _trainer_proxy.TrainerView:
+    """The Trainer, or its copy, during a trace: its loggers write nothing."""
+    silent = _namespaces.part(_namespaces.of(trainer), "loggers.logger.DummyLogger")()
+    return _trainer_proxy.TrainerView(trainer, callbacks=[], logger=silent, loggers=[silent], **answers)
+
+
 def _view(trainer: Trainer, found: Sample, batches: float) -> _trainer_proxy.TrainerView:
-    """The Trainer during a trace: its step estimate loads nothing, and its loggers write nothing."""
-    namespace = _namespaces.of(trainer)
-    silent = _namespaces.part(namespace, "loggers.logger.DummyLogger")()
-    return _trainer_proxy.TrainerView(
+    """The Trainer during a trace of its training: its step estimate loads nothing."""
+    return silent_view(
         trainer,
-        callbacks=[],
-        logger=silent,
-        loggers=[silent],
         train_dataloader=found.loader,
         num_training_batches=batches,
         estimated_stepping_batches=_stepping_batches(trainer, batches),

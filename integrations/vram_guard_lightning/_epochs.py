@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from vram_guard.guard.refusals import Refusal
 from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.simulate.tracing.batches import tensors_of
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard_lightning._sample import loaders_in, read
 from vram_guard_lightning._shadow import modules_in
 
 if TYPE_CHECKING:
@@ -54,7 +57,8 @@ class LaterEpochs:
     reached: int | None = None
     unfreezes: bool = False
     regroups: bool = False
-    _samples: dict[int, Sample] = field(default_factory=dict)
+    _samples: dict[Any, Sample] = field(default_factory=dict)
+    _as_written: tuple[Any, ...] = ()
 
     def play(self, playing: Playing, first: int, seconds: float, *, between: bool) -> None:
         """Run the hooks of the epochs after ``first``, and every step that differs from the one before.
@@ -68,11 +72,12 @@ class LaterEpochs:
         if first + 1 >= self.total:
             return
         run = playing.run
-        if not (self.reload or any(map(playing.has, _HOOKS))):
+        if not (self.reload or playing.asked.compared or any(map(playing.has, _HOOKS))):
             if between:
-                run.train(1)
+                playing.train(1)
             return
         deadline = time.monotonic() + max(seconds, LEAST_SECONDS)
+        accumulate = run.accumulate
         epoch, known, followed = first, self._signature(playing, first, first), 0
         left_over: tuple[str, dict[str, Any]] | None = None
         more = True
@@ -84,15 +89,15 @@ class LaterEpochs:
                     epoch += 1
                     now = self._signature(playing, first, epoch)
                     more = epoch + 1 < self.total and not self._stops(epoch, first, deadline)
-                    if epoch == first + 1:
+                    if epoch == first + 1 or self._asked_of(playing, epoch):
                         break
             self.unfreezes |= [flag for _, flag, _ in now[0]] != [flag for _, flag, _ in known[0]]
             self.regroups |= now[2] != known[2]
             changes: dict[str, Any] = {}
             if now[-1] != known[-1]:
-                changes["batch"] = self.batch_of(self._sample(first, epoch))
+                changes = self._batches(playing, self._sample(first, epoch), accumulate)
             label = _("epoch {epoch}", epoch=epoch)
-            if now == known:
+            if now == known and not self._asked_of(playing, epoch):
                 if between and epoch == first + 1:
                     self._train(playing, 1, "", {})
             elif followed < MOST_STEPS:
@@ -107,6 +112,17 @@ class LaterEpochs:
         if epoch + 1 < self.total:
             self._say_reached(playing, epoch)
 
+    @contextlib.contextmanager
+    def loaders_kept(self) -> Iterator[None]:
+        """Afterwards the loaders, and what makes their samples, have the attributes that they had."""
+        kept = [(vars(one), dict(vars(one))) for one in self._switched()]
+        try:
+            yield
+        finally:
+            for attributes, before in kept:
+                attributes.clear()
+                attributes.update(before)
+
     def objection(self, recipe: Recipe) -> Refusal | None:
         """A technique of the recipe that would not survive what later epochs change."""
         if self.unfreezes and recipe.frozen_on_host:
@@ -120,7 +136,7 @@ class LaterEpochs:
         if playing.run.optimizer is not None and optimizers and optimizers[0] is not playing.run.optimizer:
             playing.run.optimize_with(optimizers[0])
         with playing.followed(Message("the step of {epoch}", epoch=label or _("the second epoch"))):
-            playing.run.train(steps, label, **changes)
+            playing.train(steps, label, **changes)
 
     def _next(self, playing: Playing, epoch: int) -> None:
         """Hooks at the end of this epoch and at the start of the next one, as FitLoop calls them."""
@@ -134,6 +150,12 @@ class LaterEpochs:
         if playing.has("on_train_epoch_start"):
             playing.hook("on_train_epoch_start")
         progress.started = epoch + 2
+
+    def _asked_of(self, playing: Playing, epoch: int) -> bool:
+        """True if a step that asks how far the training is may be another one from this epoch on."""
+        numbers = playing.asked.compared
+        named = {*numbers.get("current_epoch", ()), *(one // self.steps for one in numbers.get("global_step", ()))}
+        return bool(numbers) and (epoch + 1 >= self.total or bool({epoch, epoch - 1} & named))
 
     def _stops(self, epoch: int, first: int, deadline: float) -> bool:
         """True if no later epoch is followed."""
@@ -159,12 +181,35 @@ class LaterEpochs:
             tuple((id(part), part.training) for part in module.modules()),
             tuple(_groups(optimizer) for optimizer in playing.shadow.optimizers),
             sum(one.nbytes for part in modules_in(playing.shadow.callbacks, besides=module) for one in _on_gpu(part)),
-            tuple(tuple(one.shape) for one in tensors_of(sample.make(sample.batch_size))) if self.reload else (),
+            self._shapes(sample),
         )
 
+    def _shapes(self, sample: Sample) -> tuple[Any, ...]:
+        if sample is self.sample and not self.reload and not self._samples:
+            return ()  # nothing has been read anew
+        return tuple(tuple(one.shape) for one in tensors_of(sample.make(sample.batch_size)))
+
+    def _batches(self, playing: Playing, sample: Sample, accumulate: int) -> dict[str, Any]:
+        """A step's batches of a later epoch's loader; where a plan cuts batches, micro-batches keep their size."""
+        make, run = self.batch_of(sample), playing.run
+        now, first = sample.batch_size, self.sample.batch_size
+        if run.loaded_samples > run.batch_size:
+            return {"batch": make, "accumulate": math.ceil(accumulate * now / first)}
+        return {"batch": make if now == first else lambda size: make(math.ceil(size * now / first))}
+
     def _sample(self, first: int, epoch: int) -> Sample:
-        """Batches of this epoch's train loader, which is asked for once."""
-        if not self.reload or epoch == first:
+        """Batches of this epoch's train loader, which is asked for once; of the first one as hooks have switched it."""
+        if epoch == first:
+            self._as_written = _switches(self._switched())
+        if not self.reload:
+            switched = _switches(self._switched())
+            if switched == self._as_written:
+                return self.sample
+            if switched not in self._samples:
+                with random_state_kept():
+                    self._samples[switched] = read(self.sample.loader)
+            return self._samples[switched]
+        if epoch == first:
             return self.sample
         made = epoch - (epoch - first) % self.reload
         if made == first:
@@ -172,6 +217,39 @@ class LaterEpochs:
         if made not in self._samples:
             self._samples[made] = self.read()
         return self._samples[made]
+
+    def _switched(self) -> list[Any]:
+        """What hooks may switch a loader by: its data sets, their transforms and pipelines, and its batch samplers."""
+        found: list[Any] = []
+        for loader in loaders_in(self.sample.loader):
+            pending = [getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)]
+            while pending:
+                one = pending.pop()
+                if hasattr(one, "__dict__") and all(one is not other for other in found):
+                    found.append(one)
+                    pending += [vars(one).get(name) for name in _PARTS]
+        return found
+
+
+#: Attributes by which data sets hold what makes their samples.
+_PARTS = ("dataset", "transform", "transforms", "pipeline")
+
+
+def _switches(parts: list[Any]) -> tuple[Any, ...]:
+    """The attributes of these objects: numbers, names and sizes by value, others by identity."""
+    return tuple(
+        (name, value if isinstance(value, (int, float, str, tuple)) and _hashes(value) else id(value))
+        for part in parts
+        for name, value in vars(part).items()
+    )
+
+
+def _hashes(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

@@ -19,12 +19,12 @@ from vram_guard.job import Job
 from vram_guard.language import Message, _
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard_lightning import _layouts, _namespaces, _shadow
+from vram_guard_lightning import _deepspeed, _namespaces, _shadow
 from vram_guard_lightning._epochs import LaterEpochs
 from vram_guard_lightning._play import Heard, Playing
 from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
-from vram_guard_lightning._validation import Validation, read_validation
+from vram_guard_lightning._validation import Rounds, read_validation
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,6 @@ def job_of(
     except Exception as error:  # noqa: BLE001 - the user's own code makes the loaders
         why = f"{type(error).__name__}: {error}"
         notes.append(_("validation is not included in the prediction: {error}", error=why))
-    if not _namespaces.is_lightnings(module, "test_step"):
-        notes.append(_("trainer.test and trainer.predict after fit are not included in the prediction"))
     if validation is not None:
         notes += validation.notes
     later = LaterEpochs(
@@ -102,18 +100,21 @@ class _Play:
 
     trainer: Trainer
     module: LightningModule
-    validation: Validation | None
+    validation: Rounds | None
     later: LaterEpochs
     view: View
     heard: Heard
 
     def __call__(self, run: JobRun) -> None:
         trainer, module = self.trainer, self.module
-        with _shadow.kept(trainer, module):
+        with _shadow.kept(trainer, module), self.later.loaders_kept():
             shadow = _shadow.shadow_of(trainer, plugin_of_trace(trainer, run.autocast()))
+            if shadow.fit_loop._combined_loader is None:  # as hooks find it at trainer.train_dataloader
+                combined = _namespaces.part(_namespaces.of(trainer), "utilities.combined_loader.CombinedLoader")
+                shadow.fit_loop._combined_loader = combined(self.later.sample.loader, "max_size_cycle")
             trainer.strategy.optimizers = []  # those of a trace live as long as the copy has them
-            playing = Playing(run, shadow, module, self.heard)
             seen = self.view(shadow)
+            playing = Playing(run, shadow, module, self.heard, seen)
             for part in module.modules():
                 if "_trainer" in vars(part):
                     vars(part)["_trainer"] = seen
@@ -124,7 +125,7 @@ class _Play:
 
     def _fit(self, playing: Playing) -> None:
         """As a Trainer's run goes on once its strategy is set up."""
-        run, shadow = playing.run, playing.shadow
+        shadow = playing.shadow
         _shadow.take_copies(self.trainer, shadow)
         shadow.training = True
         playing.call("on_fit_start")
@@ -138,7 +139,7 @@ class _Play:
         playing.call("on_train_epoch_start")
         progress.started = first + 1
         begun = time.monotonic()
-        run.train(2)
+        playing.train(2)
         seconds = time.monotonic() - begun
         if self.validation is not None:
             self._validate(playing)
@@ -169,14 +170,14 @@ class _Play:
         what = Message("the sanity check") if sanity else Message("validation")
         label = "" if sanity is None else _("sanity check")
         loop = shadow.fit_loop.epoch_loop.val_loop
-        with playing.followed(what), playing.run.phase("validation", label), _logging(module):
+        with playing.followed(what), playing.run.phase("validation", label), logging_own(module):
             try:
                 if sanity is not None:
-                    validation.play(playing.run, shadow, shadow._run_sanity_check, sanity)
+                    validation.play(playing.run, shadow, loop, shadow._run_sanity_check, sanity=sanity)
                     return
                 shadow.validating = True
                 module.on_validation_model_zero_grad()
-                validation.play(playing.run, shadow, loop.run)
+                validation.play(playing.run, shadow, loop, loop.run)
                 shadow.training = True
             finally:
                 loop._results.batch = None  # it is let go of at the end of a round, which may have raised
@@ -186,8 +187,8 @@ class _Play:
         saving = [one for one in self.trainer.callbacks if _namespaces.is_a(one, "callbacks.Checkpoint")]  # type: ignore[attr-defined]
         if not saving or self.trainer.fast_dev_run:  # type: ignore[attr-defined] # ModelCheckpoint saves nothing then
             return
-        if not _layouts.whole(self.trainer):
-            playing.run.note(Message("saving a checkpoint of a sharded model is not included in the prediction"))
+        if _deepspeed.used(self.trainer):
+            playing.run.note(Message("saving a checkpoint under DeepSpeed is not included in the prediction"))
             return
         weights_only = all(getattr(one, "save_weights_only", False) for one in saving)
         with playing.followed(Message("saving a checkpoint")), playing.run.phase("saving"):
@@ -195,7 +196,7 @@ class _Play:
 
 
 @contextlib.contextmanager
-def _logging(module: LightningModule) -> Iterator[None]:
+def logging_own(module: LightningModule) -> Iterator[None]:
     """``self.log`` is Lightning's own inside the block: it keeps metrics and values until an epoch is over."""
     silenced: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in module.modules():

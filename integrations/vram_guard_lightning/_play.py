@@ -9,7 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import Message
+from vram_guard.patching import replaced
 from vram_guard_lightning import _namespaces
+from vram_guard_lightning._trainer_proxy import Asked
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -42,14 +44,23 @@ class Playing:
         shadow: the copy of the Trainer, see :mod:`._shadow`.
         module: the user's, whose parameters are symbolic.
         heard: of the steps.
+        seen: the copy as user code sees it.
         failed: hooks that have raised, and are called no more.
+        asked: what steps have compared the place in the training with.
     """
 
     run: JobRun
     shadow: Any
     module: LightningModule
     heard: Heard
+    seen: Any
     failed: set[str] = field(default_factory=set)
+    asked: Asked = field(default_factory=Asked)
+
+    def train(self, steps: int, label: str = "", **changes: Any) -> None:
+        """Steps of the run, which are heard asking how far the training is."""
+        with replaced(self.seen, {"_asked": self.asked}):
+            self.run.train(steps, label, **changes)
 
     def call(self, *hooks: str) -> None:
         """Hooks of the callbacks and of the module, in the order of Lightning; their memory belongs to set-up."""

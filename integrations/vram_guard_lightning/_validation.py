@@ -1,4 +1,4 @@
-"""A Trainer's validation in a trace: its own loop, over two batches of each loader in place of all."""
+"""A Trainer's evaluations in a trace: its own loops, over two batches of each loader in place of all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vram_guard_lightning._sample import loaders_in, read
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from vram_guard.capture.loader import Sample
     from vram_guard.job import JobRun
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
@@ -27,10 +28,16 @@ UNKNOWN = 2
 
 @dataclass(frozen=True)
 class Loader:
-    """One validation loader: a batch as it delivers it, and the number of batches in one validation."""
+    """One loader of an evaluation: its batches as it delivers them, and how many of them there are."""
 
-    batch: Any
+    sample: Sample
     batches: int
+
+    def of_at_most(self, size: int) -> tuple[Any, int]:
+        """A batch of its own size, or of this one where that is smaller, and the number of batches then."""
+        own = self.sample.batch_size
+        size = min(size, own)
+        return self.sample.make(size), math.ceil(self.batches * own / size)
 
 
 class _Batches:
@@ -48,36 +55,53 @@ class _Batches:
 
 
 @dataclass(frozen=True)
-class Validation:
-    """The batches of a Trainer's validation loaders, and remarks for a reader of the prediction."""
+class Rounds:
+    """The batches of an evaluation's loaders, and remarks for a reader of the prediction."""
 
     loaders: tuple[Loader, ...]
     notes: tuple[str, ...]
 
-    def play(self, run: JobRun, shadow: Any, start: Callable[[], Any], sanity: int | None = None) -> None:
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest batch."""
+        return max(one.sample.batch_size for one in self.loaders)
+
+    def play(
+        self,
+        run: JobRun,
+        shadow: Any,
+        loop: Any,
+        start: Callable[[], Any],
+        *,
+        sanity: int | None = None,
+        most: int | None = None,
+    ) -> None:
         """Run the loop of a Trainer's copy over two batches of each loader, of which the second stands for the others.
 
         Args:
             run: of the trace.
             shadow: the copy.
+            loop: of the copy.
             start: runs the loop.
             sanity: the most batches of each loader in a sanity check, which one batch stands for; None: it is none.
+            most: samples of a batch; None: as many as the loaders deliver.
         """
-        loop = shadow.fit_loop.epoch_loop.val_loop
-        followed = [min(one.batches, 2 if sanity is None else 1) for one in self.loaders]
-        left = [
-            min(one.batches, sanity or one.batches) - count + 1
-            for one, count in zip(self.loaders, followed, strict=True)
-        ]
+        batches = [one.of_at_most(self.batch_size if most is None else most) for one in self.loaders]
+        counts = [count for _batch, count in batches]
+        followed = [min(count, 2 if sanity is None else 1) for count in counts]
+        left = [min(all_, sanity or all_) - count + 1 for all_, count in zip(counts, followed, strict=True)]
         combined = _namespaces.part(_namespaces.of(shadow), "utilities.combined_loader.CombinedLoader")
-        given = [_Batches(one.batch, count) for one, count in zip(self.loaders, followed, strict=True)]
+        given = [_Batches(batch, count) for (batch, _all), count in zip(batches, followed, strict=True)]
         loop._data_source = type(loop._data_source)(combined(given, "sequential"), "")
         loop._combined_loader = None
-        shadow.limit_val_batches, shadow.overfit_batches, shadow.reload_dataloaders_every_n_epochs = 1.0, 0.0, 0
+        limits = {f"limit_{kind}_batches": 1.0 for kind in ("val", "test", "predict")}
+        vars(shadow).update(limits, overfit_batches=0.0, reload_dataloaders_every_n_epochs=0)
         loop.setup_data()
-        loop._max_batches = [one.batches for one in self.loaders]  # as user code is told by trainer.num_val_batches
+        # As user code is told by trainer.num_val_batches.
+        setattr(loop, "_max_batches" if hasattr(loop, "_max_batches") else "max_batches", counts)
         seen = [0] * len(followed)
-        own = loop._evaluation_step
+        name = "_evaluation_step" if hasattr(loop, "_evaluation_step") else "_predict_step"
+        own = getattr(loop, name)
 
         def step(batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any) -> None:
             seen[dataloader_idx] += 1
@@ -85,11 +109,11 @@ class Validation:
             with run.repeat(left[dataloader_idx]) if last else contextlib.nullcontext():
                 own(batch, batch_idx, dataloader_idx, *rest)
 
-        with replaced(loop, {"_evaluation_step": step}):
+        with replaced(loop, {name: step, "setup_data": lambda: None}):
             start()
 
 
-def read_validation(trainer: Trainer) -> Validation | None:
+def read_validation(trainer: Trainer) -> Rounds | None:
     """A batch of each validation loader; None where nothing is validated.
 
     The user's hook is asked once more. Call it inside :func:`vram_guard.state.random_generators.random_state_kept`.
@@ -102,30 +126,42 @@ def read_validation(trainer: Trainer) -> Validation | None:
     if not trainer.enable_validation or (never and not trainer.num_sanity_val_steps):
         return None
     source: Any = trainer.fit_loop.epoch_loop.val_loop._data_source
-    made = source.dataloader()
+    return read_rounds(trainer, source.dataloader(), trainer.limit_val_batches, _("validation"))
+
+
+def read_rounds(trainer: Trainer, made: Any, limit: float, what: str) -> Rounds | None:
+    """A batch of each loader of an evaluation; None where there are none.
+
+    Args:
+        trainer: that runs it.
+        made: what the user's hook has returned.
+        limit: of batches, as the Trainer has it.
+        what: the evaluation, for a reader.
+    """
     mode = getattr(made, "_mode", "sequential")
     found: list[Loader] = []
     notes: list[str] = []
     for loader in loaders_in(made) if mode == "sequential" else [made]:
-        count = _count(trainer, loader, mode)
+        count = _count(trainer, loader, mode, limit)
         if count == 0:
             continue
         sample = read(loader)
-        found.append(Loader(sample.make(sample.batch_size), count or UNKNOWN))
-        notes += [_("validation: {note}", note=note) for note in sample.notes]
+        found.append(Loader(sample, count or UNKNOWN))
+        notes += [_("{phase}: {note}", phase=what, note=note) for note in sample.notes]
         if count is None:
             notes.append(
                 _(
-                    "a validation loader has no length: what validation collects of its batches is counted for {count} "
-                    "of them",
+                    "a loader of {phase} has no length: what is collected of its batches is counted for {count} of "
+                    "them",
+                    phase=what,
                     count=UNKNOWN,
                 )
             )
-    return Validation(tuple(found), tuple(dict.fromkeys(notes))) if found else None
+    return Rounds(tuple(found), tuple(dict.fromkeys(notes))) if found else None
 
 
-def _count(trainer: Trainer, loader: Any, mode: str) -> int | None:
-    """Batches of one validation on one process, as Lightning counts them; None where the loader has no length."""
+def _count(trainer: Trainer, loader: Any, mode: str, limit: float) -> int | None:
+    """Batches of an evaluation on one process, as Lightning counts them; None where the loader has no length."""
     try:
         lengths = [len(one) for one in loaders_in(loader)]
     except (TypeError, NotImplementedError):
@@ -133,6 +169,5 @@ def _count(trainer: Trainer, loader: Any, mode: str) -> int | None:
     else:
         shortest = min(lengths, default=0) if mode == "min_size" else max(lengths, default=0)
         length = math.ceil(shortest / _layouts.data_ranks(trainer))
-    limit = trainer.limit_val_batches
     count = min(length, limit) if isinstance(limit, int) else length * limit
     return None if math.isinf(count) else int(count)

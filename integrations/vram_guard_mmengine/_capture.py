@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from mmengine.device import get_device
 from mmengine.model import is_model_wrapper, revert_sync_batchnorm
@@ -30,7 +30,8 @@ from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import _dividing, _layouts, _optim, _refusals, _rehearsal, _symbolic_run
-from vram_guard_mmengine._job import RunnerJob, checkpoint_of, number_of_batches, validation_of
+from vram_guard_mmengine._evaluation import capture_evaluation, number_of_batches, validation_of
+from vram_guard_mmengine._job import RunnerJob, checkpoint_of
 from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, is_users
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vram_guard.guard.evaluation import CapturedEvaluation
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
@@ -257,6 +259,12 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> 
         step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
     return Captured(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, schedule, loss_said)
+
+
+def evaluation(runner: Any, kind: Literal["val", "test"]) -> CapturedEvaluation:
+    """Read an evaluation that is about to begin, see :func:`vram_guard_mmengine._evaluation.capture_evaluation`."""
+    _check_strategy(runner)
+    return capture_evaluation(runner, kind, _plain_model(runner), lambda given: _built(runner, given), _is_endless)
 
 
 def _job(

@@ -18,6 +18,7 @@ from vram_guard.plan.comparison import compare as compare_configurations
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.step import Precision, checked_count
 from vram_guard_mmengine._capture import Captured, capture
+from vram_guard_mmengine._configs import refuse_before_mmengine, unregistered_types_said
 from vram_guard_mmengine._training import auto_scaled
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def compare(
         gpu: the card that is meant, by name.
         margin: the share of the card to leave free; None: the default.
         allow: what a plan may change where a configuration does not fit as written; nothing by default.
-        lr_rule: how the learning rate follows the batch, where ``auto_scale_lr`` does not: "linear", "sqrt" or "none".
+        lr_rule: how the learning rate follows the batch, where ``auto_scale_lr`` does not: "linear", "sqrt", "none" or
+            "auto".
 
     Returns:
         One row for each batch size and precision.
@@ -82,21 +84,25 @@ def _learning_rate(runner: Any, rule: str, written: int, size: int) -> float | N
     if auto_scaled(runner):
         settings = runner.auto_scale_lr or runner.cfg.get("auto_scale_lr")
         return float(rate * size * runner.world_size / settings["base_batch_size"])
-    return float(rate * learning_rate_factor(rule, written, size))
+    kind = (wrapper.get("optimizer") or {}).get("type") if described else type(wrapper.optimizer).__name__
+    return float(rate * learning_rate_factor(rule, written, size, getattr(kind, "__name__", str(kind))))
 
 
 @contextlib.contextmanager
 def _captured(config: Any) -> Iterator[tuple[Any, Captured]]:
     """A runner whose training is not built, in a folder of its own that goes away again; and its step."""
     cfg = copy.deepcopy(config) if isinstance(config, Config) else Config.fromfile(str(config))
+    refuse_before_mmengine(cfg)
     threshold = logging.root.manager.disable
     runner: Any = None
     with tempfile.TemporaryDirectory(prefix="vram_guard") as folder:
         cfg.merge_from_dict({"work_dir": folder, "launcher": "none", "load_from": None, "resume": False})
         logging.disable(logging.WARNING)  # a runner says pages about itself
         try:
-            runner = RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
-            yield runner, capture(runner)
+            with unregistered_types_said():
+                runner = RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
+                found = capture(runner)
+            yield runner, found
         finally:
             logging.disable(threshold)
             for handler in [] if runner is None else runner.logger.handlers:

@@ -12,34 +12,20 @@ import torch
 from mmengine.hooks import CheckpointHook
 from mmengine.runner.checkpoint import find_latest_checkpoint
 
-from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.job import JobRun
 from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.state.containers import mapped
 from vram_guard.state.objects import objects_kept
-from vram_guard.state.random_generators import random_state_kept
 from vram_guard_mmengine._checkpoints import resumable
+from vram_guard_mmengine._evaluation import Rounds
 from vram_guard_mmengine._schedule import Schedule
-from vram_guard_mmengine._shadow import Shadow, copied_evaluator, followed_hooks, quiet_mmengine
+from vram_guard_mmengine._shadow import Shadow, followed_hooks, quiet_mmengine
 
 if TYPE_CHECKING:
     from torch import nn
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
-
-
-@dataclass(frozen=True)
-class Validation:
-    """The rounds of a validation loop."""
-
-    sample: Sample
-    loader: Any
-    evaluator: Any
-    rounds: tuple[int, ...]
-    """Batch sizes: the first round's, that of those that follow, and a shorter last one's."""
-    repeated: int
-    """How many rounds the second of these stands for."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ class RunnerJob:
     shadow: Callable[[JobRun], Shadow]
     batch_ends: Callable[[], None]
     outputs: Callable[[], Any]
-    validation: Validation | None
+    validation: Rounds | None
     checkpoint: Checkpoint | None
     saves: bool
     schedule: Schedule
@@ -88,7 +74,7 @@ class RunnerJob:
                     self._save(shadow)
             if self.validation is not None:
                 with self._followed(run, "validation"):
-                    self._validate(run, shadow, self.validation)
+                    self.validation.play(run, shadow)
             run.model.train()
             shadow.call("before_train_iter", batch_idx=0, data_batch=shadow.data_batch)
             try:
@@ -173,113 +159,6 @@ class RunnerJob:
                     save_param_scheduler=False,
                     by_epoch=hook.by_epoch,
                 )
-
-    def _validate(self, run: JobRun, shadow: Shadow, validation: Validation) -> None:
-        runner, given = shadow.runner, self.runner._val_loop
-        rounds = _Rounds(run, validation)
-        runner._val_dataloader, runner._val_evaluator = rounds, copied_evaluator(validation.evaluator)
-        if isinstance(given, dict):
-            loop = runner.build_val_loop(given)
-        else:
-            loop = object.__new__(type(given))
-            vars(loop).update(vars(given), _runner=runner, dataloader=rounds, evaluator=runner._val_evaluator)
-            loop.val_loss = {}
-        runner._val_loop = loop
-        try:
-            loop.run()
-        finally:
-            rounds.close()
-
-
-class _Rounds:
-    """In place of the validation loader: the first batch, one that stands for those that follow, a shorter last one."""
-
-    def __init__(self, run: JobRun, validation: Validation) -> None:
-        self.dataset = validation.loader.dataset
-        self.batch_size = validation.rounds[0]
-        self._run = run
-        self._validation = validation
-        self._open: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self._validation.rounds)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = self._batches()
-        self._open.append(batches)
-        return batches
-
-    def _batches(self) -> Iterator[Any]:
-        make = self._validation.sample.make
-        for number, size in enumerate(self._validation.rounds):
-            with self._run.repeat(self._validation.repeated if number == 1 else 1):
-                yield make(size)
-
-    def close(self) -> None:
-        """No round is open any more."""
-        for batches in self._open:
-            batches.close()
-
-
-def validation_of(
-    runner: Any,
-    built: Callable[[Any], Any],
-    endless: Callable[[Any], bool],
-    begins: int,
-    most: int,
-    notes: list[str],
-) -> Validation | None:
-    """The validation of a runner, of which two samples are read; what is in the way is among the notes.
-
-    Args:
-        runner: whose loops are not built yet.
-        built: a loader's config, or a loader -> the loader.
-        endless: True for loaders that never end.
-        begins: the epoch, or iteration, from which on is validated.
-        most: epochs, or iterations, of the training.
-        notes: remarks for a reader of the prediction.
-    """
-    loop = runner._val_loop
-    if loop is None or begins > most:
-        return None
-    try:
-        with random_state_kept():
-            loader = built(runner._val_dataloader if isinstance(loop, dict) else loop.dataloader)
-            evaluator = runner._val_evaluator if isinstance(loop, dict) else loop.evaluator
-            if isinstance(evaluator, (dict, list)):
-                evaluator = runner.build_evaluator(evaluator)
-            batches = number_of_batches(loader)
-            if batches == 0:
-                return None
-            sample = read_loader(loader)
-    except Exception as error:  # noqa: BLE001 - the user's own code reads the data
-        why = f"{type(error).__name__}: {error}"
-        notes.append(_("validation is not included in the prediction ({why})", why=why))
-        return None
-    size = sample.batch_size
-    if batches is None or endless(loader):
-        notes.append(
-            _(
-                "the validation loader has no known end: two of its batches are followed, and what metrics collect of "
-                "more is not included in the prediction"
-            )
-        )
-        return Validation(sample, loader, evaluator, (size, size), 1)
-    samples = sample.dataset_size if sample.dataset_size is None else len(loader.sampler)
-    last = size if samples is None else samples - (batches - 1) * size
-    if batches == 1 or not 0 < last < size:
-        return Validation(
-            sample, loader, evaluator, (min(size, last) if last > 0 else size, size)[:batches], batches - 1
-        )
-    rounds = (size, size, last) if batches > 2 else (size, last)
-    return Validation(sample, loader, evaluator, rounds, max(batches - 2, 1))
-
-
-def number_of_batches(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # a stream
-        return None
 
 
 def checkpoint_of(runner: Any, notes: list[str]) -> Checkpoint | None:

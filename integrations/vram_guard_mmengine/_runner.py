@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mmengine.registry import RUNNERS
 from mmengine.runner import FlexibleRunner, Runner
 
+from vram_guard_mmengine._configs import refuse_before_mmengine
 from vram_guard_mmengine._settings import Settings
 from vram_guard_mmengine.hook import VramGuardHook, first_hook
 
@@ -20,6 +21,7 @@ def check_config(cfg: Any) -> None:
     Raises:
         InvalidInputError: an unknown key, an invalid budget, an unknown hook position, ...
     """
+    refuse_before_mmengine(cfg)
     shared = cfg.get("vram_guard") or {}
     Settings.of(shared)
     hooks = [*(cfg.get("default_hooks") or {}).values(), *(cfg.get("custom_hooks") or [])]

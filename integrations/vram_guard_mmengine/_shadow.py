@@ -171,7 +171,7 @@ def _apart(part: Any) -> Any:
 
 def _loop(runner: Any, shadow: Any, loader: Any, loop_class: type[Any], length: tuple[int, int]) -> Any:
     """In place of the training's loop, for hooks that ask it how far the training is."""
-    given = runner._train_loop
+    given = runner._train_loop or {}  # there is none where nothing is trained
     loop = object.__new__(loop_class)
     vars(loop).update({**given} if isinstance(given, dict) else vars(given))
     places = {"_max_epochs": length[0], "_max_iters": length[1], "_epoch": 0, "_iter": 0, "stop_training": False}

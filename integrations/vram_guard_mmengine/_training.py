@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +154,11 @@ class RunnerTraining:
         self.runner.logger.info("%s", printable("\n".join(["vram_guard", text, *lines])))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)
         self.runner.dump_config()
+
+    def tell(self, lines: Iterable[str]) -> None:
+        """In the runner's log."""
+        for line in lines:
+            self.runner.logger.info("vram_guard: %s", printable(line))
 
     def warn(self, message: str) -> None:
         """In the runner's log."""

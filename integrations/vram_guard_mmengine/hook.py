@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import FlexibleRunner, Runner
 
 from vram_guard.apply.saved_rates import still_multiplied
+from vram_guard.guard.evaluation import foresee
 from vram_guard.guard.guard import Guard
 from vram_guard.settings import disabled, filled
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import _dividing, _recovery, _split_step
+from vram_guard_mmengine._capture import evaluation
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._settings import Settings, checked_priority
 from vram_guard_mmengine._summary import CONFIG_KEY, META_KEY, summary
@@ -94,8 +96,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         if disabled():
             yield
             return
-        given = {**(runner.cfg.get("vram_guard") or {}), **self._given}
-        self.settings = Settings.of(filled(given, Settings.names()))
+        self._read_settings(runner)
         self.plan, self._iterations = None, 0
         settings = self.settings
         said = settings.said_loss_weight is not None
@@ -112,6 +113,22 @@ class VramGuardHook(Hook):  # type: ignore[misc]
                 self._put_together()
         finally:
             self._guard, self._put_together = None, _nothing
+
+    def before_evaluation(self, runner: Any, kind: Literal["val", "test"]) -> None:
+        """At the beginning of ``Runner.val`` or ``Runner.test``: what it takes is said, and nothing changed."""
+        if self.active or disabled() or getattr(runner, f"_{kind}_loop", None) is None:
+            return
+        self._read_settings(runner)
+        if not self.settings.whole_job:
+            return
+        training, what = RunnerTraining(runner), f"Runner.{kind}"
+        found = foresee(training, lambda: evaluation(runner, kind), self.settings, what)
+        if found is not None:
+            training.tell([found.words(what), *found.notes] if found.fits else found.notes)
+
+    def _read_settings(self, runner: Any) -> None:
+        given = {**(runner.cfg.get("vram_guard") or {}), **self._given}
+        self.settings = Settings.of(filled(given, Settings.names()))
 
     # --- MMEngine's hooks -----------------------------------------------------------------------------------
 
@@ -198,7 +215,7 @@ def first_hook(runner: Any) -> VramGuardHook | None:
 
 
 def guard_class(kind: Any) -> None:
-    """From now on, ``kind.train`` asks the runner's own guard first; runners without one train as before.
+    """From now on, ``train``, ``val`` and ``test`` ask the runner's own guard first; runners without one do as before.
 
     MMEngine calls hooks only when everything is built. That is too late to change a batch size or the precision.
     """
@@ -216,3 +233,18 @@ def guard_class(kind: Any) -> None:
 
     train.asks_the_guard = True  # type: ignore[attr-defined]
     kind.train = train
+    for name in ("val", "test"):
+        setattr(kind, name, _told_first(name, getattr(kind, name)))
+
+
+def _told_first(name: Literal["val", "test"], as_written: Callable[..., Any]) -> Callable[..., Any]:
+    """An evaluation of a runner whose guard says before it what it takes."""
+
+    @functools.wraps(as_written)
+    def evaluated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = first_hook(self)
+        if hook is not None:
+            hook.before_evaluation(self, name)
+        return as_written(self, *args, **kwargs)
+
+    return evaluated

@@ -25,6 +25,8 @@ WAYS = (
     "compares",
     "wide",
     "centred",
+    "frozen",
+    "counted",
 )
 
 
@@ -44,6 +46,9 @@ def loop(options, way):
     if way != "per_batch":
         scheduler = accelerator.prepare_scheduler(scheduler)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    # As textual inversion has it: what follows the trained part is frozen, and is given its precision after `prepare`.
+    decoder = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(10, 10), nn.LayerNorm(10), nn.SiLU())))
+    decoder.requires_grad_(False).to(accelerator.device, dtype=torch.float32)
     bar = tqdm(total=len(loader) if way == "wide" else total, disable=True)
     rates, losses = [], []
     for _ in range(2):
@@ -51,7 +56,12 @@ def loop(options, way):
         for number, (x, y) in enumerate(loader):
             last = (number + 1) % steps_per_update == 0
             with accelerator.accumulate(model):
-                loss = loss_of(way, model(x), y)
+                logits = model(x)
+                if way == "frozen":
+                    shown = logits.detach() @ logits.detach().t()  # compares samples, and is only looked at
+                    assert shown.shape[0] == len(y)
+                    logits = decoder(logits.to(dtype=torch.float32))
+                loss = loss_of(way, logits, y)
                 losses.append(accelerator.gather(loss.detach()).mean().item())
                 if way in ("by_hand", "twice_divided"):
                     loss = loss / steps_per_update
@@ -77,6 +87,8 @@ def loss_of(way, logits, y):
         return nn.functional.cross_entropy(logits @ logits.t(), torch.arange(len(y), device=y.device))
     if way == "centred":
         logits = logits - logits.mean(0)
+    if way == "counted":  # as TRL has it: a sum, divided by a number that is counted in the labels
+        return nn.functional.cross_entropy(logits, y, reduction="sum") / (y >= 0).sum()
     if way == "tokens":
         every = logits[:, None].expand(-1, 3, -1)
         return nn.functional.cross_entropy(every.flatten(0, 1), y[:, None].expand(-1, 3).flatten())

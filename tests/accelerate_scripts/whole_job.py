@@ -6,14 +6,24 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 
 def plain(options):
     """Evaluates after each epoch with larger batches, and keeps all logits on the GPU."""
     accelerator = Accelerator()
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters()) if options.sgd else torch.optim.AdamW(model.parameters())
     rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
     held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
     loader = DataLoader(rows, batch_size=8)
@@ -21,6 +31,8 @@ def plain(options):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if options.prepared:
         evaluation = accelerator.prepare(evaluation)
+    if options.resume:
+        accelerator.load_state(options.resume, **({"map_location": "on_device"} if options.on_device else {}))
     kept = []
     for epoch in range(3):
         model.train()
@@ -46,6 +58,119 @@ def plain(options):
         accelerator.save_state(f"checkpoints/{epoch}")
 
 
+def counted(options):
+    """Calls ``next`` a fixed number of times, in training and in evaluation; evaluates and saves every N steps."""
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
+    held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=8, shuffle=True))
+    evaluation = DataLoader(held_out, batch_size=options.evaluation_batch)
+    if options.prepared:
+        evaluation = accelerator.prepare(evaluation)
+
+    def evaluated():
+        model.eval()
+        batches, logits = iter(evaluation), []
+        with torch.no_grad():
+            for _ in range(options.rounds):
+                x, _y = next(batches)
+                logits.append(model(x.to(accelerator.device)))
+        model.train()
+        return torch.cat(logits).argmax(-1)
+
+    for epoch in range(3):
+        batches = iter(loader)
+        for update in range(len(loader) // 2):
+            if options.every and update % options.every == options.every - 1 and accelerator.is_main_process:
+                evaluated()
+            for x, y in [next(batches) for _ in range(2)]:
+                accelerator.backward(nn.functional.cross_entropy(model(x), y) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            if update and update % 1000 == 0:
+                raise RuntimeError("a run is too short for this")
+        if not options.every:
+            evaluated()
+        accelerator.save_state(f"checkpoints/{epoch}")
+
+
+def restarted(options):
+    """Runs over its loader again and again until it has taken its steps, and evaluates after them."""
+    accelerator = Accelerator()
+    model = nn.Linear(64, 512)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=8))
+    batches, step = iter(loader), 0
+    while step < 1000:
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            x, y = next(batches)
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 50 == 0:
+            accelerator.save_state("checkpoints/now")
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(options.held_out, 64, device=accelerator.device))
+
+
+def generation(options):
+    """Writes on after its epoch, token by token, with a cache that grows."""
+    accelerator = Accelerator()
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tokens = torch.randint(2, 512, (16, 8))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(tokens, batch_size=4))
+    prompts = DataLoader(torch.randint(2, 512, (512, 8)), batch_size=256)
+    for _epoch in range(2):
+        model.train()
+        for batch in loader:
+            accelerator.backward(model(batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        for prompt in prompts:
+            on_device = prompt.to(accelerator.device)
+            accelerator.unwrap_model(model).generate(on_device, max_new_tokens=options.new_tokens, do_sample=False)
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_embd=128,
+            n_head=4,
+            vocab_size=512,
+            n_positions=256,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+
+
+def translation(options):
+    """Transformers' Seq2SeqTrainer, which generates when it evaluates."""
+    (training,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses(options.rest)
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=512, **sizes, **special))
+
+    def data(count):
+        tokens = torch.randint(2, 512, (count, 8))
+        return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+    metrics = {"compute_metrics": lambda found: {"mean": float(found.predictions.mean())}}
+    Seq2SeqTrainer(model=model, args=training, train_dataset=data(16), eval_dataset=data(512), **metrics).train()
+
+
 def trainer(options):
     """Transformers' Trainer, whose evaluation keeps the logits of all batches on the GPU."""
     (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(options.rest)
@@ -68,12 +193,18 @@ def trainer(options):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("loop", choices=["plain", "trainer"])
+parser.add_argument("loop", choices=["plain", "counted", "restarted", "generation", "translation", "trainer"])
 parser.add_argument("--held_out", type=int, default=512)
 parser.add_argument("--evaluation_batch", type=int, default=128)
+parser.add_argument("--rounds", type=int, default=4)
+parser.add_argument("--every", type=int, default=0)
 parser.add_argument("--prepared", action="store_true")
+parser.add_argument("--resume")
+parser.add_argument("--on_device", action="store_true")
+parser.add_argument("--sgd", action="store_true")
+parser.add_argument("--new_tokens", type=int, default=64)
 parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
 options, options.rest = parser.parse_known_args()
-{"plain": plain, "trainer": trainer}[options.loop](options)
+globals()[options.loop](options)

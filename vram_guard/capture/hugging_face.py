@@ -38,6 +38,7 @@ def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
     Raises:
         InvalidInputError: the config names no class of diffusers or transformers.
         MissingLibraryError: the library is not installed.
+        UnsupportedStepError: its weights are quantised by a library that is not followed.
     """
     _check_depth(config)
     name = config.get("_class_name")
@@ -51,7 +52,8 @@ def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
         raise InvalidInputError(_("the config names no class: architectures is missing"))
     transformers_class = _class("transformers", names[0])
-    return lambda: _built(transformers_class(made))
+    quantise = _quantiser(config)
+    return lambda: quantise(_built(transformers_class(made)))
 
 
 def step_of(config: Mapping[str, Any], sizes: InputSizes, precision: Precision, accumulate: int = 1) -> TrainingStep:
@@ -213,6 +215,43 @@ def _transformers_config(config: Mapping[str, Any]) -> Any:
         raise InvalidInputError(
             _("{name}: {problem}", name="config.json", problem=f"{type(error).__name__}: {error}")
         ) from error
+
+
+def _quantiser(config: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:
+    """Layers in 4 or 8 bits where the config asks for bitsandbytes; they are transformers' own choice.
+
+    Raises:
+        MissingLibraryError: bitsandbytes is not installed.
+        UnsupportedStepError: the config asks for another library's weights (GPTQ, AWQ, ...).
+    """
+    wanted = config.get("quantization_config")
+    if not isinstance(wanted, Mapping):
+        return lambda model: model
+    in_bits = wanted.get("load_in_4bit") or wanted.get("load_in_8bit")
+    method = str(wanted.get("quant_method") or ("bitsandbytes" if in_bits else ""))
+    if method != "bitsandbytes":
+        raise UnsupportedStepError(
+            _(
+                "the config's weights are quantised by {method}: its layers run compiled kernels, and what these "
+                "allocate is not known; bitsandbytes (4 and 8 bits) is followed",
+                method=method or "?",
+            )
+        )
+    try:
+        importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise MissingLibraryError(
+            _("building {name} needs {library}: {error}", name="quantization_config", library=method, error=error)
+        ) from error
+    configs: Any = importlib.import_module("transformers").BitsAndBytesConfig
+    quantizers: Any = importlib.import_module("transformers.quantizers").AutoHfQuantizer
+    quantizer = quantizers.from_config(configs.from_dict(dict(wanted)), pre_quantized=False)
+
+    def quantise(model: nn.Module) -> nn.Module:
+        quantizer.preprocess_model(model=model, device_map=None)
+        return model
+
+    return quantise
 
 
 def _built(model: Any) -> nn.Module:

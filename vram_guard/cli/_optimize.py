@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.budget import Budget
     from vram_guard.optimize.document import Document
     from vram_guard.optimize.host import usable_cores
-    from vram_guard.optimize.names import SETTINGS, check, find
+    from vram_guard.optimize.names import SETTINGS, argument_sections, check, find, trainer_section
     from vram_guard.optimize.rules import Situation, advise
     from vram_guard.report.files import must_be_written, write_atomically
     from vram_guard.step import checked_count
@@ -77,7 +78,8 @@ def _optimize(options: argparse.Namespace) -> int:
     checked_count("--processes", options.processes)
     document = Document(options.config)
     output = _output(options)
-    found = find(document.entries(), _chosen(options.key or ()))
+    entries = document.entries()
+    found = find(entries, _chosen(options.key or ()))
     check(found)
     if "batch_size" not in found:
         names = ", ".join(SETTINGS["batch_size"])
@@ -85,15 +87,30 @@ def _optimize(options: argparse.Namespace) -> int:
             _("the config has no batch size ({names}): name it with --key batch_size=PATH", names=names)
         )
     budget = Budget.resolve(options.budget, options.gpu)
+    section = trainer_section(document.values)
+    trainer = next((entry for entry in entries if entry.place[:-1] == section and entry.editable), None)
+    can_accumulate = "accumulate" not in keep and (
+        "accumulate" in found or (trainer is not None and not options.existing_only)
+    )
     step, precision = _step(options, document)
     batch, measured = None, list[Any]()
     if step is not None and ("batch_size" not in keep or options.benchmark):
-        batch, measured = _batch(options, step, precision, found, budget, keep)
+        batch, measured = _batch(options, step, precision, found, budget, keep, can_accumulate=can_accumulate)
     elif options.benchmark:  # without a step
         raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
     capability = budget.compute_capability
     cores = max(1, usable_cores() // options.processes)
-    situation = Situation(cores, capability, precision, batch, options.lr_rule, options.existing_only, keep)
+    situation = Situation(
+        cores,
+        capability,
+        precision,
+        batch,
+        options.lr_rule,
+        options.existing_only,
+        keep,
+        trainer,
+        argument_sections(document.values),
+    )
     advice = advise(found, situation)
     text = document.rewritten(advice.replaced(), advice.added())
     if not options.dry_run:
@@ -149,6 +166,8 @@ def _batch(
     found: dict[str, list[Entry]],
     budget: Budget,
     keep: frozenset[str],
+    *,
+    can_accumulate: bool,
 ) -> tuple[BatchChoice, list[Measured]]:
     """The batch size, predicted or measured, in the precision that the config will have."""
     from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
@@ -164,16 +183,17 @@ def _batch(
     timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
     if options.benchmark:
         results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
-        return chosen_by_measurement(results, batch_size, accumulate, device), results
+        measured = chosen_by_measurement(results, batch_size, accumulate, device)
+        return replace(measured, optimizer=timeline.optimizer), results
     choice = choose_batch(
         timeline,
         batch_size,
         budget,
         accumulate=accumulate,
-        can_accumulate="accumulate" in found,
+        can_accumulate=can_accumulate,
         target=options.target,
     )
-    return choice, []
+    return replace(choice, optimizer=timeline.optimizer), []
 
 
 def _measured(

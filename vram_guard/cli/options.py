@@ -32,7 +32,9 @@ _OPTIONS: Final[dict[str, _Option]] = {
     ),
     "json": _Option("", marked("answer as JSON")),
     "ignore-releases": _Option("", marked("do not compare with the releases that files in this folder ask for")),
-    "lr-rule": _Option("", marked("rule that scales learning rates with the batch"), ("linear", "sqrt", "none")),
+    "lr-rule": _Option(
+        "", marked("rule that scales learning rates with the batch"), ("linear", "sqrt", "none", "auto")
+    ),
     "margin": _Option("SHARE", marked("share of the budget to leave free")),
     "model": _Option(
         "MODEL",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
 
+from vram_guard.compose._alignment import aligned
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.compose._segments import Cut
 from vram_guard.compose._steps import repeated
@@ -155,11 +155,7 @@ def _pairs(plain: Cut, treated: Cut) -> Mapping[int, int]:
     for index in range(len(plain.segments)):
         one, other = plain.crossing(index), treated.crossing(index)
         kinds = [_kind(plain, block) for block in one], [_kind(treated, block) for block in other]
-        if kinds[0] == kinds[1]:
-            pairs.update(zip(other, one, strict=True))
-        else:
-            for at, there, length in SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
-                pairs.update(zip(other[there : there + length], one[at : at + length], strict=True))
+        pairs.update((other[there], one[at]) for at, there in aligned(*kinds))
     return pairs
 
 

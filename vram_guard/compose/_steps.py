@@ -28,7 +28,9 @@ def repeated(timeline: Timeline) -> Timeline:
         at.append(len(events))
         events += _renamed(event, again)
     at.append(len(events))
-    second = tuple(Phase(phase.name, 2, at[phase.start]) for phase in timeline.phases if phase.step == 1)
+    second = tuple(
+        Phase(phase.name, 2, at[phase.start], tier=phase.tier) for phase in timeline.phases if phase.step == 1
+    )
     return replace(
         timeline,
         blocks=(*timeline.blocks, *(timeline.blocks[block] for block in again)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vram_guard.apply.microbatch import probe_layout, splitter_of
 from vram_guard.apply.normalisers import Normaliser
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.watch.memory import MemoryReader
 
+T = TypeVar("T")
+
 
 def decide(training: Training, settings: GuardSettings, reader: MemoryReader | None) -> Outcome[Decision]:
     """The decision, the same on every rank.
@@ -46,16 +48,20 @@ def decide(training: Training, settings: GuardSettings, reader: MemoryReader | N
         reader: of the memory of the device that trains; None where PyTorch counts none.
     """
     ranks = training.ranks
-    budgets = attempt(ranks, lambda: budget_of(training.device, settings))
+    budgets = least_budget(training, settings)
     if budgets.value is None:
         return Outcome(None, budgets.failure, budgets.error)
-    least = min(gather(ranks, budgets.value), key=lambda budget: budget.usable)
+    least = budgets.value
     gpu = None if reader is None else reader.name()
 
     def work(progress: Progress) -> Decision:
         return decide_alone(training.capture(), settings, least, gpu, progress)
 
-    outcome = attempt(ranks, lambda: _in_copy(training, work))
+    def decided() -> Decision:
+        decision, said = in_copy_of_process(training, work)
+        return replace(decision, notes=(*decision.notes, said)) if said else decision
+
+    outcome = attempt(ranks, decided)
     if outcome.value is None or ranks.world_size == 1:
         return outcome
     own = outcome.value
@@ -65,20 +71,32 @@ def decide(training: Training, settings: GuardSettings, reader: MemoryReader | N
     return Outcome(replace(shared, plan=drawn), None)
 
 
-def _in_copy(training: Training, work: Callable[[Progress], Decision]) -> Decision:
-    """Decide in a copy of this process, so that nothing of the training is touched; here, where there can be none."""
+def least_budget(training: Training, settings: PlanSettings) -> Outcome[Budget]:
+    """The budget of the rank with the least memory, on every rank."""
+    ranks = training.ranks
+    own = attempt(ranks, lambda: budget_of(training.device, settings))
+    if own.value is None:
+        return own
+    return Outcome(min(gather(ranks, own.value), key=lambda budget: budget.usable), None)
+
+
+def in_copy_of_process(training: Training, work: Callable[[Progress], T]) -> tuple[T, str]:
+    """Work in a copy of this process, so that nothing of the training is touched; here, where there can be none.
+
+    Returns:
+        What came out, and a note that says why there was no copy; "" where there was one.
+    """
     with training.progress() as progress:
         try:
-            return run_in_fork(work, progress)
+            return run_in_fork(work, progress), ""
         except ForkRefusedError as error:
-            decision = work(progress)
             said = _(
                 "the training was looked at in its own process ({why}): the model and the generators of torch, NumPy "
                 "and Python are as before, but what data sets, samplers and helper objects drew or counted is not put "
                 "back",
                 why=error,
             )
-            return replace(decision, notes=(*decision.notes, said))
+            return work(progress), said
 
 
 def budget_of(device: torch.device, settings: PlanSettings) -> Budget:

@@ -44,7 +44,7 @@ class PlanSettings:
         grow: where the step fits, enlarge the batch up to ``target_utilization`` and scale learning rates by
             ``lr_rule``.
         target_utilization: the share of the memory that growth may fill, in (0, 1].
-        lr_rule: "linear", "sqrt" or "none".
+        lr_rule: "linear", "sqrt", "none" or "auto" ("linear" for SGD, "sqrt" for Adam-like optimizers).
         host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
         releases: the lock file or requirements whose releases are compared with the installed ones, where the training
             will run elsewhere; None: those in the current folder.
@@ -63,7 +63,7 @@ class PlanSettings:
     budget: Budget | str | int | None = None
     gpu: str | None = None
     margin: float | None = None
-    allow: Iterable[str] | None = None
+    allow: str | Iterable[str] | None = None
     """Names as they were given, a frozenset after the check; see :attr:`techniques`."""
     grow: bool = False
     target_utilization: float = 0.8
@@ -172,7 +172,7 @@ class GuardSettings(PlanSettings):
     mode: Mode = "fit"
     loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] = "auto"
     pin: Mapping[str, Any] | Pins | None = None
-    blocks: Iterable[str] | None = None
+    blocks: str | Iterable[str] | None = None
     """A tuple after the check."""
     recover: bool = True
     max_recoveries: int = 8

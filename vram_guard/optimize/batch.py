@@ -35,6 +35,8 @@ class BatchChoice:
     fits: bool = True
     faster: float | None = None
     """Samples per second over those as written, modelled or measured."""
+    optimizer: str = ""
+    """Name of the optimizer's class, as the step has it."""
 
 
 def choose_batch(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vram_guard.config_file import LARGEST_CONFIG, load_config, read_text
 from vram_guard.errors import InvalidInputError
+from vram_guard.interpolation import referred
 from vram_guard.language import _
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class Entry(NamedTuple):
     line: int
     """From 1."""
     editable: bool
-    """True where the text can be replaced: a plain value that stands once, without anchor, alias or tag."""
+    """True where the text can be replaced: a plain value that stands once, without anchor, alias, tag or reference."""
+    holder: Place = ()
+    """The entry that this one refers to as a whole, where its text is ``${data.batch_size}``; else its own place."""
 
     @property
     def name(self) -> str:
@@ -70,6 +73,7 @@ class Document:
 
         self.path = str(path)
         self.values = load_config(path)  # refuses bombs, tags and nonsense first
+        self._written = load_config(path, resolve=False)
         self.text = read_text(path, LARGEST_CONFIG)
         with Path(path).open("rb") as file:
             self.mark = "\ufeff" if file.read(3) == b"\xef\xbb\xbf" else ""
@@ -128,7 +132,8 @@ class Document:
             value = _get(value, key)
         raw = self.text[spot.value.start_mark.index : spot.value.end_mark.index]
         plain = isinstance(spot.value, yaml.ScalarNode) and not raw.startswith(("&", "!", "|", ">"))
-        return Entry(place, value, spot.key.start_mark.line + 1, plain and not spot.shared)
+        editable = plain and not spot.shared and "${" not in raw
+        return Entry(place, value, spot.key.start_mark.line + 1, editable, referred(self._written, place))
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +171,7 @@ class Document:
         """The text says what was meant, and nothing else changed."""
         import yaml
 
-        wanted = deepcopy(self.values)
+        wanted = deepcopy(self._written)
         for place, value in changes.items():
             _set(wanted, place, value)
         for neighbour, key, value in additions:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.optimize.names import number
-from vram_guard.plan.learning_rate import learning_rate_factor
+from vram_guard.optimize.names import TRAINER_ARGUMENTS, number
+from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.techniques import mixed_precision
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ class Situation:
     """Add no entries: change only those that are there."""
     keep: frozenset[str] = frozenset()
     """Settings that stay as they are."""
+    trainer: Entry | None = None
+    """An entry of the section with the arguments of Lightning's Trainer: new ones of these come behind it."""
+    arguments: frozenset[Place] = frozenset()
+    """Sections that no other entry may be added to: their keys are the arguments of a class or function."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,13 @@ class _Adviser:
         self._learning_rates(entry.value * accumulate, batch.batch_size * batch.accumulate)
 
     def _learning_rates(self, before: int, after: int) -> None:
-        factor = learning_rate_factor(self._at.lr_rule, before, after)
+        rule = rule_for(self._at.lr_rule, "" if self._at.batch is None else self._at.batch.optimizer)
+        factor = learning_rate_factor(rule, before, after)
         if factor == 1:
             return
         why = _(
             "the {rule} rule: {after} samples a step in place of {before}; warm up (Goyal et al. 2017)",
-            rule=self._at.lr_rule,
+            rule=rule,
             after=after,
             before=before,
         )
@@ -189,6 +194,8 @@ class _Adviser:
                     "precision",
                     _("its present value is not recognised, so it stays (reason for the change: {why})", why=why),
                 )
+            elif self._at.trainer is not None:
+                self._set("precision", target, why)
             else:
                 self._set("precision", True, why, behind="batch_size", name="use_mixed_precision")
             return
@@ -250,9 +257,19 @@ class _Adviser:
                 return False
             self._changes.append(Change(setting, entry.place, entry.value, new, why))
             return True
-        neighbour = self._neighbour(behind)
+        to_trainer = self._at.trainer is not None and setting in TRAINER_ARGUMENTS
+        neighbour = self._at.trainer if to_trainer else self._neighbour(behind)
         if self._at.existing_only or neighbour is None:
             self._keep(setting, _("the config has no such entry; {why}", why=why))
+            return False
+        if to_trainer:
+            name = TRAINER_ARGUMENTS[setting]
+        elif neighbour.place[:-1] in self._at.arguments:
+            section = ".".join(neighbour.place[:-1])
+            said = _(
+                "{section} holds the arguments of a class or function: add it where yours takes it", section=section
+            )
+            self._keep(setting, _("{said}; {why}", said=said, why=why))
             return False
         prefix = "dataloader_" if neighbour.name.startswith("dataloader_") else ""  # Hugging Face's Trainer
         place = (*neighbour.place[:-1], prefix + name)
@@ -277,6 +294,8 @@ def precision_value(entry: Entry, target: str) -> Any:
     Lightning and plain configs: "precision: 32-true"; Accelerate: "mixed_precision: no"; switches: "use_amp: false".
     """
     name, old = entry.name.lower(), entry.value
+    if name == "precision" and old is None:
+        return target
     if isinstance(old, bool) or old is None:
         if "bf16" in name and target != "bf16-mixed":
             return None

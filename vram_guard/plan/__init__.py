@@ -90,7 +90,7 @@ def plan(
         grow: where the step fits, enlarge the batch (whole multiples of it, everything else as written) and give the
             factor for the learning rate.
         target_utilization: the share of the memory that growth may fill, in (0, 1]; never beyond the budget.
-        lr_rule: "linear", "sqrt" or "none".
+        lr_rule: "linear", "sqrt", "none" or "auto" ("linear" for SGD, "sqrt" for Adam-like optimizers).
         dataset_size: samples of one epoch over all processes; growth leaves at least one optimizer step.
         settings: the allocator's settings; None: those of this process's environment (PYTORCH_CUDA_ALLOC_CONF), or
             PyTorch's defaults where it has none, or some that cannot be replayed.
@@ -168,7 +168,7 @@ def plan(
 
     from vram_guard.plan._cost_model import CostModel
     from vram_guard.plan._space import parts_of, space_of
-    from vram_guard.plan._tracing import Traces
+    from vram_guard.plan.tracing import Traces
 
     report = progress or _silent
     named = None if blocks is None else tuple(blocks)
@@ -211,7 +211,7 @@ def plan(
     else:
         source = source_of(step, assumed, watched)
     host_usable = host_share(host_budget, 1)
-    may_divide = frozenset(techniques)
+    may_divide = techniques
     if source.topology is not None:
         techniques -= _NOT_SPREAD
         # The memory of this machine says nothing of the nodes that are planned for.
@@ -227,7 +227,7 @@ def plan(
         wires = topology(link, gpus=source.ranks, node=node, gpu=resolved.gpu)
     cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires)
     parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
-    traces.compose_with(parts.checkpointable, parts.blocks)
+    traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
     check_pinned_blocks(pins, parts.blocks, changes)
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}

@@ -40,7 +40,9 @@ def make_plan(
         accumulate_before=request.accumulate,
         batch_size_before=request.batch_size,
         effective_batch_size_before=effective_before,
-        learning_rate_factor=learning_rate_factor(request.lr_rule, effective_before, effective),
+        learning_rate_factor=learning_rate_factor(
+            request.lr_rule, effective_before, effective, before.timeline.optimizer
+        ),
         fits=fits,
         estimate=after.estimate,
         before=before.estimate,
@@ -101,7 +103,9 @@ def changed(
     if option.recipe:
         why.append(Reason(Why.RECIPE, recipe=RecipeText(option.recipe)))
     why += request.why_not_checkpointed
-    why += [Reason(Why.CHEAPEST, factor=f"{slowdown:.2f}"), *tier_reasons(after.estimate)]
+    cheaper = any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in rejected)
+    kind = Why.CHANGES_LEAST if cheaper else Why.CHEAPEST
+    why += [Reason(kind, factor=f"{slowdown:.2f}"), *tier_reasons(after.estimate)]
     return make_plan(request, before, after, option, request.batch_size, True, tuple(why), rejected, slowdown)
 
 

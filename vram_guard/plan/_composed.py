@@ -63,6 +63,25 @@ class Composer:
                 return None
         return self._made[request]
 
+    def made(self, request: TraceRequest) -> bool:
+        """True if the timeline has been composed already, and is believed."""
+        return (
+            request in self._made
+            and self.blocks is not None
+            and (self._bases(request, self.blocks)[-1] not in self._refused)
+        )
+
+    def known(self, request: TraceRequest, has: Callable[[TraceRequest], bool]) -> bool:
+        """True if the timeline can be composed of what has been traced."""
+        if self.blocks is None or not self._composes(request, self.blocks):
+            return False
+        whole = replace(request, slices=1) if self._cut(request) else request
+        none, every = bases = self._bases(whole, self.blocks)
+        if self._bases(request, self.blocks)[-1] in self._refused or not has(none):
+            return False
+        blocks = none == every or bases in self._mixtures
+        return blocks and (request.recipe.optimizer == "as-written" or has(self._optimizer(whole)))
+
     def refuse(self, request: TraceRequest, why: str) -> None:
         """From now on the request is traced, and so are those that were composed of the same timelines."""
         if self.blocks is not None:
@@ -99,9 +118,13 @@ class Composer:
         return every(), every(checkpoint=blocks.checkpoint) if recipe.checkpoint else every()
 
     def _compose(self, request: TraceRequest, blocks: Treatable) -> Timeline:
-        if request.slices > 1 and self._cuts and not request.recipe.parameters_on_host:
+        if self._cut(request):
             return in_micro_batches(self._whole(replace(request, slices=1), blocks))
         return self._whole(request, blocks)
+
+    def _cut(self, request: TraceRequest) -> bool:
+        """True if micro-batches are composed of a whole batch."""
+        return request.slices > 1 and self._cuts and not request.recipe.parameters_on_host
 
     def _whole(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         """The timeline with its blocks and the form of its optimizer."""

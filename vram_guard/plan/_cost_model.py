@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from vram_guard.plan._activations import activation_bytes
@@ -61,6 +62,9 @@ class CostModel:
         self._topology = source.topology or topology
         self._times: dict[Option, StepTime] = {}
         self._steps: dict[tuple[Option, int], StepTime] = {}
+        self._bases: dict[Option, Timeline] = {}
+        self._recompute: dict[tuple[Option, int], dict[str, StepTime]] = {}
+        """Time of each block's forward, by step and micro-batch size."""
         self._saved: dict[tuple[Option, int], Mapping[str, int]] = {}
         """Bytes saved for the backward pass, by module, what lies inside it included."""
         self._static: dict[Option, Mapping[Category, int]] = {}
@@ -86,12 +90,11 @@ class CostModel:
     def _seconds(self, option: Option) -> StepTime:
         recipe, size = option.recipe, self._batch_size // option.splits
         base = _whole(option)
-        timeline = self._timelines(base)
+        timeline = self._timeline(base)
         rounds = option.splits * self._source.accumulate
         time = self._step(base, size, rounds)
         if recipe.checkpoint:
-            work = timeline.exact(size).work
-            time += recompute_seconds(work, recipe.checkpoint, size, self._gpu, micro_batches=rounds)
+            time += self._recomputed(base, size, recipe.checkpoint).times(rounds)
         if option.splits > 1 and self._source.forward_again:
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += sum(forward.values(), StepTime()).times(rounds)
@@ -107,7 +110,7 @@ class CostModel:
     def _step(self, base: Option, size: int, rounds: int) -> StepTime:
         key = (base, size)
         if key not in self._steps:
-            timeline = self._timelines(base)
+            timeline = self._timeline(base)
             self._steps[key] = step_seconds(timeline, size, self._gpu, micro_batches=rounds)
             if self._topology is not None:
                 card = card_of(self._gpu, timeline.compute_capability)
@@ -115,10 +118,25 @@ class CostModel:
                 self._steps[key] += waited.step_time
         return self._steps[key]
 
+    def _timeline(self, base: Option) -> Timeline:
+        if base not in self._bases:
+            self._bases[base] = self._timelines(base)
+        return self._bases[base]
+
+    def _recomputed(self, base: Option, size: int, blocks: tuple[str, ...]) -> StepTime:
+        """The forward of these blocks again: the sum of their own, unless some lie within others."""
+        inside = set(blocks)
+        if any(not inside.isdisjoint(islice(ancestors(name), 1, None)) for name in blocks):
+            return recompute_seconds(self._timeline(base).exact(size).work, blocks, size, self._gpu)
+        known = self._recompute.setdefault((base, size), {})
+        for name in blocks:
+            if name not in known:
+                known[name] = recompute_seconds(self._timeline(base).exact(size).work, (name,), size, self._gpu)
+        return sum((known[name] for name in blocks), StepTime())
+
     def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:
         """Gradients go to the host, the step is made there, weights come back."""
-        by_engine = recipe.sharding is not None and recipe.sharding.states_on_host
-        if not (recipe.optimizer_on_host or recipe.parameters_on_host or by_engine):
+        if not (recipe.optimizer_on_host or recipe.parameters_on_host or _by_engine(recipe)):
             return StepTime()
         held = self._held(Option(self._source.precision, 1))
         static = {name: size // self._sharers(recipe) for name, size in held.items()}
@@ -131,8 +149,7 @@ class CostModel:
 
     def _sharers(self, recipe: Recipe) -> int:
         """Processes of which each carries its own part of the parameters between host and GPU."""
-        by_engine = recipe.sharding is not None and recipe.sharding.states_on_host
-        return self._source.ranks if by_engine or (self._source.sharded and recipe.parameters_on_host) else 1
+        return self._source.ranks if _by_engine(recipe) or (self._source.sharded and recipe.parameters_on_host) else 1
 
     def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
         """Without foreach, the host starts each operator of the step for each parameter by itself."""
@@ -146,7 +163,7 @@ class CostModel:
     def of_blocks(self, names: Iterable[str]) -> tuple[Mapping[str, int], Mapping[str, float], Mapping[str, float]]:
         """For each block: bytes it saves for the backward pass, seconds of its forward, seconds of offloading it."""
         names = tuple(names)
-        timeline = self._timelines(Option(self._source.precision, 1)).exact(self._batch_size)
+        timeline = self._timeline(Option(self._source.precision, 1)).exact(self._batch_size)
         saved = self._saved_by(Option(self._source.precision, 1), self._batch_size, names)
         # A step that could not be followed says nothing of its work, and is not planned for.
         forward = forward_seconds_by_module(timeline.work, self._batch_size, self._gpu) if timeline.work else {}
@@ -162,7 +179,7 @@ class CostModel:
         key = (base, size)
         if key not in self._saved:
             whole: dict[str, int] = {}
-            for path, held in activation_bytes(self._timelines(base), size).items():
+            for path, held in activation_bytes(self._timeline(base), size).items():
                 for module in ancestors(path):
                     whole[module] = whole.get(module, 0) + held
             self._saved[key] = whole
@@ -226,7 +243,7 @@ class CostModel:
     def _held(self, base: Option) -> Mapping[Category, int]:
         """Bytes by category when the second optimizer step begins, or at the end where there is none."""
         if base not in self._static:
-            self._static[base] = self._held_in(self._timelines(base).exact(self._batch_size))
+            self._static[base] = self._held_in(self._timeline(base).exact(self._batch_size))
         return self._static[base]
 
     def _held_in(self, timeline: Timeline) -> Mapping[Category, int]:
@@ -244,3 +261,8 @@ class CostModel:
     def _frozen_bytes(self, recipe: Recipe) -> int:
         modules = (self._source.model.get_submodule(name) for name in recipe.frozen_on_host)
         return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+
+
+def _by_engine(recipe: Recipe) -> bool:
+    """True if DeepSpeed's engine keeps the optimizer's states in host memory."""
+    return recipe.sharding is not None and recipe.sharding.states_on_host

@@ -8,7 +8,7 @@ from vram_guard.language import Message
 from vram_guard.plan._answer import fits_reasons, make_plan, tier_reasons, unchanged
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.learning_rate import learning_rate_factor
+from vram_guard.plan.learning_rate import learning_rate_factor, like_adam, rule_for
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.search_space import Candidate, Request
 from vram_guard.plan.techniques import growth_multiples
@@ -59,7 +59,7 @@ def grown(request: Request, before: Candidate) -> Plan:
         grown=size,
         **share,
     )
-    reasons = (used, *_learning_rate_reasons(request, factor), *tier_reasons(best.estimate))
+    reasons = (used, *_learning_rate_reasons(request, factor, best.timeline.optimizer), *tier_reasons(best.estimate))
     return make_plan(request, before, best, request.as_written, size, True, reasons, tuple(rejected))
 
 
@@ -85,12 +85,17 @@ def _too_large(request: Request, size: int, estimate: Estimate, limit: int) -> R
     return Rejected(Option(request.precision, 1).of(size), peak, missing, why)
 
 
-def _learning_rate_reasons(request: Request, factor: int) -> Iterator[Reason]:
+def _learning_rate_reasons(request: Request, factor: int, optimizer: str) -> Iterator[Reason]:
     before = request.batch_size * request.samples_per_batch
     after = before * factor
-    rate = learning_rate_factor(request.lr_rule, before, after)
-    yield Reason(Why.LEARNING_RATE, before=before, after=after, rate=f"{rate:g}", rule=request.lr_rule)
+    rule = rule_for(request.lr_rule, optimizer)
+    rate = learning_rate_factor(rule, before, after)
+    yield Reason(Why.LEARNING_RATE, before=before, after=after, rate=f"{rate:g}", rule=rule)
     if rate > 1:
         yield Reason(Why.WARM_UP)
+    if like_adam(optimizer):
+        yield Reason(Why.FOUND_FOR_ADAM)
+    elif "sgd" in optimizer.lower():
+        yield Reason(Why.FOUND_FOR_SGD)
     if after > LINEAR_RULE_HELD_UNTIL:
         yield Reason(Why.LARGE_BATCH, count=LINEAR_RULE_HELD_UNTIL)

@@ -1,13 +1,13 @@
 """The search: the cheapest change that makes a step fit (pure over timelines and a cost model).
 
 A step that fits as written is left alone. Otherwise every option stands in one fixed order, and the first in it that
-fits is taken: cheapest first by the cost model; at the same cost (to a thousandth of the step as written) what
-changes the numbers of the training least, then fewest micro-batches, then fewest treated blocks.
+fits is taken: cheapest first by the cost model, where another kind of change has to save more than the model can tell
+apart (:mod:`vram_guard.plan._order`).
 
 Options that differ only in how many blocks are checkpointed or offloaded form a family. Within one, cost and host
 memory grow with the number of blocks and GPU memory shrinks, so the smallest number that fits is found by bisection,
-and proven by a direct trace. Families are visited in the order of their cheapest member; the search ends at the first
-family whose cheapest member costs more than what was found.
+and proven by a direct trace. Families are visited in the order of their first members; the search ends at the first
+family whose first member stands behind what was found.
 
 Neither the order nor an option's peak depends on the budget, and bisection probes a fixed tree of lengths: so a
 bigger budget or one more allowed technique never leads to a later option, whatever fragmentation does to the peaks.
@@ -15,8 +15,10 @@ bigger budget or one more allowed technique never leads to a later option, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.language import _
@@ -24,6 +26,7 @@ from vram_guard.plan._activations import peak_outside
 from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchanged
 from vram_guard.plan._growth import grown
 from vram_guard.plan._option import Option
+from vram_guard.plan._order import TOLERANCE, Key, key
 from vram_guard.plan.descriptions import Reason, Why, recipe_words
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.search_space import BlockPrefix, Candidate, Costs, OptionFamily, Request, Timelines
@@ -33,13 +36,12 @@ if TYPE_CHECKING:
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Estimate
 
-#: Costs that differ by less are equal: the model is not that good.
-COST_STEP = 0.001
+#: Families that are looked into for a way beside the one that is taken.
+MOST_NEIGHBOURS = 4
 
 #: Traces that give the law of a step for every batch size.
 LAW_TRACES = 2
 
-Key = tuple[float, int, int, int, str]
 _Group = tuple[str, "Recipe", "BlockPrefix | None"]
 
 
@@ -94,7 +96,7 @@ class _Trial:
             return True
         self.timelines.distrust(option)
         self.infeasible.clear()
-        self._forget({known for known in composed if known != option and not self.is_composed(known)})
+        self._forget(composed - {option})
         return False
 
     def _forget(self, options: set[Option]) -> None:
@@ -108,6 +110,38 @@ class _Trial:
         """True if nothing but composition says what the option takes."""
         return self.timelines.composed(option, self.size(option))
 
+    def between(self, family: OptionFamily, least: float, most: float) -> list[Option]:
+        """The family's options that cost so much; each further block costs something."""
+
+        def cost(length: int) -> float:
+            return self.costs.relative(family.option(length))
+
+        lengths = family.lengths
+        if cost(lengths[0]) >= most or cost(lengths[-1]) < least:
+            return []
+        first, end = (bisect_left(lengths, limit, key=cost) for limit in (least, most))
+        return [family.option(length) for length in lengths[first:end]]
+
+    def first_known_to_fit(self, options: Sequence[Option]) -> tuple[Option, int] | None:
+        """The first of a family's options that fits, with its peak, as far as that is known without another trace."""
+        found, low, high = None, 0, len(options)
+        while low < high:
+            middle = high - 1 if found is None else (low + high) // 2
+            option = options[middle]
+            if not self.timelines.known(option, self.size(option)) or self.costs.lower_bound(option).size > (
+                self.request.most_usable
+            ):
+                return found
+            estimate = self.candidate(option, exact=True).estimate
+            host, usable = estimate.host_peak, self.request.host_usable
+            if self.request.fits(estimate) and (usable is None or host <= usable):
+                found, high = (option, self.request.corrected(estimate)), middle
+            elif found is None:
+                return None
+            else:
+                low = middle + 1
+        return found
+
     def nearest_composed_miss(self, best: Key | None) -> tuple[Option, _Group] | None:
         """Of the options before ``best`` that do not fit as composed, the one that is missing least."""
         before = [option for option in self.composed_misses if best is None or self.key(option) < best]
@@ -118,10 +152,7 @@ class _Trial:
 
     def key(self, option: Option) -> Key:
         """The option's place in the fixed order."""
-        recipe = option.recipe
-        treated = len(recipe.checkpoint) + len(recipe.offload_activations)
-        cost = round(self.costs.relative(option) / COST_STEP) * COST_STEP
-        return cost, option.changes_numbers, option.splits, treated, repr(option)
+        return key(option, self.costs.relative(option), self.request.precision, self.request.space.blocks)
 
     def fitting(self, option: Option, group: _Group, *, exact: bool = False) -> Candidate | None:
         """The option's prediction if it fits; otherwise the miss is noted."""
@@ -262,7 +293,12 @@ class _Trial:
         return self.fitting(family.option(length), family.group, exact=exact) is not None
 
     def _improves(self, family: OptionFamily, length: int, best: Key | None) -> bool:
-        return best is None or self.key(family.option(length)) < best
+        option = family.option(length)
+        return self.affordable(option) and (best is None or self.key(option) < best)
+
+    def affordable(self, option: Option) -> bool:
+        """True if the option costs no more than is worth trying."""
+        return self.request.dearest is None or self.costs.relative(option) < self.request.dearest
 
 
 def _nearness(rejected: Rejected) -> tuple[bool, int]:
@@ -286,6 +322,10 @@ def search(
     as_written = request.as_written
     before = trial.candidate(as_written)
     group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
+    if request.thorough and timelines.by_law(as_written, request.batch_size) and request.fits(before.estimate):
+        before = trial.candidate(as_written, proof=True)
+        if not request.fits(before.estimate):
+            timelines.distrust(as_written)
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
     # A step that could not be followed: neither could any change of it.
@@ -294,7 +334,7 @@ def search(
         return nothing_fits(request, before, trial.rejected())
     option, after = best.option, best.candidate
     cost = trial.costs.relative(option)
-    rejected = (*trial.rejected(), *_costlier(trial, option, cost))
+    rejected = (*_neighbours(trial, best), *trial.rejected(), *_costlier(trial, option, cost))
     return changed(request, before, option, after, rejected, round(cost, 4))
 
 
@@ -308,14 +348,14 @@ class _Best(NamedTuple):
 
 
 def _proven(trial: _Trial) -> _Best | None:
-    """The first option that fits, as traced; the nearest miss before it has been traced too.
+    """The first option that fits; where the search is to be thorough, as traced, and with the nearest miss before it.
 
     A composed peak that is too low or too high is found so: then the search goes on, with what traces say.
     """
     checked = not trial.request.thorough
     while True:
         best = _cheapest(trial)
-        if best is not None and trial.is_composed(best.option):
+        if best is not None and trial.request.thorough and trial.is_composed(best.option):
             trial.prove(best.option, best.group)
             continue
         miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)
@@ -324,28 +364,54 @@ def _proven(trial: _Trial) -> _Best | None:
         checked = trial.prove(*miss)
 
 
+def _in_order(trial: _Trial) -> list[tuple[Key, OptionFamily]]:
+    """Every family with the place of its first member."""
+    return sorted(((trial.key(f.option(f.lengths[0])), f) for f in trial.request.space.families()), key=_first)
+
+
 def _cheapest(trial: _Trial) -> _Best | None:
-    families = sorted(((trial.key(f.option(f.lengths[0])), f) for f in trial.request.space.families()), key=_first)
+    families = _in_order(trial)
     best: _Best | None = None
-    limit = None if trial.request.dearest is None else (trial.request.dearest, 0, 0, 0, "")
-    for number, (key, family) in enumerate(families, 1):
-        if limit is not None and key >= limit:
+    for number, (place, family) in enumerate(families, 1):
+        if best is not None and place >= best.key:
             break
+        first = family.option(family.lengths[0])
+        if not trial.affordable(first):
+            continue
         if family.group not in trial.infeasible:
-            cheapest = family.option(family.lengths[0]).words(trial.request.batch_size)
-            trial.say(_("trying {number} of {count} ways: {words}", number=number, count=len(families), words=cheapest))
-        found = trial.smallest(family, limit)
+            words = first.words(trial.request.batch_size)
+            trial.say(_("trying {number} of {count} ways: {words}", number=number, count=len(families), words=words))
+        found = trial.smallest(family, None if best is None else best.key)
         if found is None:
             continue
         option = family.option(found[0])
         reached = trial.key(option)
-        if limit is None or reached < limit:
-            best, limit = _Best(reached, option, found[1], family.group), reached
+        if best is None or reached < best.key:
+            best = _Best(reached, option, found[1], family.group)
     return best
 
 
 def _first(pair: tuple[Key, OptionFamily]) -> Key:
     return pair[0]
+
+
+def _neighbours(trial: _Trial, best: _Best) -> Iterator[Rejected]:
+    """What also fits: a way that costs less but changes more, and one that costs hardly more; no more traces for it."""
+    cost = trial.costs.relative(best.option)
+    behind = [family for place, family in _in_order(trial) if place > best.key and family.group != best.group]
+    for least, most, why in (
+        (0.0, cost, Why.CHEAPER_AND_MORE_CHANGES),
+        (cost, cost * (1 + TOLERANCE), Why.HARDLY_DEARER),
+    ):
+        near = ((family, trial.between(family, least, most)) for family in behind)
+        for family, options in islice(((family, options) for family, options in near if options), MOST_NEIGHBOURS):
+            found = trial.first_known_to_fit(options)
+            if found is not None:
+                option, peak = found
+                reason = Reason(why, peak=Amount(peak), factor=f"{trial.costs.relative(option):.3g}")
+                yield Rejected(option.of(trial.request.batch_size), peak, 0, reason)
+                behind.remove(family)
+                break
 
 
 def _costlier(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:

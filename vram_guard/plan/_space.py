@@ -42,6 +42,11 @@ class Parts:
     """Blocks whose forward must not run twice."""
 
     @property
+    def saving(self) -> tuple[str, ...]:
+        """The blocks that keep something for the backward pass; treating the others (frozen ones) is no use."""
+        return tuple(block for block in self.blocks if self.saved.get(block, 1) > 0)
+
+    @property
     def checkpointable(self) -> tuple[str, ...]:
         """The blocks whose forward may run twice."""
         return tuple(block for block in self.blocks if block not in self.impure)
@@ -111,6 +116,7 @@ def space_of(
         ),
         prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
         incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
+        blocks=len(parts.saving),
     )
 
 
@@ -194,7 +200,7 @@ def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[
         *_pinned("checkpoint", pins.checkpoint, parts.checkpointable),
         *_pinned("offload_activations", pins.offload_activations, parts.blocks),
     }
-    blocks = tuple(block for block in parts.blocks if block not in pinned and parts.saved.get(block, 1) > 0)
+    blocks = tuple(block for block in parts.saving if block not in pinned)
     checkpoints = "checkpoint" in techniques and pins.checkpoint is None
     offloads = "offload_activations" in techniques and pins.offload_activations is None
     pure = tuple(block for block in blocks if block not in parts.impure)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.plan.learning_rate import learning_rate_factor
+from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.step import TrainingStep
 
@@ -156,7 +156,7 @@ def compare(
         gpu: a whole card by name; with neither, this machine's device.
         margin: the share of the budget to leave free; None: the default.
         allow: what a plan may change where a configuration does not fit as written.
-        lr_rule: "linear", "sqrt" or "none": how learning rates follow the samples of an optimizer step.
+        lr_rule: "linear", "sqrt", "none" or "auto": how learning rates follow the samples of an optimizer step.
         settings: the allocator's settings; None: PyTorch's defaults.
         progress: called with a line of text before each slow part.
 
@@ -210,7 +210,9 @@ def compared_rows(
             found = _found(one, resolved, techniques, settings, limit, say)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             found = {"error": f"{type(error).__name__}: {error}"}
-        suggested = _suggested(given[0], one, lr_rule)
+        made: Plan | None = found.get("plan")
+        optimizer = made.timeline_before.optimizer if made is not None and made.timeline_before is not None else ""
+        suggested = _suggested(given[0], one, rule_for(lr_rule, optimizer))
         return Compared(one.name, one.step, one.batch_size, one.learning_rate, suggested, **found)
 
     return tuple(map(row, given)), resolved

@@ -55,6 +55,10 @@ class Why(Enum):
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
 
+    CHANGES_LEAST = marked(
+        "Of the ways that fit and that a model of the GPU cannot tell apart, the one that changes least: {factor} "
+        "times the step time as written."
+    )
     SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
     # a launch with other options
@@ -102,6 +106,16 @@ class Why(Enum):
         "{rule})."
     )
     WARM_UP = marked("Warm the learning rate up over the first 5 epochs or so (Goyal et al. 2017, section 2.2).")
+    FOUND_FOR_SGD = marked(
+        "Published for SGD: the linear rule with warm-up kept the accuracy of ImageNet up to 8,192 images a step, the "
+        "weight decay unchanged (Goyal et al. 2017, arXiv:1706.02677); no rule held for every task (Shallue et al. "
+        "2019, arXiv:1811.03600)."
+    )
+    FOUND_FOR_ADAM = marked(
+        "Published for Adam-like optimizers: rates grow with the square root of the batch, and 1 - beta1 and 1 - beta2 "
+        "with the batch itself (Malladi et al. 2022, arXiv:2205.10287); in very large batches the best rate falls "
+        "again (Li et al. 2024, arXiv:2405.14578). Betas and weight decay are left as they are."
+    )
     LARGE_BATCH = marked("Beyond {count} samples per step or so, scaled rates have lost accuracy.")
 
     # why an alternative was not taken
@@ -111,6 +125,10 @@ class Why(Enum):
     NEEDS_STATES = marked("needs at least {amount} for weights, gradients and optimizer states alone")
     NEEDS_SAVED = marked("needs at least {amount} for weights, optimizer states and saved activations alone")
     NEEDS_OUTSIDE_OPTIMIZER = marked("needs at least {amount} outside the optimizer")
+    CHEAPER_AND_MORE_CHANGES = marked(
+        "should fit too ({peak}, not traced) and cost {factor} times the step time, but changes more"
+    )
+    HARDLY_DEARER = marked("should fit too ({peak}, not traced), and costs {factor} times the step time")
     HOST_MEMORY = marked("takes {amount} of host memory, of which {usable} are available")
     FAILS = marked("the step fails there: {error}")
     COSTS = marked("costs {factor} times the step time")

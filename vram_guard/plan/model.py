@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan._option import Option, OptionText
-from vram_guard.plan.descriptions import Reason, offload_words, optimizer_words, ranges, sharding_words
+from vram_guard.plan.descriptions import Reason, Why, offload_words, optimizer_words, ranges, sharding_words
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
@@ -40,6 +40,11 @@ class Rejected:
     def why(self) -> str:
         """The reason in words: "needs 30.00 GiB (6.00 GiB over budget)"."""
         return str(self.reason)
+
+    @property
+    def fits(self) -> bool:
+        """True if it should fit as well: another one was preferred."""
+        return self.reason.kind in (Why.CHEAPER_AND_MORE_CHANGES, Why.HARDLY_DEARER)
 
     def __str__(self) -> str:
         return f"{self.option}: {self.why}"

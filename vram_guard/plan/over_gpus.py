@@ -19,6 +19,7 @@ from vram_guard.language import Message, _
 from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.outside import outside_allocator
 from vram_guard.parallel.spec import MOST_GPUS, Parallel
+from vram_guard.plan._depth import by_depth
 from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Reason, Why, recipe_words
@@ -41,6 +42,7 @@ from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.spread import Spread, Way
 from vram_guard.plan.step_time import card_of
 from vram_guard.plan.techniques import OFFLOADS
+from vram_guard.state.collector import collector_paused
 from vram_guard.step import TrainingStep
 from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard.units import Amount
@@ -145,8 +147,10 @@ class SpreadSearch:
         best: float | None = None
         bounds: dict[Parallel | None, float | None] = {}
         for layout in sorted(layouts, key=trial_order):
+            ways[layout] = self._as_written(gpus, layout, total, wires)
+        for layout in sorted((one for one in layouts if not ways[one].why), key=lambda one: _nearness(ways[one])):
             bounds[layout] = best
-            plan, ways[layout] = self._try(gpus, layout, total, wires, best)
+            plan, ways[layout] = self._try(gpus, layout, total, wires, best, ways[layout])
             if plan is not None:
                 plans[layout] = plan
             seconds = ways[layout].seconds
@@ -157,9 +161,12 @@ class SpreadSearch:
             plan, ways[layout] = self._planned(gpus, layout, total, wires)
             plans[layout] = plan
         ordered = {layout: ways[layout] for layout in layouts}
-        layout = _cheapest(ordered, plans)
-        plans[layout], ordered[layout] = self._planned(gpus, layout, total, wires, bounds[layout], thorough=True)
-        return self._spread(plans[layout], gpus, total, wires, layout, _compared(ordered, layout))
+        proven: dict[Parallel | None, Way] = {}
+        while (layout := _cheapest(ordered, plans)) not in proven:
+            plans[layout], proven[layout] = self._planned(gpus, layout, total, wires, bounds[layout], thorough=True)
+            if (proven[layout].fits, proven[layout].changes) != (ordered[layout].fits, ordered[layout].changes):
+                ordered[layout] = proven[layout]  # otherwise the time stays by which it was compared
+        return self._spread(plans[layout], gpus, total, wires, layout, _compared({**ordered, **proven}, layout))
 
     def _topology(self, gpus: int) -> Topology:
         return topology(self.request.link, gpus=gpus, node=min(gpus, self.request.node), gpu=self.budget.gpu)
@@ -167,16 +174,18 @@ class SpreadSearch:
     def _source(self, layout: Parallel | None, wires: Topology) -> Source:
         if layout not in self.sources:
             made = self.source_for(self.step.with_(parallel=layout), None if layout is None else wires)
-            self.sources[layout] = replace(made, trace=remembered(made.trace))
+            direct, lawful = remembered(made.trace), by_depth(made.model, made.trace)
+            if lawful is None:
+                self.sources[layout] = replace(made, trace=direct)
+            else:
+                self.sources[layout] = replace(made, trace=remembered(lawful), direct=direct)
         return self.sources[layout]
 
-    def _try(
-        self, gpus: int, layout: Parallel | None, total: int, wires: Topology, best: float | None
-    ) -> tuple[Plan | None, Way]:
-        """The plan of one layout, where one was made, and what came of it."""
+    def _as_written(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> Way:
+        """The step as it is written under one layout; with a reason where that cannot be."""
         least = self.size.least(layout)
         if least > self._budget(layout, wires).usable:
-            return None, Way(gpus, layout, fits=False, why=Reason(Why.NEEDS_STATES, amount=Amount(least)))
+            return Way(gpus, layout, fits=False, why=Reason(Why.NEEDS_STATES, amount=Amount(least)))
         self.progress(_("planning {layout}", layout=LayoutText(layout)))
         batch = shares(gpus, layout, total)
         try:
@@ -184,18 +193,35 @@ class SpreadSearch:
             written = source.trace(TraceRequest(batch, source.precision))
             if layout is not None and layout.tensor > 1 and not divides_layers(written):
                 why = Message("no layer of this model is divided over GPUs of a node")
-                return None, Way(gpus, layout, fits=False, why=why)
+                return Way(gpus, layout, fits=False, why=why)
             self._learn_states(written, layout)
             seconds = seconds_of(written, batch, self.budget, wires, self.step.accumulate)
-            # Only another precision than float32 can be faster than the step as it is written.
-            least_time = source.precision != "32-true" or written.at(batch).fits(self._budget(layout, wires))
-            if least_time and best is not None and seconds is not None and seconds > best * (1 + TIME_STEP):
-                taken = written.at(batch)
-                fits = taken.fits(self._budget(layout, wires))
-                kind = Why.COSTS_MORE_THAN if fits else Why.NO_FIT_AND_SLOWER
-                slower = Reason(kind, factor=f"{seconds / best:.2f}")
-                return None, Way(gpus, layout, fits, peak=taken.peak_reserved, seconds=seconds, why=slower)
-            return self._planned(gpus, layout, total, wires, best)
+            taken = written.at(batch)
+        except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
+            return Way(gpus, layout, fits=False, why=failure(error))
+        return Way(gpus, layout, taken.fits(self._budget(layout, wires)), peak=taken.peak_reserved, seconds=seconds)
+
+    def _try(
+        self, gpus: int, layout: Parallel | None, total: int, wires: Topology, best: float | None, written: Way
+    ) -> tuple[Plan | None, Way]:
+        """The plan of one layout, where one was made, and what came of it.
+
+        Args:
+            gpus: in all.
+            layout: the way that they are used.
+            total: samples that they load at once.
+            wires: between them.
+            best: seconds of a step under the best layout so far.
+            written: the step as it is written under this one.
+        """
+        # Only another precision than float32 can be faster than the step as it is written.
+        least_time = self.step.precision != "32-true" or written.fits
+        if least_time and best is not None and written.seconds is not None and written.seconds > best * (1 + TIME_STEP):
+            kind = Why.COSTS_MORE_THAN if written.fits else Why.NO_FIT_AND_SLOWER
+            return None, replace(written, why=Reason(kind, factor=f"{written.seconds / best:.2f}"))
+        try:
+            with collector_paused():
+                return self._planned(gpus, layout, total, wires, best)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             return None, Way(gpus, layout, fits=False, why=failure(error))
 
@@ -214,8 +240,11 @@ class SpreadSearch:
         source = replace(self._source(layout, wires), most_seconds=best, thorough=thorough)
         plan = self.plan_source(source, batch, self._budget(layout, wires), self.allowed)
         taken = None
-        if plan.timeline is not None:
+        if plan.timeline is not None and plan.timeline.work:
             taken = seconds_of(plan.timeline, plan.micro_batch_size, self.budget, wires, plan.accumulate)
+        elif plan.timeline_before is not None and plan.slowdown is not None:  # composed, which says nothing of its work
+            written = seconds_of(plan.timeline_before, batch, self.budget, wires, self.step.accumulate)
+            taken = None if written is None else plan.slowdown * written
         changes = Option(plan.precision, plan.splits, plan.recipe)
         said = changes.words(batch, plan.precision_before) if plan.changed else ""
         why: Reason | str = ""
@@ -287,7 +316,7 @@ class SpreadSearch:
             if not layouts:
                 continue
             most = gpus
-            if not any(self._may_fit(layout, total, gpus, wires) for layout in layouts):
+            if not any(self._may_fit(layout, total, gpus, wires) for layout in sorted(layouts, key=trial_order)):
                 continue
             made = self.on(gpus, total)
             if made.rank.fits:
@@ -324,6 +353,16 @@ def _counts(node: int, total: int) -> Iterator[int]:
     while count <= min(MOST_GPUS, total * node):
         yield count
         count += node
+
+
+def _nearness(written: Way) -> tuple[bool, bool, float]:
+    """The order in which layouts are planned: what is found early leaves little to look for under the others.
+
+    The fastest of those that fit as they are, then those that take the least memory; last what keeps weights on the
+    host.
+    """
+    offload = written.layout is not None and written.layout.offload
+    return not written.fits, offload, (written.seconds or 0.0) if written.fits else float(written.peak or 0)
 
 
 def _cheapest(ways: Mapping[Parallel | None, Way], plans: Mapping[Parallel | None, Plan]) -> Parallel | None:

@@ -29,7 +29,15 @@ class Timelines(Protocol):
         ...
 
     def composed(self, option: Option, size: int) -> bool:
-        """True if what is known of the option at this size is composed, and has not been traced."""
+        """True if what has been said of the option at this size is composed, and has not been traced."""
+        ...
+
+    def known(self, option: Option, size: int) -> bool:
+        """True if :meth:`exact` needs no further trace."""
+        ...
+
+    def by_law(self, option: Option, size: int) -> bool:
+        """True if a law in the depth of the model has said what the option takes at this size, and no trace."""
         ...
 
     def distrust(self, option: Option) -> None:
@@ -98,6 +106,8 @@ class Space:
     prefixes: tuple[BlockPrefix, ...] = ()
     incompatible: Callable[[Option], str] = field(default=lambda _option: "", compare=False)
     """The reason why an option's parts cannot be combined ("" where they can)."""
+    blocks: int = 0
+    """Blocks that the model has, whether they may be treated or not."""
 
     def families(self) -> Iterator[OptionFamily]:
         """Every family whose parts go together."""
@@ -164,7 +174,7 @@ class Request:
     host_usable: int | None = None
     """Bytes of host memory that techniques may take; None: not known, not limited."""
     thorough: bool = True
-    """True: where timelines are composed, the nearest miss is traced as well as the option that is taken."""
+    """True: where timelines are composed, the option that is taken and the nearest miss are traced."""
     correction: float = 1.0
     """The factor for predicted peaks, at least 1: earlier runs took more than predicted."""
 

@@ -65,6 +65,8 @@ class Source:
     trace: Callable[[TraceRequest], Timeline]
     """Follows two optimizer steps; the blocks have exact sizes (``per_sample`` 0). It may raise what the user's code
     raises. Timelines of the step as written say what forwards change that may run twice (``Timeline.changes``)."""
+    direct: Callable[[TraceRequest], Timeline] | None = None
+    """Follows all blocks of the model, where ``trace`` may say by a law what they do; None: ``trace`` does."""
     precision: str = "32-true"
     accumulate: int = 1
     """Loaded batches (or micro-batches of a TrainingStep) per optimizer step."""
@@ -86,7 +88,8 @@ class Source:
     most_seconds: float | None = None
     """Options under which a step takes longer are not tried: there is a better way to spread it; None: all are."""
     thorough: bool = True
-    """False: the nearest miss of a plan that rests on composed timelines is not traced; the plan itself always is."""
+    """False: a plan that rests on composed timelines is not traced, nor is its nearest miss: its caller will ask again
+    for the one that is taken."""
     marks: bool = False
     """True if its timelines have marks, so that others can be composed of them."""
     job: Job | None = None

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.timeline import Estimate
 
+#: Tier -> its name, where phases have different ones.
+TIER_NAMES = {
+    "symbolic": marked("symbolic"),
+    "partly symbolic": marked("partly symbolic"),
+    "formula": marked("a lower bound"),
+}
+
 _TIERS = {
     "symbolic": marked("symbolic (every operator's memory is known)"),
     "partly symbolic": marked("partly symbolic (some sizes are bounds, see the notes)"),
@@ -137,7 +144,8 @@ class Content:
 
     def phase_heads(self) -> list[str]:
         """Titles of the columns of :meth:`phase_rows`."""
-        return [_("phase"), _("peak allocated"), _("peak reserved"), _("where")]
+        answer = [_("answer")] if self._tiers_differ else []
+        return [_("phase"), _("peak allocated"), _("peak reserved"), *answer, _("where")]
 
     def phase_rows(self) -> list[list[str]]:
         """The peak of each phase of the run; none where the step has no job."""
@@ -146,10 +154,15 @@ class Content:
                 str(phase_and_step(phase)),
                 format_bytes(phase.peak_allocated),
                 format_bytes(phase.peak_reserved),
+                *([_(TIER_NAMES[phase.tier])] if self._tiers_differ else []),
                 printable(", ".join(filter(None, (phase.module, phase.source))), lines=False),
             ]
             for phase in self.estimate.phases
         ]
+
+    @property
+    def _tiers_differ(self) -> bool:
+        return len({phase.tier for phase in self.estimate.phases}) > 1
 
     def leaks(self) -> list[str]:
         """The lines whose memory grows with every step, and when the budget is full."""
@@ -243,8 +256,8 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def alternatives(plan: Plan, most: int) -> list[str]:
-    """The options that were not taken, those that came closest to the budget first."""
-    closest = sorted(plan.rejected, key=lambda option: (option.missing == 0, option.missing))
+    """The options that were not taken: those that fit too, then those that came closest to the budget."""
+    closest = sorted(plan.rejected, key=lambda option: (not option.fits, option.missing == 0, option.missing))
     return _at_most(most, list(map(str, closest)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -49,15 +49,16 @@ class ReachedState:
 
     Args:
         roots: names and objects: callables, and others.
+        most: objects that are looked at besides them, the nearest first.
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, roots: Iterable[tuple[str, Any]], most: int = MOST) -> None:
         self._cells: list[tuple[str, CellType, Any]] = []
         self._globals: list[tuple[str, dict[str, Any], Any]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         pending = deque(roots)
-        most = len(pending) + MOST
+        most += len(pending)
         seen: set[int] = set()
         while pending and len(seen) < most:
             name, value = pending.popleft()
@@ -114,29 +115,33 @@ class ReachedState:
             if not alike(now, content):
                 yield name, container[content:] if isinstance(content, int) else now
 
-    def restore(self) -> None:
-        """Put everything back."""
+    def restore(self, where: Callable[[Any], bool] = lambda _now: True) -> None:
+        """Put everything back; where only some of it: what holds now what ``where`` says True of."""
         for _name, cell, content in self._cells:
-            if held(cell) is not content:
+            if held(cell) is not content and where(held(cell)):
                 cell.cell_contents = content
         for name, names, value in self._globals:
-            if names.get(name, _MISSING) is not value:
+            if names.get(name, _MISSING) is not value and where(names.get(name)):
                 if value is _MISSING:
                     del names[name]
                 else:
                     names[name] = value
         for _name, container, content in (*self._containers, *self._attributes):
-            refill(container, content)
+            now = container[content:] if isinstance(content, int) else container
+            if not alike(look(container, LONGEST), content) and where(now):
+                refill(container, content)
 
 
 @contextlib.contextmanager
-def reached_kept(roots: Iterable[tuple[str, Any]]) -> Iterator[ReachedState]:
-    """Afterwards everything that these objects lead to holds what it held before."""
-    state = ReachedState(roots)
+def reached_kept(
+    roots: Iterable[tuple[str, Any]], most: int = MOST, where: Callable[[Any], bool] = lambda _now: True
+) -> Iterator[ReachedState]:
+    """Afterwards everything that these objects lead to holds what it held before; see :class:`ReachedState`."""
+    state = ReachedState(roots, most)
     try:
         yield state
     finally:
-        state.restore()
+        state.restore(where)
 
 
 def _parts_in(container: Any) -> Iterable[Any]:

@@ -35,8 +35,8 @@ def find_blocks(model: nn.Module, *, checkpointed: bool = False) -> tuple[ModelB
 
     Siblings of one class, two at least, each with modules of its own inside (so no single layers), outermost first:
     the layers of a transformer, the levels of a U-Net. What repeats something itself is looked into where it is a
-    stage, one of several that differ in size (of a ResNet the residual blocks are found), or a tower, an attribute of
-    its own and no item of a list.
+    stage, one of several that differ in size and hold lists (of a ResNet the residual blocks are found; the two
+    attentions of a U-Net's level are parts of it), or a tower, an attribute of its own and no item of a list.
 
     Args:
         model: the whole model.
@@ -79,11 +79,17 @@ def _repeated(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
         siblings = groups[_kind(child)]
         inside = _repeated(child, name)
         is_block = len(siblings) > 1 and _may_be_block(child)
-        if is_block and not (inside and (not _is_list(module) or _are_stages(siblings))):
+        holds = any(_is_list(child.get_submodule(_within(name, one))) for one, _found in inside)
+        if is_block and not (inside and (not _is_list(module) or (holds and _are_stages(siblings)))):
             made.append((name, child))
         else:
             made += inside
     return made
+
+
+def _within(path: str, name: str) -> str:
+    """The module that holds the module ``name``, as seen from the module at ``path``."""
+    return name[len(path) + 1 :].rpartition(".")[0]
 
 
 def _kind(module: nn.Module) -> Any:

@@ -37,6 +37,7 @@ from vram_guard.timeline._values import (
     UpperReason,
     Work,
     Workspaces,
+    lower,
 )
 from vram_guard.timeline._words import phase_and_step, phase_words
 
@@ -77,6 +78,7 @@ __all__ = [
     "Work",
     "Workspaces",
     "largest_that_fits",
+    "lower",
     "merge_affine",
     "phase_and_step",
     "phase_words",

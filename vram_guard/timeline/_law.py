@@ -51,6 +51,7 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
         network=high.network,
         cudnn=low.cudnn,
         parallel=low.parallel,
+        optimizer=low.optimizer,
         marks=low.marks if low.marks == high.marks else None,
         growth=low.growth,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
 from vram_guard.allocator.blocks import LEAST_BLOCK
-from vram_guard.budget.margins import Network
+from vram_guard.budget.margins import Network, measured_margin
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -39,6 +39,7 @@ from vram_guard.timeline._values import (
     UpperReason,
     Work,
     Workspaces,
+    lower,
 )
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Timeline:
     """The cuDNN that was asked for workspaces; None: none was."""
     parallel: Parallel | None = None
     """The layout over several GPUs, one rank of which this is; None: one GPU."""
+    optimizer: str = field(default="", repr=False, compare=False)
+    """Name of the optimizer's class; "": there is none, or it is not known."""
     growth: tuple[Growth, ...] = ()
     """The blocks that each further step would leave behind, of the last step; empty also where that was not asked."""
     marks: Marks | None = field(default=None, repr=False, compare=False)
@@ -144,7 +147,8 @@ class Timeline:
         for phase in self.phases:
             name: StretchName = "training" if phase.name in STEP_PHASES else phase.name
             if not found or (name, phase.label) != found[-1][:2]:
-                found.append(Stretch(name, phase.label, phase.start if found else 0, phase.step))
+                found.append(Stretch(name, phase.label, phase.start if found else 0, phase.step, phase.tier))
+            found[-1] = found[-1]._replace(tier=lower(found[-1].tier, phase.tier))
         only_steps = all(stretch.name in ("setup", "training") and not stretch.label for stretch in found)
         return (Stretch("training", "", 0, 0),) if only_steps else tuple(found)
 
@@ -285,6 +289,8 @@ class Timeline:
         held_against = Budget.of(budget)
 
         def fits(batch_size: int) -> bool:
+            if self.tier == "partly symbolic" and len(self.stretches) > 1:  # which of them decides, an estimate tells
+                return self.at(batch_size, settings=settings).fits(held_against)
             peak = self.replay(batch_size, settings=settings).peak_reserved
             return held_against.holds(peak, self.tier, self.network)
 
@@ -336,6 +342,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         by_module[block.module] = by_module.get(block.module, 0) + granted
         by_stream[block.stream] += granted
     asked = timeline.blocks[timeline.events[result.peak_event]] if timeline.events else None
+    phases = _phase_peaks(timeline, result)
     return Estimate(
         batch_size=batch_size,
         peak_allocated=result.peak_allocated,
@@ -346,7 +353,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         peak_module=asked.module if asked else "",
         peak_source=asked.source if asked else "",
         peak_operator=asked.operator if asked else "",
-        tier=timeline.tier,
+        tier=_deciding_tier(timeline, phases),
         notes=timeline.notes,
         out_of_memory=_out_of_memory_point(timeline, batch_size, result),
         host_peak=timeline.host_peak(batch_size),
@@ -354,7 +361,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         network=timeline.network,
         cudnn=timeline.cudnn,
         by_stream=tuple(by_stream) if timeline.streams else (),
-        phases=_phase_peaks(timeline, result),
+        phases=phases,
         leaks=_leaks(timeline, batch_size),
     )
 
@@ -389,8 +396,24 @@ def _phase_peaks(timeline: Timeline, result: Replay) -> tuple[PhasePeak, ...]:
         asked = timeline.blocks[event] if event >= 0 else None
         step = timeline.phase_of(peak.event).step if peak.event < end else stretch.step
         origin = (asked.module, asked.source, asked.operator) if asked else ("", "", "")
-        peaks.append(PhasePeak(stretch.name, stretch.label, step, peak.allocated, peak.reserved, *origin))
+        peaks.append(PhasePeak(stretch.name, stretch.label, step, peak.allocated, peak.reserved, *origin, stretch.tier))
     return tuple(peaks)
+
+
+def _deciding_tier(timeline: Timeline, phases: tuple[PhasePeak, ...]) -> Tier:
+    """The tier of the phase that needs most of a GPU with the margin of its own tier; the lowest where one is a bound.
+
+    A phase that takes no more from the driver than those before it needs what it has allocated.
+    """
+    if not phases or timeline.tier == "formula":
+        return timeline.tier
+    reserved = 0
+    needs: list[tuple[float, Tier]] = []
+    for phase in phases:
+        peak = phase.peak_reserved if phase.peak_reserved > reserved else phase.peak_allocated
+        reserved = max(reserved, phase.peak_reserved)
+        needs.append((peak / (1 - measured_margin(phase.tier, timeline.network).fraction), phase.tier))
+    return max(needs, key=lambda need: need[0])[1]
 
 
 def _out_of_memory_point(timeline: Timeline, batch_size: int, result: Replay) -> OutOfMemoryPoint | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
+from vram_guard.language import Message
 from vram_guard.scratch import Card, Rule
-
-if TYPE_CHECKING:
-    from vram_guard.language import Message
 
 Category = Literal[
     "parameters",
@@ -126,6 +124,8 @@ class Phase(NamedTuple):
     start: int
     label: str = ""
     """What tells it from others of its name: "sanity check", "epoch 5"."""
+    tier: Tier = "symbolic"
+    """How far the sizes of what runs in it are known."""
 
 
 #: A phase, or "training": the training steps between two others.
@@ -141,6 +141,8 @@ class Stretch(NamedTuple):
     """Index of its first event."""
     step: int
     """Of its first phase."""
+    tier: Tier = "symbolic"
+    """The lowest of its phases."""
 
 
 class PhasePeak(NamedTuple):
@@ -157,6 +159,13 @@ class PhasePeak(NamedTuple):
     """Of the block that reached the allocated peak; "" where the phase began with it."""
     source: str
     operator: str
+    tier: Tier = "symbolic"
+    """How far the sizes of what runs in this phase are known."""
+
+
+def lower(one: Tier, other: Tier) -> Tier:
+    """The tier that promises less."""
+    return max(one, other, key=get_args(Tier).index)
 
 
 class Growth(NamedTuple):

@@ -21,26 +21,34 @@ _KEY = "learning_rates_contain"
 
 
 class ResumedCheckpoint:
-    """The checkpoint that a script loads, as its dry run sees it, where nothing of it is loaded."""
+    """The checkpoint that a script loads, as its dry run sees it."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         """By what its learning rates were multiplied."""
+        self.not_followed = ""
+        """The reason why the memory that loading takes is not known; "" where it is, or where nothing is loaded."""
         self.files: dict[str, FileState] = {}
         """The files that this was read from."""
 
     @property
     def notes(self) -> list[str]:
         """Notes for a reader of the plan."""
-        if self.factor == 1:
-            return []
-        return [
-            _(
-                "the learning rates in the checkpoint that is loaded were multiplied by {factor}, for a larger batch; "
-                "the guard multiplies them by what this plan says instead",
-                factor=f"{self.factor:g}",
+        found = []
+        if self.not_followed:
+            found.append(
+                _("what resuming takes is not included: load_state was not followed ({why})", why=self.not_followed)
             )
-        ]
+        if self.factor != 1:
+            found.append(self._about_rates())
+        return found
+
+    def _about_rates(self) -> str:
+        return _(
+            "the learning rates in the checkpoint that is loaded were multiplied by {factor}, for a larger batch; "
+            "the guard multiplies them by what this plan says instead",
+            factor=f"{self.factor:g}",
+        )
 
     def look(self, accelerator: Any, folder: Any) -> None:
         """The script calls ``load_state(folder)``. The weights' values do not matter, its learning rates do."""

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
+from vram_guard_accelerate.apply.checkpoints import loaded_folder
+from vram_guard_accelerate.dry_run import _resuming
+from vram_guard_accelerate.dry_run._counted_rounds import count_rounds
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
@@ -33,7 +37,19 @@ class FollowingPhase(LoopPhase):
     def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
         super().__init__(run, FollowedLoop(run, accelerator, moved))
         self._probe = TrainingProbe()
+        count_rounds()
         self._sample: Sample
+
+    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
+        """The checkpoint takes memory as Accelerate loads it, but into a model that is divided."""
+        super().load_state(accelerator, folder, given)
+        resumed, found = self.run.script.resumed, loaded_folder(accelerator, folder)
+        if found is None or not self.loop.models:
+            return
+        if self.run.sharding.process is not None:
+            resumed.not_followed = _("a checkpoint of a model that is divided")
+        else:
+            resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""

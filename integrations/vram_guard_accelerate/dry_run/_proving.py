@@ -134,6 +134,7 @@ class ProvingPhase(Phase):
             self._training = batches.loader
             self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
             if self._task.precise:
+                in_double_precision()  # again: frozen models that the script itself has put back into single precision
                 self._batch = mapped(self._batch, _doubled)
             self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
             self._draws.__enter__()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,9 +15,12 @@ from vram_guard.capture.loader import Sample
 from vram_guard.language import _
 from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Growth, Note, Timeline
 from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
+from vram_guard_accelerate.dry_run._periodic_branches import Branch
+from vram_guard_accelerate.dry_run._script_lines import ScriptLines, asker
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -62,6 +63,10 @@ class WholeJobPhase(ForkedPhase):
         self._notes: list[Note] = []
         self._rounds = EvaluationRounds(self._recorder, self.trains_on)
         self._rounds.install()
+        self._lines = ScriptLines(self._branch_entered)
+        self._asked = False
+        self._entered: list[str] = []
+        """Branches that were."""
         for model in loop.models:
             model.register_forward_pre_hook(self._forward_begins)
         self._watch_saves()
@@ -76,22 +81,52 @@ class WholeJobPhase(ForkedPhase):
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """The training's until its epoch is over; two of any other loader."""
+        asking = asker()
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
-            with self._rounds.asked(batches):
+            with self._rounds.asked(batches, asking):
+                if asking is not None and asking.loops and self._rounds.enough(batches):
+                    self._lines.leave(asking, lambda _ended: self._rounds.close_all())
                 return batches.next_beside_training()
         self._evaluates = False
         steps = self.loop.tracer.steps
-        if batches is self._over:
+        if not self._asked:
+            self._asked = True
+            self._lines.find_branches(self._sample.loader)
+        if batches is self._over and asking is None:
             raise StopIteration
         if self._over is None:
+            enough = FOLLOWED_STEPS + bool(self._lines.pending)
+            if asking is not None and asking.loops:
+                if steps >= enough - 1:
+                    self._lines.leave(asking, partial(self._loop_left, batches))
             # Accelerate's loaders ask for a batch ahead: a step more will be taken.
-            if steps >= FOLLOWED_STEPS - self._rounds.asks_ahead(batches.loader):
+            elif steps >= enough - self._rounds.asks_ahead(batches.loader):
                 self._over = batches
                 raise StopIteration
         elif self._next_epoch_at is None:
             self._next_epoch_at, self._alive = steps, None
+            self._lines.rest()
         return self.made_batch()
+
+    def _loop_left(self, batches: BatchIterator, ended: bool) -> None:
+        self._over = batches
+        if not ended:
+            self._missing(_("its loop cannot be ended early"))
+            self.answer()
+
+    def _branch_entered(self, branch: Branch, period: int) -> None:
+        self._entered.append(branch.where)
+        self._notes.append(
+            Note(
+                _(
+                    "what the script does every {count} rounds ({where}) is followed once, after step {step}",
+                    count=period,
+                    where=branch.where,
+                    step=self.loop.tracer.steps,
+                )
+            )
+        )
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Batches of evaluations are no steps."""
@@ -99,7 +134,7 @@ class WholeJobPhase(ForkedPhase):
 
     def _forward_begins(self, *_call: object) -> None:
         """Without gradients, once the epoch is over, it belongs to an evaluation, whether that loads data or not."""
-        over = self._over is not None and self._next_epoch_at is None
+        over = self._next_epoch_at is None and (self._over is not None or self._entered)
         if over and not torch.is_grad_enabled() and self._recorder.phases[-1].name in STEP_PHASES:
             self._enter_evaluation()
 
@@ -111,6 +146,7 @@ class WholeJobPhase(ForkedPhase):
     def followed(self) -> None:
         """Both first steps were taken: from here on time is short, and the second epoch's first step is the last."""
         steps = self.loop.tracer.steps
+        self._lines.enters = steps >= FOLLOWED_STEPS and self._next_epoch_at is None
         if steps == 2:
             limit(SECONDS, lambda _frame: self._late())
         if self._alive is not None and steps >= FOLLOWED_STEPS:
@@ -180,69 +216,11 @@ class WholeJobPhase(ForkedPhase):
     def timeline(self) -> Timeline:
         """With what a step leaves behind, and what was not followed."""
         made = super().timeline()
+        self._notes += [
+            Note(_("what the script does now and then ({where}) was not reached; it is not included", where=one.where))
+            for one in self._lines.pending
+        ]
         return replace(made, growth=self._growth, notes=(*made.notes, *self._rounds.notes, *self._notes))
-
-
-class EvaluationRounds:
-    """Rounds of evaluations, of which two are followed: the second one stands for all others.
-
-    Args:
-        recorder: of the copy.
-        trains: whether a loader is the training's.
-    """
-
-    def __init__(self, recorder: Recorder, trains: Callable[[Any], bool]) -> None:
-        self._recorder = recorder
-        self._trains = trains
-        self._ahead: dict[int, Any] = {}
-        """Loaders over which one of Accelerate's iterates, which asks for a batch ahead; kept, since ids are reused."""
-        self._open: WeakKeyDictionary[BatchIterator, contextlib.ExitStack] = WeakKeyDictionary()
-        self._seen: WeakKeyDictionary[BatchIterator, int] = WeakKeyDictionary()
-        self.notes: list[Note] = []
-
-    def install(self) -> None:
-        """Accelerate's loaders say when they hand out a batch."""
-        from accelerate import data_loader
-
-        for name in ("DataLoaderShard", "DataLoaderDispatcher"):
-            wrap(getattr(data_loader, name), "__iter__", self._handed_out)
-
-    def asks_ahead(self, loader: Any) -> bool:
-        """True if one of Accelerate's loaders iterates over this one."""
-        return id(loader) in self._ahead
-
-    def _handed_out(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        base = getattr(loader, "base_dataloader", loader)
-        self._ahead[id(base)] = base
-        number = 0
-        with contextlib.ExitStack() as stack:
-            for batch in original(loader):
-                stack.close()
-                if number == 1 and not self._trains(loader.base_dataloader):
-                    stack.enter_context(self._recorder.repeat(self._rounds_of(loader)))
-                number += 1
-                yield batch
-
-    @contextlib.contextmanager
-    def asked(self, batches: BatchIterator) -> Iterator[None]:
-        """The next batch of a loader is asked for, which ends the round of the one before."""
-        if self.asks_ahead(batches.loader):
-            yield
-            return
-        self._open.pop(batches, contextlib.ExitStack()).close()
-        number = self._seen[batches] = self._seen.get(batches, 0) + 1
-        yield
-        if number == 2:
-            stack = self._open[batches] = contextlib.ExitStack()
-            stack.enter_context(self._recorder.repeat(self._rounds_of(batches.loader)))
-
-    def _rounds_of(self, loader: Any) -> int:
-        """The rounds that the second one stands for, itself included."""
-        try:
-            return max(1, len(loader) - 1)
-        except TypeError:
-            self.notes.append(Note(_("the number of batches of an evaluation is not known: two are counted")))
-            return 1
 
 
 def _let_trainer_evaluate(ends: Callable[[], bool]) -> None:

@@ -41,8 +41,7 @@ def install(run: DryRun) -> None:
     wrap(Accelerator, "__init__", partial(_accelerator_made, run))
     for name in ("prepare", "prepare_model"):
         wrap(Accelerator, name, lambda original, self, *args, **kwargs: run.phase.prepare(original, self, args, kwargs))
-    resumed = run.script.resumed
-    wrap(Accelerator, "load_state", lambda _, self, input_dir=None, *__, **___: resumed.look(self, input_dir))
+    wrap(Accelerator, "load_state", partial(_state_loaded, run))
     wrap(Accelerator, "backward", partial(_backward, run))
     for owner in (Accelerator, torch.nn.utils):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -116,6 +115,13 @@ def _backward(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
 def _differentiated(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
     run.phase.differentiates_for_real()
     return original(*args, **kwargs)
+
+
+def _state_loaded(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    accelerator, folder, options, more = given.arguments.values()
+    run.phase.load_state(accelerator, folder, {"load_kwargs": options, **more})
 
 
 def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:

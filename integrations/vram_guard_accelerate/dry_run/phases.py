@@ -15,6 +15,7 @@ from vram_guard.language import _
 from vram_guard.longest.wish import Wish
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
+from vram_guard_accelerate.dry_run._script_lines import asker
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
 from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
@@ -93,10 +94,10 @@ class BatchIterator:
         return next(self._real)
 
     def next_beside_training(self) -> Any:
-        """The same, until a loop that does not train has seen enough."""
+        """The same, until a loop that does not train has seen enough; one that calls ``next`` counts by itself."""
         forwards = self._run.phase.forwards
         used, self._forwards = forwards > self._forwards, forwards
-        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD):
+        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD) and asker() is None:
             raise StopIteration
         self._given += 1
         return self.next_real()
@@ -122,6 +123,10 @@ class Phase:
     def prepare(self, original: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
         """``Accelerator.prepare``, or ``prepare_model``."""
         return original(accelerator, *args, **kwargs)
+
+    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:  # noqa: ARG002 - of no use here
+        """``Accelerator.load_state`` of a folder, with these other arguments: the script resumes."""
+        self.run.script.resumed.look(accelerator, folder)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """A loader's next batch."""

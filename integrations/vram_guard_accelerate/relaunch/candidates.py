@@ -17,7 +17,7 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.proofs import Proof
 from vram_guard_accelerate.dry_run.results import FirstLook
 from vram_guard_accelerate.relaunch.divisible import why_not_divided
-from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated
+from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated, why_not_counted, why_not_weighed
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
 
 if TYPE_CHECKING:
@@ -124,11 +124,14 @@ class RelaunchCandidates:
                 )
             )
             return []
-        # Uneven: a table of all samples against all samples.
-        if facts.compares_samples or made.uneven:
-            why = _("samples of a batch are compared with each other")
-        else:
-            why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
+        why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
+        # A table of all samples against all samples is as wide as the batch and grows with its square. So may other
+        # things be: samples that were run whole and in halves tell.
+        if not why and (facts.compares_samples or made.uneven) and not self._halved().samples:
+            why = _(
+                "samples of a batch may be compared with each other, and none were run to see: {reason}",
+                reason=self._halved().why_not,
+            )
         found = None if why else accumulated()
         if found is not None:
             slower = made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)
@@ -137,6 +140,14 @@ class RelaunchCandidates:
             why = self._halved().refutation
         if found is None or why:
             note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=why)
+            counted = not why_not_counted(self._look.profile, self._first.shape.ranks)
+            if counted and why_not_weighed(self._look.profile) and size % 2 == 0:
+                note = _(
+                    "{note}. Where it is a mean over samples, or is divided by what all batches of a step hold (as the "
+                    "trainers of Transformers and TRL divide it), you can type half the batch yourself: {options}",
+                    note=note,
+                    options=f"{batch} {size // 2} {accumulation} {2 * facts.batches_per_step}",
+                )
             self.notes.append(note)
             return []
         return [

@@ -28,6 +28,11 @@ def why_not_accumulated(profile: LoopProfile, ranks: int) -> str:
         profile: of the script as written.
         ranks: processes of the launch.
     """
+    return why_not_counted(profile, ranks) or why_not_weighed(profile)
+
+
+def why_not_counted(profile: LoopProfile, ranks: int) -> str:
+    """The reason why a script's loop could not take as many samples in every step with smaller batches."""
     if not profile.complete:
         return _("it takes no second optimizer step")
     if profile.rates_unknown:
@@ -42,6 +47,11 @@ def why_not_accumulated(profile: LoopProfile, ranks: int) -> str:
             samples=profile.samples,
             size=full,
         )
+    return ""
+
+
+def why_not_weighed(profile: LoopProfile) -> str:
+    """The reason why the parts of its losses could weigh otherwise in smaller batches."""
     return "; ".join(dict.fromkeys(_unequal(profile)))
 
 

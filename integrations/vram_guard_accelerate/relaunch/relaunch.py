@@ -169,7 +169,8 @@ class Relaunch:
         """
         written = self.baseline
         slowdown = round((plan.slowdown or 1.0) * launch_seconds(plan, first) / written.seconds, 4)
-        own = [reason for reason in plan.reason_values if reason.kind is not Why.CHEAPEST] if plan.changed else []
+        cost = (Why.CHEAPEST, Why.CHANGES_LEAST)
+        own = [reason for reason in plan.reason_values if reason.kind not in cost] if plan.changed else []
         return replace(
             plan,
             precision_before=written.precision,

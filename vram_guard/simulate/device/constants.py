@@ -41,6 +41,12 @@ _HEALTHY: dict[str, bool] = {
     "aten::isneginf": False,
 }
 
+#: Operators of two truth values -> the value of one side that settles the result, whatever the other side is.
+_SETTLED_BY: dict[str, bool] = {
+    **dict.fromkeys(("aten::bitwise_or", "aten::logical_or", "aten::__or__"), True),
+    **dict.fromkeys(("aten::bitwise_and", "aten::logical_and", "aten::__and__"), False),
+}
+
 Computation = Callable[[], torch.Tensor]
 
 
@@ -78,14 +84,8 @@ def computation(tensor: torch.Tensor) -> Computation | None:
 
 def compute(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's real value on the CPU, or None where it is not known."""
-    made = computation(tensor)
-    if made is None:
-        return None
-    try:
-        with torch.no_grad():
-            return made()
-    except RuntimeError:
-        return None  # an operator that the CPU cannot run on these arguments: then it is not known
+    with torch.no_grad():
+        return _tried(computation(tensor))
 
 
 def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, part: int | None = None) -> None:
@@ -107,6 +107,9 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, p
     if out.numel() > LARGEST_COMPUTED:
         return
     name = func._schema.name
+    if name in _SETTLED_BY and _may_be_settled(name, args, out):
+        setattr(out, _ATTRIBUTE, _settled(func, args, out))
+        return
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if first is not None and is_symbolic(first) and _ATTRIBUTE not in first.__dict__:
         healthy = _healthy_answer(name, args)
@@ -132,6 +135,46 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, p
     setattr(out, _ATTRIBUTE, made)
     if name in _MOVING and first is not None and len(list(tensors_in(args))) == 1:
         setattr(out, _ORIGIN, (_origin(first), version_of(out)))
+
+
+def _may_be_settled(name: str, args: tuple[Any, ...], out: torch.Tensor) -> bool:
+    """True where something is known of one of two sides, which are truth values, or numbers with 0 for none of them."""
+    if out.dtype != torch.bool and (_SETTLED_BY[name] or out.is_floating_point()):
+        return False
+    sides = [one for one in args[:2] if isinstance(one, torch.Tensor)]
+    return len(sides) == 2 and any(computation(one) is not None for one in sides)
+
+
+def _settled(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> Computation:
+    """The result of a logical operator, which one side alone may settle."""
+    sides, shape, dtype = [computation(one) for one in args[:2]], out.shape, out.dtype
+    settling = _SETTLED_BY[func._schema.name]
+    memory: list[torch.Tensor | None] = []
+
+    def result() -> torch.Tensor | None:
+        values = [_tried(made) for made in sides]
+        if all(value is not None for value in values):
+            both: torch.Tensor = func(*values)
+            return both
+        if any(value is not None and bool((value == settling).all()) for value in values):
+            return torch.full((), settling, dtype=dtype).expand(shape)
+        return None
+
+    def made() -> torch.Tensor:
+        if not memory:
+            memory.append(result())
+        if memory[0] is None:
+            raise RuntimeError("neither side settles it")
+        return memory[0]
+
+    return made
+
+
+def _tried(made: Computation | None) -> torch.Tensor | None:
+    try:
+        return None if made is None else made()
+    except RuntimeError:  # an operator that the CPU cannot run on these arguments: then it is not known
+        return None
 
 
 def written(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:

@@ -22,7 +22,9 @@ from vram_guard.simulate.device.cuda_module import CUDA, GENERATOR_ANSWERS, TOOL
 from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
+from vram_guard.simulate.device.managed_memory import ManagedMemory
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.device.triton_launches import TritonLaunches
 from vram_guard.simulate.memory.recorder import Recorder
 
 _META = torch.device("meta")
@@ -108,6 +110,9 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
             if place is _META and not to_meta and _target(args, kwargs) is not None:
                 # c10's own words
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        if _has_own_functions(type(self)):  # torch would hand it this replacement, which no table of its own knows
+            own: torch.Tensor = type(self).__torch_function__(_base.to, (type(self),), (self, *args), kwargs)
+            return own
         return _base.to(self, *args, **kwargs)
 
     def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -186,6 +191,14 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         "__array__": array,
         "__repr__": representation,
     }
+
+
+@functools.cache
+def _has_own_functions(kind: type[torch.Tensor]) -> bool:
+    """True for wrappers that answer functions of torch by a table of their own (torchao's)."""
+    own = getattr(kind.__torch_function__, "__func__", None)  # a disabled one has none
+    inherited = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return hasattr(kind, "__tensor_flatten__") and own is not None and own is not inherited
 
 
 _real_repr: Callable[..., str] = torch.Tensor.__repr__
@@ -404,7 +417,14 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
             on_accelerator = {name: answers[name] for name in ("current_stream", "set_stream", "synchronize")}
             stack.enter_context(replaced(torch.accelerator, on_accelerator))
         stack.enter_context(streams_noted(lambda: state.recorder.streams))
-        stack.enter_context(imports_run_for_real(state))
+        taken_over = TritonLaunches(state, capability, stack), ManagedMemory(state, stack)
+
+        def look() -> None:
+            for library in taken_over:
+                library.look()
+
+        look()
+        stack.enter_context(imports_run_for_real(state, after=look))
         state.active = True
         stack.callback(setattr, state, "active", False)
         yield

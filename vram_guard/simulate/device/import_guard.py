@@ -26,7 +26,11 @@ class Activity(Protocol):
 
 
 @contextlib.contextmanager
-def imports_run_for_real(simulation: Activity, excepted: Callable[[str], bool] = lambda _file: False) -> Iterator[None]:
+def imports_run_for_real(
+    simulation: Activity,
+    excepted: Callable[[str], bool] = lambda _file: False,
+    after: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Inside the block, this thread's first imports of modules see neither the simulated device nor symbolic tensors.
 
     Python's own import machinery runs every module through one function, ``importlib._bootstrap._load_unlocked`` (from
@@ -35,6 +39,7 @@ def imports_run_for_real(simulation: Activity, excepted: Callable[[str], bool] =
     Args:
         simulation: is turned off meanwhile.
         excepted: true for the file of a module that sees the simulation all the same.
+        after: called once a module is there, before the code goes on that asked for it.
     """
     machinery: Any = importlib._bootstrap
     load: Callable[[Any], Any] | None = getattr(machinery, "_load_unlocked", None)
@@ -53,6 +58,7 @@ def imports_run_for_real(simulation: Activity, excepted: Callable[[str], bool] =
                 return load(spec)
         finally:
             simulation.active = True
+            after()
 
     with replaced(machinery, {"_load_unlocked": load_for_real}):
         yield

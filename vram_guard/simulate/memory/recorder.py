@@ -34,6 +34,7 @@ from vram_guard.timeline import (
     Phase,
     Scratch,
     Tier,
+    lower,
 )
 
 _TORCH_ROOT = str(Path(torch.__file__).parent) + os.sep
@@ -66,14 +67,20 @@ class Recorder:
     """
 
     def __init__(self) -> None:
+        self.optimizer = ""
+        """Name of the class of the optimizer that stepped last."""
         self.events: list[int] = []
         self.phases: list[Phase] = []
         self.notes: dict[Note, None] = {}
         self.tier: Tier = "symbolic"
+        self._from_start: Tier = "symbolic"
+        """That of every phase: lowered by what stands before the first step, or is set up later."""
         self._collectives: list[tuple[Collective, Issued | None]] = []
         self.repeats: list[Repeat] = []
         self.repeated: dict[int, int] = {}
         """Blocks that stand for several -> how many."""
+        self._made_of: dict[int, set[int]] | None = None
+        """In a round that stands for several: blocks of sums and joined tensors -> the blocks of their parts."""
         self.label = ""
         """Of the phases that begin."""
         self.modules: list[str] = [""]
@@ -119,7 +126,7 @@ class Recorder:
         if self.phases and self.phases[-1].name == "forward" and name != "forward":
             self._settle_forward()
         self._count_micro_batches(name, step)
-        self.phases.append(Phase(name, step, len(self.events), self.label))  # type: ignore[arg-type]
+        self.phases.append(Phase(name, step, len(self.events), self.label, self._from_start))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"
         self._backward_on = self.streams.current
@@ -294,19 +301,44 @@ class Recorder:
     def repeat(self, count: int) -> Iterator[None]:
         """The round inside the block stands for ``count``: what it leaves behind is counted so many times."""
         start, before = len(self.events), self.alive()
-        yield
+        parts: dict[int, set[int]] = {}
+        self._made_of = parts
+        try:
+            yield
+        finally:
+            self._made_of = None
         after = self.alive()
-        pairs = paired(after - before, before - after, self._origins)
+        gone = before - after
+        pairs = [
+            (block, instead if instead is not None else max(gone & parts.get(block, set()), default=None))
+            for block, instead in paired(after - before, gone, self._origins)
+        ]
         left = tuple(block for block, instead in pairs if instead is None)
         self.repeats.append(Repeat(start, len(self.events), count - 1, left))
         self.repeated |= dict.fromkeys(left, count)
-        grown = [block for block, old in pairs if old is not None and self._sizes[block] > self._sizes[old]]
+        grown = [(block, old) for block, old in pairs if old is not None and self._sizes[block] > self._sizes[old]]
         if grown and count > 1:
+            for block, old in grown:
+                # As in the last round: what is grown, and what it is made of.
+                more = (self._sizes[block] - self._sizes[old]) * (count - 1)
+                self._sizes[block] += more
+                self._sizes[old] += more
             said = Message(
-                "{line} keeps more with every round: its growth beyond the traced rounds is not counted",
-                line=self._origins[grown[-1]][1],
+                "{line} keeps more with every round: it is counted as large as after all rounds, what is computed of "
+                "it is not",
+                line=self._origins[grown[-1][0]][1],
             )
             self.note(said, tier="formula")
+
+    def made_of(self, made: object, parts: object) -> None:
+        """A tensor has been made by adding or joining these."""
+        if self._made_of is None or not isinstance(made, torch.Tensor):
+            return
+        tensors = [one for one in leaves(parts) if isinstance(one, torch.Tensor) and one.layout == torch.strided]
+        blocks = {self.block_of(one.untyped_storage()._cdata) for one in tensors}
+        block = self.block_of(made.untyped_storage()._cdata)
+        if block is not None:
+            self._made_of.setdefault(block, set()).update(blocks - {None, block})  # type: ignore[arg-type]
 
     def as_often(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, those that a repeated round has left behind as often as there are rounds."""
@@ -557,7 +589,8 @@ class Recorder:
         current = self.phases[-1].name if self.phases else "setup"
         from_values = from_values and current in ("setup", *STEP_PHASES)
         self.notes[Note(said, self.source(), operator, from_values)] = None
-        self._lower(tier or self.tier)
+        if tier is not None:
+            self._lower(tier)
 
     def take_notes(self, aside: Recorder) -> None:
         """Remember what another recorder has noted."""
@@ -565,9 +598,12 @@ class Recorder:
         self._lower(aside.tier)
 
     def _lower(self, tier: Tier) -> None:
-        order: tuple[Tier, ...] = ("symbolic", "partly symbolic", "formula")
-        if order.index(tier) > order.index(self.tier):
-            self.tier = tier
+        self.tier = lower(self.tier, tier)
+        if not self.phases or self.phases[-1].name == "setup":
+            self._from_start = lower(self._from_start, tier)
+        if self.phases:
+            current = self.phases[-1]
+            self.phases[-1] = current._replace(tier=lower(current.tier, tier))
 
     # --- result -------------------------------------------------------------------------------------------
 

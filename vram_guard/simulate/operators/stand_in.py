@@ -46,14 +46,14 @@ def stand_in_result(
             return known
         size += tensor.numel() * tensor.element_size()
         if size > LARGEST_STAND_IN:
-            raise UnsupportedOperatorError(_no_kernel(recorder, name, _("and its inputs are too large to try")))
+            raise UnsupportedOperatorError(no_kernel(recorder, name, _("and its inputs are too large to try")))
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     try:
         results = func(*map_tensors_in(real, args), **{key: map_tensors_in(real, kwargs[key]) for key in kwargs})
     except (NotImplementedError, RuntimeError) as second:
         why = _("and fails on the CPU: {error}", error=second)
-        raise UnsupportedOperatorError(_no_kernel(recorder, name, why)) from error
+        raise UnsupportedOperatorError(no_kernel(recorder, name, why)) from error
     recorder.note(
         Message(
             "{operator} has no symbolic kernel; the shapes of its results come from a run on zeros, what it takes in "
@@ -71,7 +71,8 @@ def stand_in_result(
     return made
 
 
-def _no_kernel(recorder: Recorder, name: str, why: str) -> str:
+def no_kernel(recorder: Recorder, name: str, why: str) -> str:
+    """The message about an operator that cannot be followed."""
     return _(
         "the operator {name} (at {line}) cannot be run symbolically {why}; register a fake kernel for it with "
         "torch.library.register_fake",

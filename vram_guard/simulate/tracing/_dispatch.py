@@ -22,7 +22,8 @@ from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import Matmuls, nothing_new
-from vram_guard.simulate.operators.stand_in import stand_in_result
+from vram_guard.simulate.operators.library_kernels import kernel_of
+from vram_guard.simulate.operators.stand_in import no_kernel, stand_in_result
 from vram_guard.simulate.parallel import dtensors
 from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing._interrupts import Interrupts
@@ -72,6 +73,8 @@ class SymbolicMode(TorchDispatchMode):
         """Storages of weights that are kept on the host -> the module they belong to."""
         self._notes = OperatorNotes(recorder)
         self.purity = PurityWatch(self._notes)
+        self._below_autograd = False
+        """A kernel runs that is Python: composite operators, which autograd takes apart elsewhere, come here whole."""
         self._plans: dict[Any, Runner] = {}
         self._rules: dict[Any, shape_rules.Rule | None] = {}
         self.operations = 0
@@ -90,6 +93,9 @@ class SymbolicMode(TorchDispatchMode):
             if dtensors.goes_over_lists(func):
                 return dtensors.on_parts(self.__torch_dispatch__, func, args, kwargs or {})
             return NotImplemented  # a wrapper around tensors (8-bit states): it calls again for what it wraps
+        if self._below_autograd and func._can_decompose():
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = self._plan_for(func)
@@ -123,6 +129,8 @@ class SymbolicMode(TorchDispatchMode):
             return self._collective
         if name in HANDLERS:
             return self._handled(HANDLERS[name])
+        if func.namespace not in _TORCHS_OWN and (kernel := kernel_of(func)) is not None:
+            return self._by_python(kernel)
         if name.startswith(_foreach):
             return self._foreach_in_place if name.endswith("_") else self._foreach_new
         if name in Matmuls.OPERATORS:
@@ -158,6 +166,25 @@ class SymbolicMode(TorchDispatchMode):
                 return self._generic(func, args, kwargs)
             self._track(func, out, self._place)
             return out
+
+        return run
+
+    def _by_python(self, kernel: Callable[..., Any]) -> Runner:
+        """A kernel that is Python: what it calls comes here again, and takes what it takes."""
+
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._place != "cuda" or not any_symbolic((*args, *kwargs.values())):
+                return self._generic(func, args, kwargs)
+            self.state.in_kernel = False  # put back by the caller
+            before, self._below_autograd = self._below_autograd, True
+            try:
+                with self, torch.no_grad():
+                    return kernel(*args, **kwargs)
+            except (TypeError, NotImplementedError, RuntimeError) as error:  # compiled code beneath is given no data
+                why = _("and its kernel for CUDA asks for data: {error}", error=error)
+                raise UnsupportedOperatorError(no_kernel(self.recorder, str(func), why)) from error
+            finally:
+                self._below_autograd = before
 
         return run
 
@@ -292,13 +319,17 @@ class SymbolicMode(TorchDispatchMode):
         """
         if self.recorder.in_backward and not kwargs and self._accumulates(args):
             return _add_(args[0], args[1])
-        return self._generic(func, args, kwargs)
+        out = self._generic(func, args, kwargs)
+        self.recorder.made_of(out, args)
+        return out
 
     def _join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lists that a repeated round has added to are as long as they will be."""
         if self.recorder.repeated:
             args = (self.recorder.as_often(args[0]), *args[1:])
-        return self._generic(func, args, kwargs)
+        out = self._generic(func, args, kwargs)
+        self.recorder.made_of(out, args[0])
+        return out
 
     def _accumulates(self, args: tuple[Any, ...]) -> bool:
         old, new = args[:2]
@@ -358,6 +389,7 @@ class SymbolicMode(TorchDispatchMode):
             deferred=recorder.deferred(),
             network=network_of(self.meter.work()),
             cudnn=cudnn.asked(),
+            optimizer=recorder.optimizer,
             marks=recorder.marks,
         )
         return expanded(traced, recorder.repeats)
@@ -402,6 +434,9 @@ class SymbolicMode(TorchDispatchMode):
 
 
 _NO_RULE_YET: Any = object()
+
+#: Namespaces without operators of libraries: looked up no further.
+_TORCHS_OWN = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional"})
 
 #: Operators that may read one place and write another.
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"})

@@ -12,11 +12,13 @@ from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.simulate.memory.recorder import PLACE
+from vram_guard.simulate.memory.recorder import PLACE, Recorder
+from vram_guard.simulate.tracing import _quantised
+from vram_guard.simulate.tracing._in_backward import Hooked, hooked, optimizers_in_backward
 from vram_guard.state.containers import contents_of, look
 from vram_guard.state.modules import ModuleState
 from vram_guard.state.random_generators import RandomState
-from vram_guard.tensors import is_dense
+from vram_guard.tensors import inner_tensors, is_dense
 
 
 @contextlib.contextmanager
@@ -73,10 +75,21 @@ def check_module(model: nn.Module) -> None:
     """Refuse models that are not plain torch modules, before anything is touched.
 
     Raises:
-        UnsupportedStepError: lazy modules whose shapes are not known yet, sharded or quantised parameters.
+        UnsupportedStepError: lazy modules whose shapes are not known yet, sharded parameters.
     """
     for path, module in model.named_modules():
         kind = type(module).__name__
+        library = _quantised.compiled_elsewhere(module)
+        if library:
+            raise UnsupportedStepError(
+                _(
+                    "{path} is a {kind} of {library}: its layers run compiled kernels, and what these allocate is not "
+                    "known; weights of bitsandbytes and torchao are followed",
+                    path=path or _("the model"),
+                    kind=kind,
+                    library=library,
+                )
+            )
         if kind in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):
             raise UnsupportedStepError(
                 _(
@@ -95,11 +108,11 @@ def check_module(model: nn.Module) -> None:
                     name=name,
                 )
             )
-        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper around other tensors: DTensor, quantised weights
+        if hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "placements"):  # DTensor
             raise UnsupportedStepError(
                 _(
                     "{name} is a {kind}, which cannot be run symbolically; give vram_guard the model before it is "
-                    "sharded or quantised",
+                    "sharded",
                     name=name,
                     kind=type(tensor).__name__,
                 )
@@ -109,15 +122,24 @@ def check_module(model: nn.Module) -> None:
 class Substitution:
     """Symbolic stand-ins for the parameters and buffers of a module, by identity, so that ties stay ties."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, in_place: list[Hooked] | None = None) -> None:
         self._dtype = dtype
+        self._in_place = in_place
+        """Parameters that are symbolic themselves, because hooks of the user's know them; None: there are none."""
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._packed: dict[int, torch.Tensor] = {}
+        """Storages of quantised weights -> their twins: a layer keeps the same memory as another tensor."""
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The symbolic twin of a tensor, made at its first mention."""
         known = self._made.get(id(tensor))
         if known is None:
-            known = self._made[id(tensor)] = (tensor, self._make(tensor))
+            twin = self._make(tensor)
+            if self._in_place is not None and getattr(tensor, "_post_accumulate_grad_hooks", None):
+                self._in_place.append(hooked(tensor, twin))
+                twin = tensor
+            known = self._made[id(tensor)] = (tensor, twin)
         return known[1]
 
     def known(self, value: Any) -> torch.Tensor | None:
@@ -125,7 +147,45 @@ class Substitution:
         found = self._made.get(id(value))
         return None if found is None else found[1]
 
+    def copied(self, value: Any) -> Any:
+        """An object that a quantised weight or its layer keeps, over symbolic tensors; the same for the same one."""
+        if not _quantised.from_bitsandbytes(value) and not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._exactly(value)
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, _quantised.copied(value, self._exactly)
+        return self._copies[id(value)][1]
+
+    def _wrapped(self, tensor: Any) -> torch.Tensor:
+        """The twin of a wrapper around tensors (torchao's quantised weights), made by its own flatten protocol."""
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return self._exactly(tensor)
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: self._wrapped(getattr(tensor, name)) for name in names}
+        twin: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        return twin
+
+    def _exactly(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The twin of a tensor that keeps its dtype."""
+        twin = self._packed.get(tensor.untyped_storage()._cdata)
+        if twin is not None:
+            return twin.detach()
+        if id(tensor) not in self._made:
+            twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            setattr(twin, PLACE, "cuda")
+            self._made[id(tensor)] = tensor, twin
+        return self._made[id(tensor)][1]
+
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _quantised.packs(tensor):
+            weight = _quantised.packed(tensor, self._dtype, self.copied)
+            for one in (weight, *_quantised.kept(weight)):
+                setattr(one, PLACE, "cuda")
+            self._packed[tensor.untyped_storage()._cdata] = weight
+            return weight
+        if hasattr(tensor, "__tensor_flatten__"):
+            return self._dressed(tensor, self._wrapped(tensor))
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if is_dense(tensor):
             twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
@@ -138,8 +198,10 @@ class Substitution:
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         elif tensor.requires_grad and tensor.is_leaf:
             twin.requires_grad_()
+        own = vars(twin)
         for name, value in vars(tensor).items():
-            setattr(twin, name, value)
+            if name not in own or not hasattr(tensor, "__tensor_flatten__"):
+                setattr(twin, name, value)
         setattr(twin, PLACE, "cuda")
         return twin
 
@@ -158,11 +220,18 @@ class Substitution:
 
 
 @contextlib.contextmanager
-def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[list[torch.Tensor]]:
+def symbolic_model(
+    model: nn.Module, dtype: torch.dtype | None = None, recorder: Recorder | None = None
+) -> Iterator[list[torch.Tensor]]:
     """The module with symbolic parameters and buffers; afterwards every module's attributes are as they were.
 
     Attributes that hold the same tensors (``_flat_weights`` of RNNs, lists of parameters) follow. Lists, dicts and sets
     that modules keep are copied before and put back after, so that what a forward pass appends is gone again.
+
+    Args:
+        model: the module.
+        dtype: that floating-point parameters get; None: their own.
+        recorder: where given, parameters with hooks are symbolic themselves, and hears of optimizers that hooks step.
 
     Yields:
         The symbolic parameters and buffers in the order in which ``module.to("cuda")`` would move them.
@@ -170,9 +239,15 @@ def symbolic_model(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     modules = list(model.modules())
     saved = [ModuleState(module, _contents(module)) for module in modules]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    own: list[Hooked] = []
+    steps = contextlib.nullcontext() if recorder is None else optimizers_in_backward(own, recorder)
     try:
-        yield _substituted(modules, Substitution(dtype))
+        moved = _substituted(modules, Substitution(dtype, own if recorder is not None else None))
+        with steps:
+            yield moved
     finally:
+        for one in own:
+            one.give_back()
         for state in saved:
             state.restore()
         for parameter, gradient in gradients:
@@ -191,14 +266,20 @@ def _substituted(modules: list[nn.Module], substitution: Substitution) -> list[t
             module.__dict__[kind] = {
                 name: None if tensor is None else substitution.stand_in(tensor) for name, tensor in own.items()
             }
-            moved += [tensor for tensor in module.__dict__[kind].values() if tensor is not None]
+            for tensor in filter(_is_there, module.__dict__[kind].values()):
+                moved += [*_quantised.kept(tensor), *inner_tensors(tensor)]
     for module in modules:
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
                 follows = _followed(value, substitution)
                 if follows is not value:
                     module.__dict__[name] = follows
+                    moved += _quantised.kept(follows)
     return moved
+
+
+def _is_there(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
@@ -219,7 +300,7 @@ def _followed(value: Any, substitution: Substitution) -> Any:
     if type(value) is dict:
         items_by_key = {key: _followed(item, substitution) for key, item in value.items()}
         return items_by_key if any(items_by_key[key] is not value[key] for key in value) else value
-    return value
+    return substitution.copied(value)
 
 
 def build_symbolically(constructor: Any) -> nn.Module:

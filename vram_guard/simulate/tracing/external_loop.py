@@ -32,9 +32,12 @@ from vram_guard.simulate.parallel.ranks import one_rank
 from vram_guard.simulate.parallel.replicas import reduction_of
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
-from vram_guard.simulate.tracing.loop import classify_states, inner_tensors
+from vram_guard.simulate.tracing._quantised import kept, packs
+from vram_guard.simulate.tracing._said import note_absent_kernels
+from vram_guard.simulate.tracing.loop import classify_states
 from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda, prepare_torch
 from vram_guard.state.containers import mapped
+from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Timeline
 
 
@@ -103,7 +106,12 @@ class ExternalLoopTracer:
         """These real tensors become symbolic, and stay the objects that they are: whoever holds them sees it."""
         for tensor in tensors:
             if not is_symbolic(tensor):
+                self.adopt(kept(tensor))
                 self._in_place(tensor)
+                if packs(tensor):
+                    tensor.__class__ = nn.Parameter  # its own class would be asked whether it is symbolic
+                    if getattr(tensor, "CB", None) is not None:
+                        tensor.__dict__["CB"] = tensor.detach()
                 self.recorder.put(tensor, "cuda")
 
     def adopt_model(self, model: nn.Module) -> None:
@@ -113,7 +121,8 @@ class ExternalLoopTracer:
             self.adopt([tensor for tensor in module._parameters.values() if tensor is not None])
             self.adopt([tensor for tensor in module._buffers.values() if tensor is not None])
         self.recorder.classify(buffers, "buffers")
-        self.recorder.classify(parameters, "parameters")
+        scales = itertools.chain(*map(kept, parameters))
+        self.recorder.classify(itertools.chain(parameters, scales), "parameters")
         model.register_forward_pre_hook(self._before_forward)
         for parameter in parameters:
             if parameter.requires_grad:
@@ -204,6 +213,7 @@ class ExternalLoopTracer:
     def train(self, model: nn.Module) -> None:
         """The loop is about to train this model (its names are those of the answer)."""
         self._stack.enter_context(module_paths(model, self.recorder))
+        note_absent_kernels(model, self.recorder)
 
     def watch(self, model: nn.Module, names: Iterable[str]) -> None:
         """The forwards of these modules are watched: what they change is in the timeline."""

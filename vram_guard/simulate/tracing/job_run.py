@@ -80,10 +80,10 @@ class PlayedRun:
         """The whole job.
 
         Raises:
-            InvalidInputError: it does not train.
+            InvalidInputError: it does not train, though there is an optimizer.
         """
         job.play(self)
-        if not self._steps:
+        if not self._steps and self._loop.step.optimizer is not None:
             raise InvalidInputError(_("the job never trains: its play has to call run.train()"))
 
     def train(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.techniques.optimizers import needs_closure
+from vram_guard.tensors import inner_tensors, tensors_kept
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -261,17 +262,10 @@ def _is_scalar(value: Any) -> bool:
 def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
     """Classify what the optimizer keeps for each parameter as optimizer states."""
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own, over this rank's part
-    for state in inner.state.values():
+    recorder.optimizer = type(inner).__name__
+    states = getattr(inner, "state", None) or {}  # torchao's CPUOffloadOptimizer has one for each parameter inside
+    for state in states.values():
         if isinstance(state, dict):
             for value in state.values():
-                kept = [tensor for tensor in inner_tensors(value) if is_symbolic(tensor)]
+                kept = [tensor for tensor in tensors_kept(value) if is_symbolic(tensor)]
                 recorder.classify(kept, "optimizer_states")
-
-
-def inner_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensor itself, or those that a wrapper holds (8-bit states)."""
-    if hasattr(value, "__tensor_flatten__"):
-        for name in value.__tensor_flatten__()[0]:
-            yield from inner_tensors(getattr(value, name))
-    elif isinstance(value, torch.Tensor):
-        yield value

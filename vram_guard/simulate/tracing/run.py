@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import itertools
 import os
@@ -41,6 +40,8 @@ from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
+from vram_guard.simulate.tracing._quantised import packs
+from vram_guard.simulate.tracing._said import note_absent_kernels, note_work_between
 from vram_guard.simulate.tracing._substitution import (
     build_symbolically,
     check_module,
@@ -48,18 +49,23 @@ from vram_guard.simulate.tracing._substitution import (
     symbolic_model,
 )
 from vram_guard.simulate.tracing.job_run import PlayedRun
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, inner_tensors, traced_micro_batches
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, traced_micro_batches
+from vram_guard.state.collector import collector_paused
 from vram_guard.state.containers import leaves
 from vram_guard.state.reached import ReachedState, reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place
+from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Border, Growth, Note, Timeline
 
 #: Where torch's compiler keeps its results; torch's own default where nobody has set it.
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+
+#: Objects that are looked at where no job is played: a list of losses is near the function that appends to it.
+_NEAR = 128
 
 _NUMBERS_AND_NAMES = (bool, int, float, str, type(None), FunctionType, torch.dtype)
 
@@ -139,7 +145,7 @@ def _alone() -> Iterator[Interrupts]:
         process_state_restored(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        _garbage_collector_paused(),
+        collector_paused(),
     ):
         yield interrupts
 
@@ -158,18 +164,6 @@ def _fake_tensors_refused() -> Iterator[None]:
                 "operators): it cannot be run symbolically"
             )
         ) from error
-
-
-@contextlib.contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    # When a cycle dies depends on the collector's counters: two traces must not differ by that.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _holds_nothing(value: Any) -> bool:
@@ -223,16 +217,21 @@ class _Run:
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
             if step.job is not None:
                 self.reached = stack.enter_context(reached_kept(_callables(step)))
+            else:
+                stack.enter_context(reached_kept(_own_callables(step), _NEAR, _holds_symbolic))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
             if step.parallel is not None:
                 _check_layout(model, step, step.parallel)
             self._note_hooks(model)
+            note_absent_kernels(model, self.recorder)
             self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
-                symbolic_model(model, TRUE_DTYPES.get(step.precision)) as moved,
+                symbolic_model(
+                    model, TRUE_DTYPES.get(step.precision), self.recorder if step.parallel is None else None
+                ) as moved,
                 module_paths(model, self.recorder),
                 _eager(model, self.recorder),
                 synchronised_norms(self.recorder),
@@ -275,7 +274,8 @@ class _Run:
                     self.recorder.put(leaf, leaf.__dict__.get(PLACE, "cpu"))
 
     def _note_hooks(self, model: nn.Module) -> None:
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
+        spread = self.step.parallel is not None
+        if spread and any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters()):
             said = Message(
                 "hooks on parameters (an optimizer that steps in the backward pass) are not included in the prediction"
             )
@@ -292,6 +292,8 @@ class _Run:
                 if optimizer is not None and self._by_engine:
                     optimizer = made = engine_optimizer(model, optimizer, self.written, self.batch_size, recorder)
                     model = made.engine
+                if optimizer is not None:
+                    note_work_between(optimizer, recorder, self.steps)
                 loop = Loop(self, model, optimizer)  # by name: what it holds lives until recording ends
                 del optimizer  # a job may have the loop go on with another one
                 try:
@@ -348,8 +350,9 @@ class _Run:
             moved.clear()  # what is divided dies, as for real
         for tensor in moved:
             recorder.track(tensor, "")
+        recorder.classify(moved, "parameters")  # scales of quantised weights among them
         recorder.classify(model.buffers(), "buffers")
-        recorder.classify(model.parameters(), "parameters")
+        recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         if self.step.prepare is not None:
             self.step.prepare(model)
         self.take_off = install(model, self.step.recipe)
@@ -371,9 +374,11 @@ class _Run:
         spread = self.step.parallel is not None
         for parameter in model.parameters():
             if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
-                hooks = parameter._post_accumulate_grad_hooks
+                hooks: Any = parameter._post_accumulate_grad_hooks
                 if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
-                    parameter.register_post_accumulate_grad_hook(self._new_gradient)
+                    handle = parameter.register_post_accumulate_grad_hook(self._new_gradient)
+                    hooks = parameter._post_accumulate_grad_hooks
+                    hooks.move_to_end(handle.id, last=False)  # before one of the user's frees it
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
@@ -428,10 +433,18 @@ class _Run:
         classify_states(self.recorder, optimizer)
 
 
+def _own_callables(step: TrainingStep) -> Iterator[tuple[str, Any]]:
+    yield from (("", one) for one in (step.batch, step.loss, step.optimizer, step.prepare))
+
+
+def _holds_symbolic(value: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) and is_symbolic(one) for one in leaves(value))
+
+
 def _callables(step: TrainingStep) -> Iterator[tuple[str, Any]]:
     """Everything that a job runs, and that may keep something: the step's callables, hooks and helpers of its model."""
-    own = (step.batch, step.loss, step.optimizer, step.prepare)
-    yield from (("", one) for one in (*own, *(() if step.job is None else step.job.callables())))
+    yield from _own_callables(step)
+    yield from (("", one) for one in (() if step.job is None else step.job.callables()))
     if isinstance(step.model, nn.Module):
         for path, module in step.model.named_modules():
             prefix = f"{path}." if path else ""
@@ -447,6 +460,15 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
         UnsupportedTechniqueError: the layout, or a technique beside it, cannot be used so.
     """
     check_layout(model, parallel)
+    quantised = next((name for name, weight in model.named_parameters() if packs(weight)), None)
+    if quantised is not None and parallel.kind not in ("ddp", "zero1"):
+        raise UnsupportedTechniqueError(
+            _(
+                "{name} is quantised by bitsandbytes: such weights are predicted on one GPU, under DDP and under "
+                "ZeRO-1; how sharding divides their scales is not modelled",
+                name=quantised,
+            )
+        )
     if parallel.kind in STAGES:
         check_config(step.deepspeed_config, STAGES[str(parallel.kind)])
         if step.optimizer is None:

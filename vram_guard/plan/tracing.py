@@ -48,6 +48,9 @@ class Traces:
         self._directly = source.one_size or (source.topology is not None and sizes <= _LAW_SIZES)
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
+        self._direct: set[TraceRequest] = set()
+        """Those of ``_exact`` that follow no law in the depth of the model."""
+        self._by_law = source.direct is not None
         self._compose = Composer(source, self._base)
 
     def compose_with(self, checkpoint: Iterable[str], offload: Iterable[str]) -> None:
@@ -64,14 +67,34 @@ class Traces:
     def exact(self, option: Option, size: int) -> Timeline:
         """The option's timeline for the micro-batch size that will run: composed, or traced there."""
         composed = self._composed(option, size)
-        return self.direct(option, size) if composed is None else self._resident(composed, option)
+        return self._resident(self._confirmed(self._request(option, size)) if composed is None else composed, option)
 
     def composed(self, option: Option, size: int) -> bool:
-        """True if the option has not been traced at this size, as another trace has been taken for it."""
-        return self._request(option, size) not in self._exact and self._composed(option, size) is not None
+        """True if the option is not traced at this size: it has been composed, or a law stands for its trace."""
+        if self.by_law(option, size):
+            return True
+        request = self._request(option, size)
+        traced = self._direct if self.source.direct else self._exact
+        return request not in traced and self._compose.made(self._composable(request))
+
+    def known(self, option: Option, size: int) -> bool:
+        """True if the option has been traced at this size, or all that it is composed of has been traced."""
+        request = self._request(option, size)
+        return request in self._exact or self._compose.known(self._composable(request), self._has)
+
+    def by_law(self, option: Option, size: int) -> bool:
+        """True if a law in the depth of the model may have said what the option takes, in place of a trace."""
+        return self._by_law and self._request(option, size) not in self._direct
 
     def distrust(self, option: Option) -> None:
         """What the option was composed of is not what it is made of: from now on it is traced, and others like it."""
+        if self._by_law:
+            self._by_law = False
+            self._traced.clear()
+            self._exact = {request: self._exact[request] for request in self._direct}
+            composed, self._compose = self._compose, Composer(self.source, self._base)
+            self._compose.blocks = composed.blocks
+            return
         size = self._batch_size // option.splits if self._directly else 0
         self._compose.refuse(self._request(option, size), "a direct trace says otherwise")
 
@@ -81,19 +104,27 @@ class Traces:
         By the law where there is one and the direct trace confirms it; else the direct trace, which traces every other
         size that it is asked for.
         """
-        return self._resident(self._confirmed(self._request(option, size)), option)
+        return self._resident(self._confirmed(self._request(option, size), all_blocks=True), option)
 
     def _request(self, option: Option, size: int = 0) -> TraceRequest:
         """The request that has to be traced for an option."""
         return self.source.request(option.precision, option.splits, option.unordered.recipe, size)
 
     def _composed(self, option: Option, size: int) -> Timeline | None:
-        return self._compose(self._request(option, size if self._directly else 0))
+        return self._compose(self._composable(self._request(option, size)))
+
+    def _composable(self, request: TraceRequest) -> TraceRequest:
+        """The request as it is composed: for every size, unless each is traced by itself."""
+        return request if self._directly else replace(request, batch_size=0)
+
+    def _has(self, request: TraceRequest) -> bool:
+        """True if :meth:`_base` has traced this already."""
+        request = _sized(request)
+        return request in (self._exact if request.batch_size else self._traced)
 
     def _base(self, request: TraceRequest) -> Timeline:
         """What others are composed of: a law, or where no law is needed a trace."""
-        if request.part == "weights":  # no size of the batch matters to the optimizer
-            request = replace(request, batch_size=2)
+        request = _sized(request)
         if request.batch_size:
             return replace(self._confirmed(request), retrace=None)
         return self._law(request)
@@ -109,21 +140,27 @@ class Traces:
             self._traced[request] = law(self._at(request), check_at=self._batch_size, checked=written)
         return self._traced[request]
 
-    def _at(self, request: TraceRequest) -> Callable[[int], Timeline]:
-        return lambda size: self.source.trace(replace(request, batch_size=size)).on(self._multiprocessors)
+    def _at(self, request: TraceRequest, *, all_blocks: bool = False) -> Callable[[int], Timeline]:
+        trace = self.source.trace
+        if self.source.direct is not None and (all_blocks or not self._by_law):
+            trace = self.source.direct
+        return lambda size: trace(replace(request, batch_size=size)).on(self._multiprocessors)
 
-    def _confirmed(self, request: TraceRequest) -> Timeline:
+    def _confirmed(self, request: TraceRequest, *, all_blocks: bool = False) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at
 
-        if request in self._exact:
+        all_blocks = self.source.direct is not None and (all_blocks or not self._by_law)
+        if request in (self._direct if all_blocks else self._exact):
             return self._exact[request]
         size = request.batch_size
         known = self._traced.get(replace(request, batch_size=0))
-        if known is None or not (size in known.traced or known.retrace is not None):
+        if known is None or all_blocks or not (size in known.traced or known.retrace is not None):
             self._progress(_("tracing {words}", words=_words(request)))
-            direct = traced_at(self._at(request), size)
+            direct = traced_at(self._at(request, all_blocks=all_blocks), size)
             known = known if known is not None and holds_at(direct, known, size) else direct
         self._exact[request] = known
+        if all_blocks:
+            self._direct.add(request)
         return known
 
     def _resident(self, timeline: Timeline, option: Option) -> Timeline:
@@ -131,6 +168,11 @@ class Traces:
         if option.splits == 1 or self.source.sliced_by != "loop":
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
+
+
+def _sized(request: TraceRequest) -> TraceRequest:
+    """The request with a size where any would do: none of the batch matters to the optimizer."""
+    return replace(request, batch_size=2) if request.part == "weights" else request
 
 
 def _words(request: TraceRequest) -> str:

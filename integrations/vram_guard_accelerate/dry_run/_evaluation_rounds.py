@@ -1,0 +1,100 @@
+"""Rounds of a script's evaluations, of which two are followed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from vram_guard.language import _
+from vram_guard.timeline import Note
+from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.dry_run._script_lines import Asker, asker
+from vram_guard_accelerate.dry_run.phases import OTHER_BATCHES, BatchIterator
+
+if TYPE_CHECKING:
+    from vram_guard.simulate.memory.recorder import Recorder
+
+
+class EvaluationRounds:
+    """Rounds of evaluations, of which two are followed: the second one stands for all others.
+
+    Args:
+        recorder: of the copy.
+        trains: whether a loader is the training's.
+    """
+
+    def __init__(self, recorder: Recorder, trains: Callable[[Any], bool]) -> None:
+        self._recorder = recorder
+        self._trains = trains
+        self._ahead: dict[int, Any] = {}
+        """Loaders over which one of Accelerate's iterates, which asks for a batch ahead; kept, since ids are reused."""
+        self._open: WeakKeyDictionary[Any, contextlib.ExitStack] = WeakKeyDictionary()
+        """Rounds that have not ended, by iterator or loader."""
+        self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.notes: list[Note] = []
+
+    def install(self) -> None:
+        """Accelerate's loaders say when they hand out a batch."""
+        from accelerate import data_loader
+
+        for name in ("DataLoaderShard", "DataLoaderDispatcher"):
+            wrap(getattr(data_loader, name), "__iter__", self._handed_out)
+
+    def asks_ahead(self, loader: Any) -> bool:
+        """True if one of Accelerate's loaders iterates over this one."""
+        return id(loader) in self._ahead
+
+    def _handed_out(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        base = getattr(loader, "base_dataloader", loader)
+        self._ahead[id(base)] = base
+        self._seen[base] = 0
+        try:
+            for batch in original(loader):
+                self._handed(base, loader, asker())
+                yield batch
+        finally:
+            self.close(base)
+
+    @contextlib.contextmanager
+    def asked(self, batches: BatchIterator, asking: Asker | None) -> Iterator[None]:
+        """The next batch of a loader is asked for, which ends the round of the one before."""
+        if self.asks_ahead(batches.loader):
+            yield
+            return
+        self.close(batches)
+        yield
+        self._handed(batches, batches.loader, asking)
+
+    def enough(self, batches: BatchIterator) -> bool:
+        """True if the batch that is asked for is the last one to be followed."""
+        key = batches.loader if self.asks_ahead(batches.loader) else batches
+        return self._seen.get(key, 0) >= OTHER_BATCHES - 1
+
+    def close(self, key: Any) -> None:
+        """The round of an iterator, or of one of Accelerate's loaders, has ended."""
+        self._open.pop(key, contextlib.ExitStack()).close()
+
+    def close_all(self) -> None:
+        """All rounds have ended."""
+        for key in list(self._open):
+            self.close(key)
+
+    def _handed(self, key: Any, loader: Any, asking: Asker | None) -> None:
+        self.close(key)
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] == OTHER_BATCHES and not self._trains(getattr(loader, "base_dataloader", loader)):
+            stack = self._open[key] = contextlib.ExitStack()
+            stack.enter_context(self._recorder.repeat(self._rounds_of(loader, asking)))
+
+    def _rounds_of(self, loader: Any, asking: Asker | None) -> int:
+        """The rounds that the second one stands for, itself included."""
+        try:
+            rounds = len(loader) if asking is None or not asking.loops else asking.rounds
+        except TypeError:
+            rounds = None
+        if rounds is not None:
+            return max(1, rounds - 1)
+        self.notes.append(Note(_("the number of batches of an evaluation is not known: two are counted")))
+        return 1

@@ -1,0 +1,186 @@
+"""The script's own lines: who asks for a batch, loops that end early, branches that are entered.
+
+A ``for`` loop over a loader ends when the loader says so. A loop that calls ``next`` a fixed number of times does not,
+and a branch under ``if step % 500 == 0`` is not reached in a few steps. So the script's modules count the rounds of
+such loops with a ``range`` that can end, and a copy watches the lines of the script's frames (``sys.settrace``): it
+jumps once into each such branch, and behind a ``while`` loop that is to end.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from inspect import CO_GENERATOR
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from vram_guard_accelerate._script_files import is_users
+from vram_guard_accelerate.dry_run._counted_rounds import counted_rounds
+from vram_guard_accelerate.dry_run._periodic_branches import Branch, branches_in, comes_besides, may_come, period_of
+from vram_guard_accelerate.dry_run._script_source import (
+    Loop,
+    assigned_at,
+    function_of,
+    holds,
+    inside,
+    is_next,
+    line_after,
+    loops_around,
+)
+
+
+@dataclass(frozen=True)
+class Asker:
+    """A frame of the script that calls ``next`` on an iterator by itself."""
+
+    frame: FrameType
+    loops: tuple[Loop, ...]
+    """Those that run on the same iterator, outermost first."""
+
+    @property
+    def rounds(self) -> int | None:
+        """Of the outermost loop; None where they cannot be told."""
+        counted = counted_rounds(self.frame, self.loops[0].lineno)
+        return None if counted is None else len(counted.of)
+
+
+@dataclass
+class _Watched:
+    """The lines of a function of the script."""
+
+    branches: dict[int, Branch] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)
+
+
+def asker() -> Asker | None:
+    """The script's frame that asks for a batch with ``next``; None where a ``for`` loop or a library asks."""
+    frame = next(script_frames(sys._getframe(1)), None)  # noqa: SLF001 - who asks is the question
+    node = None if frame is None else function_of(frame.f_code)
+    if frame is None or node is None:
+        return None
+    for call in inside(node):
+        if is_next(call) and call.lineno <= frame.f_lineno <= (call.end_lineno or 0):
+            made = assigned_at(node, ast.unparse(call.args[0]))
+            loops = loops_around(node, call.lineno)
+            return Asker(frame, tuple(loop for loop in loops if made is None or not holds(loop, made)))
+    return None
+
+
+def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the script below this one, innermost first, without generators and comprehensions."""
+    while frame is not None:
+        code = frame.f_code
+        in_line = code.co_flags & CO_GENERATOR or (code.co_name.startswith("<") and code.co_name != "<module>")
+        if is_users(code.co_filename) and not in_line:
+            yield frame
+        frame = frame.f_back
+
+
+class ScriptLines:
+    """Watches the lines of a script's frames in this process, from :meth:`watch` on.
+
+    Args:
+        entered: called when a branch is entered, with it and its period.
+    """
+
+    def __init__(self, entered: Callable[[Branch, int], None]) -> None:
+        self.enters = False
+        """Branches that did not come by themselves are entered where they are reached."""
+        self._entered = entered
+        self._watched: dict[CodeType, _Watched] = {}
+        self._leaving: dict[tuple[FrameType, int], tuple[ast.While, Callable[[bool], None]]] = {}
+
+    def find_branches(self, loader: Any) -> None:
+        """Watch for branches around the lines at which the script's frames stand now.
+
+        Args:
+            loader: over which the innermost loop runs.
+        """
+        frames = list(script_frames(sys._getframe(1)))  # noqa: SLF001 - who asks is the question
+        for frame in frames:
+            node = function_of(frame.f_code)
+            if node is None:
+                continue
+            found = branches_in(node, loops_around(node, frame.f_lineno), Path(frame.f_code.co_filename).name)
+            possible = {at: one for at, one in found.items() if may_come(one, frame, loader)}
+            if possible:
+                self._watched[frame.f_code] = _Watched(possible)
+        self.watch(frames)
+
+    @property
+    def pending(self) -> list[Branch]:
+        """Branches whose tests were reached and that have not come yet."""
+        return [
+            one
+            for watched in self._watched.values()
+            for one in watched.branches.values()
+            if one.node.lineno in watched.ran and one.node.body[0].lineno not in watched.ran
+        ]
+
+    def watch(self, frames: Sequence[FrameType]) -> None:
+        """Watch the lines of these frames from here on, and of functions in which branches were found."""
+        if self._leaving or self._watched:
+            sys.settrace(self._called)
+            for frame in frames:
+                frame.f_trace = self._line
+
+    def rest(self) -> None:
+        """Watch no longer than until the loops that are to end have ended."""
+        self.enters = False
+        if not self._leaving:
+            sys.settrace(None)
+
+    def leave(self, asking: Asker, left: Callable[[bool], None]) -> None:
+        """End the loops of an asker at the next round of the outermost one.
+
+        Args:
+            asking: in whose frame.
+            left: called then; with False where the loop cannot be ended.
+        """
+        loop = asking.loops[0]
+        counted = counted_rounds(asking.frame, loop.lineno)
+        if counted is not None:
+            counted.left = left
+        elif isinstance(loop, ast.While):
+            self._leaving[asking.frame, loop.lineno] = (loop, left)
+            self.watch([asking.frame])
+
+    def _called(self, frame: FrameType, _event: str, _given: Any) -> Callable[..., Any] | None:
+        return self._line if frame.f_code in self._watched else None
+
+    def _line(self, frame: FrameType, event: str, _given: Any) -> Callable[..., Any]:
+        if event != "line":
+            return self._line
+        line = frame.f_lineno
+        loop, left = self._leaving.pop((frame, line), (None, None))
+        if loop is not None and left is not None:
+            node = function_of(frame.f_code)
+            left(node is not None and _jump(frame, line_after(node, loop)))
+        watched = self._watched.get(frame.f_code)
+        if watched is not None:
+            branch = watched.branches.get(line)
+            if self.enters and branch is not None and branch.node.body[0].lineno not in watched.ran:
+                self._enter(branch, frame, watched)
+            watched.ran.add(frame.f_lineno)
+        return self._line
+
+    def _enter(self, branch: Branch, frame: FrameType, watched: _Watched) -> None:
+        period, comes = period_of(branch, frame), comes_besides(branch, frame)
+        if period is not None and comes and _jump(frame, branch.node.body[0].lineno):
+            self._entered(branch, period)
+        elif comes is False:  # what else it tests does not hold
+            watched.ran.add(branch.node.body[0].lineno)
+
+
+def _jump(frame: FrameType, line: int | None) -> bool:
+    """Go on at another line; False where that cannot be done."""
+    if line is None or line == frame.f_lineno:
+        return False
+    try:
+        setattr(frame, "f_lineno", line)  # noqa: B010 - typeshed has it read-only
+    except ValueError:  # into another block
+        return False
+    return True

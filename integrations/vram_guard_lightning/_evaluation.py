@@ -1,0 +1,117 @@
+"""``trainer.validate``, ``trainer.test`` and ``trainer.predict``: their own loops in a trace, before they begin.
+
+Lightning gives all memory of a training back before one of them begins, so each is predicted by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from vram_guard.capture.simulated_device import move_to_simulated_device
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.guard.evaluation import CapturedEvaluation
+from vram_guard.job import Job
+from vram_guard.language import _
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard.step import Precision, TrainingStep
+from vram_guard.timeline import PhaseName
+from vram_guard_lightning import _deepspeed, _layouts, _namespaces, _shadow, _trainer_proxy, private_api
+from vram_guard_lightning._capture import check_precision, silent_view
+from vram_guard_lightning._job import logging_own
+from vram_guard_lightning._precision import plugin_of_trace
+from vram_guard_lightning._validation import Rounds, read_rounds
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.job import JobRun
+
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
+
+
+class Kind(NamedTuple):
+    """One of the Trainer's functions besides ``fit``."""
+
+    phase: PhaseName
+    loop: str
+    limit: str
+
+
+#: Stage of Lightning's ``setup`` hook -> what runs then.
+KINDS = {
+    "validate": Kind("validation", "validate_loop", "limit_val_batches"),
+    "test": Kind("test", "test_loop", "limit_test_batches"),
+    "predict": Kind("prediction", "predict_loop", "limit_predict_batches"),
+}
+
+
+def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str) -> CapturedEvaluation:
+    """Read an evaluation from a Trainer whose strategy is not set up yet. Changes nothing.
+
+    Args:
+        trainer: that is about to run it.
+        module: that it evaluates.
+        stage: of :data:`KINDS`.
+
+    Raises:
+        UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
+    """
+    check_precision(trainer)
+    if missing := private_api.missing(_namespaces.of(trainer), private_api.JOB):
+        raise UnsupportedStepError(_("this release of Lightning lacks {names}", names="; ".join(missing)))
+    if _deepspeed.used(trainer):
+        raise UnsupportedStepError(_("DeepSpeed's engine is followed where it trains alone"))
+    kind = KINDS[stage]
+    source: Any = getattr(trainer, kind.loop)._data_source
+    with random_state_kept():
+        rounds = read_rounds(trainer, source.dataloader(), getattr(trainer, kind.limit), _(kind.phase))
+    if rounds is None:
+        raise UnsupportedStepError(_("its loaders have no batches"))
+    layout = _layouts.layout_of(trainer)
+    step = TrainingStep(
+        model=module,
+        batch=lambda size: rounds.loaders[0].of_at_most(size)[0],
+        loss=lambda model, batch: model(batch),  # never called: the job does it all
+        optimizer=None,
+        precision=cast("Precision", trainer.precision),
+        prepare=move_to_simulated_device,
+        parallel=layout,
+        device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
+        job=Job(_Play(trainer, module, rounds, kind)),
+    )
+
+    @contextmanager
+    def symbolic_run() -> Iterator[None]:
+        with random_state_kept(), _trainer_proxy.symbolic_run(trainer, module, silent_view(trainer)):
+            yield
+
+    return CapturedEvaluation(step, rounds.batch_size, symbolic_run, rounds.notes)
+
+
+@dataclass(frozen=True)
+class _Play:
+    """``Job.play``."""
+
+    trainer: Trainer
+    module: LightningModule
+    rounds: Rounds
+    kind: Kind
+
+    def __call__(self, run: JobRun) -> None:
+        trainer, module = self.trainer, self.module
+        with _shadow.kept(trainer, module):
+            shadow = _shadow.shadow_of(trainer, plugin_of_trace(trainer, run.autocast()))
+            seen = silent_view(shadow)
+            for part in module.modules():
+                if "_trainer" in vars(part):
+                    vars(part)["_trainer"] = seen
+            if trainer.datamodule is not None:  # type: ignore[attr-defined]
+                trainer.datamodule.trainer = seen  # type: ignore[attr-defined]
+            _shadow.take_copies(trainer, shadow)
+            loop = getattr(shadow, self.kind.loop)
+            loop.verbose = False
+            with run.phase(self.kind.phase), logging_own(module):
+                self.rounds.play(run, shadow, loop, loop.run, most=run.batch_size)

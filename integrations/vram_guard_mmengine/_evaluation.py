@@ -1,0 +1,276 @@
+"""Evaluations of a runner in a trace, by MMEngine's own loops: of a training, or ``Runner.val`` and ``Runner.test``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from mmengine.device import get_device
+from mmengine.runner import EpochBasedTrainLoop
+
+from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.capture.simulated_device import move_to_simulated_device
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.guard.evaluation import CapturedEvaluation
+from vram_guard.job import Job
+from vram_guard.language import _
+from vram_guard.state.containers import leaves
+from vram_guard.state.objects import objects_kept
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard.step import TrainingStep
+from vram_guard_mmengine import _layouts
+from vram_guard_mmengine._shadow import Shadow, copied_evaluator, followed_hooks, quiet_mmengine
+from vram_guard_mmengine._symbolic_run import symbolic_run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.job import JobRun
+
+# ruff: noqa: SLF001 - the runner has no public names for what is not built yet
+
+#: Runner's function, and the part of the names of what it is made of.
+Kind = Literal["val", "test"]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of an evaluation's loop.
+
+    Attributes:
+        runner: the user's, whose loop may not be built yet.
+        kind: of evaluation.
+        sample: of its loader.
+        loader: built.
+        evaluator: built.
+        batches: of the loader; None where it has no known end.
+        samples: of one process; None where the data set does not tell.
+    """
+
+    runner: Any
+    kind: Kind
+    sample: Sample
+    loader: Any
+    evaluator: Any
+    batches: int | None
+    samples: int | None
+
+    def sizes(self, most: int | None = None) -> tuple[tuple[int, ...], int]:
+        """Batch sizes of the first round, of that of those that follow, and of a shorter last one.
+
+        Args:
+            most: samples of a batch; None: as many as the loader delivers.
+
+        Returns:
+            And how many rounds the second of these stands for.
+        """
+        own = self.sample.batch_size
+        size = own if most is None else min(own, most)
+        if self.batches is None:
+            return (size, size), 1
+        batches = self.batches if size == own else -(-self.batches * own // size)
+        last = size if self.samples is None else self.samples - (batches - 1) * size
+        if batches == 1 or not 0 < last < size:
+            return (min(size, last) if last > 0 else size, size)[:batches], batches - 1
+        return (size, size, last) if batches > 2 else (size, last), max(batches - 2, 1)
+
+    def play(self, run: JobRun, shadow: Shadow, most: int | None = None) -> None:
+        """Run the loop on the copy of the runner; batches have at most so many samples."""
+        runner, kind = shadow.runner, self.kind
+        given = getattr(self.runner, f"_{kind}_loop")
+        rounds, evaluator = _Loader(run, self, most), copied_evaluator(self.evaluator)
+        vars(runner).update({f"_{kind}_dataloader": rounds, f"_{kind}_evaluator": evaluator})
+        if isinstance(given, dict):
+            loop = getattr(runner, f"build_{kind}_loop")(given)
+        else:
+            loop = object.__new__(type(given))
+            vars(loop).update(vars(given), _runner=runner, dataloader=rounds, evaluator=evaluator)
+            setattr(loop, f"{kind}_loss", {})
+        setattr(runner, f"_{kind}_loop", loop)
+        try:
+            loop.run()
+        finally:
+            rounds.close()
+
+
+class _Loader:
+    """In place of the loader: the first batch, one that stands for those that follow, a shorter last one."""
+
+    def __init__(self, run: JobRun, rounds: Rounds, most: int | None) -> None:
+        self.dataset = rounds.loader.dataset
+        self._sizes, self._repeated = rounds.sizes(most)
+        self.batch_size = self._sizes[0]
+        self._run = run
+        self._make = rounds.sample.make
+        self._open: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._batches()
+        self._open.append(batches)
+        return batches
+
+    def _batches(self) -> Iterator[Any]:
+        for number, size in enumerate(self._sizes):
+            with self._run.repeat(self._repeated if number == 1 else 1):
+                yield self._make(size)
+
+    def close(self) -> None:
+        """No round is open any more."""
+        for batches in self._open:
+            batches.close()
+
+
+def rounds_of(
+    runner: Any,
+    kind: Kind,
+    built: Callable[[Any], Any],
+    endless: Callable[[Any], bool],
+    notes: list[str],
+) -> Rounds | None:
+    """The rounds of an evaluation, of which two samples are read; None where there are none.
+
+    Args:
+        runner: whose loop may not be built yet.
+        kind: of evaluation.
+        built: a loader's config, or a loader -> the loader.
+        endless: True for loaders that never end.
+        notes: remarks for a reader of the prediction.
+
+    Raises:
+        Exception: whatever the user's code raises that reads the data.
+    """
+    loop = getattr(runner, f"_{kind}_loop")
+    with random_state_kept():
+        config = isinstance(loop, dict)
+        loader = built(getattr(runner, f"_{kind}_dataloader") if config else loop.dataloader)
+        evaluator = getattr(runner, f"_{kind}_evaluator") if config else loop.evaluator
+        if isinstance(evaluator, (dict, list)):
+            evaluator = runner.build_evaluator(evaluator)
+        batches = number_of_batches(loader)
+        if batches == 0:
+            return None
+        sample = read_loader(loader)
+    if batches is None or endless(loader):
+        notes.append(
+            _(
+                "the loader of an evaluation has no known end: two of its batches are followed, and what metrics "
+                "collect of more is not included in the prediction"
+            )
+        )
+        batches = None
+    samples = sample.dataset_size if sample.dataset_size is None else len(loader.sampler)
+    return Rounds(runner, kind, sample, loader, evaluator, batches, samples)
+
+
+def validation_of(
+    runner: Any,
+    built: Callable[[Any], Any],
+    endless: Callable[[Any], bool],
+    begins: int,
+    most: int,
+    notes: list[str],
+) -> Rounds | None:
+    """The validation of a training; what is in the way is among the notes.
+
+    Args:
+        runner: whose loops are not built yet.
+        built: a loader's config, or a loader -> the loader.
+        endless: True for loaders that never end.
+        begins: the epoch, or iteration, from which on is validated.
+        most: epochs, or iterations, of the training.
+        notes: remarks for a reader of the prediction.
+    """
+    if runner._val_loop is None or begins > most:
+        return None
+    try:
+        return rounds_of(runner, "val", built, endless, notes)
+    except Exception as error:  # noqa: BLE001 - the user's own code reads the data
+        why = f"{type(error).__name__}: {error}"
+        notes.append(_("validation is not included in the prediction ({why})", why=why))
+        return None
+
+
+def number_of_batches(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return None
+
+
+# --- by itself --------------------------------------------------------------------------------------------------
+
+
+def capture_evaluation(
+    runner: Any, kind: Kind, model: nn.Module, built: Callable[[Any], Any], endless: Callable[[Any], bool]
+) -> CapturedEvaluation:
+    """Read ``Runner.val`` or ``Runner.test``, which are about to begin. Changes nothing.
+
+    Args:
+        runner: whose loop may not be built yet.
+        kind: of evaluation.
+        model: the runner's, without its wrapper.
+        built: a loader's config, or a loader -> the loader.
+        endless: True for loaders that never end.
+
+    Raises:
+        UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
+    """
+    if _layouts.layout_of(runner) is not None:
+        raise UnsupportedStepError(
+            _(
+                "{kind} divides the model: its evaluations are followed in a training alone",
+                kind=type(runner.strategy).__name__,
+            )
+        )
+    notes: list[str] = []
+    rounds = rounds_of(runner, kind, built, endless, notes)
+    if rounds is None:
+        raise UnsupportedStepError(_("its loaders have no batches"))
+    states = [(one.shape, one.dtype) for one in _left_of_training(runner)]
+
+    def play(run: JobRun) -> None:
+        with quiet_mmengine(lambda *_: {}), objects_kept(followed_hooks(runner), besides=model):
+            run.hold([torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in states])
+            shadow = Shadow(
+                runner,
+                run,
+                loader=rounds.loader,
+                loop_class=EpochBasedTrainLoop,
+                length=(1, 1),
+                accumulate=1,
+                data_batch=None,
+            )
+            with run.phase("validation" if kind == "val" else "test"):
+                rounds.play(run, shadow, run.batch_size)
+
+    step = TrainingStep(
+        model=model,
+        batch=rounds.sample.make,
+        loss=lambda model, batch: model.test_step(batch),  # never called: the job does it all
+        optimizer=None,
+        prepare=move_to_simulated_device,
+        device="cpu" if get_device() == "cpu" else "cuda",
+        job=Job(play),
+    )
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        with random_state_kept(), symbolic_run(1, 1):
+            yield
+
+    return CapturedEvaluation(step, rounds.sample.batch_size, quiet, tuple(notes))
+
+
+def _left_of_training(runner: Any) -> list[torch.Tensor]:
+    """States of an optimizer that has trained in this process already: MMEngine gives nothing of it back."""
+    optimizer = getattr(getattr(runner, "optim_wrapper", None), "optimizer", None)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    found = leaves([list(state.values()) for state in optimizer.state.values()])
+    return [one for one in found if isinstance(one, torch.Tensor) and one.dim() and one.device.type == get_device()]

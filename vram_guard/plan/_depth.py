@@ -1,0 +1,70 @@
+"""Timelines of a deep model from traces of it with a few of its equal blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vram_guard.compose import CannotComposeError, DepthLaw
+from vram_guard.techniques.equal_blocks import equal_blocks, with_depth
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vram_guard.plan.source import TraceRequest
+    from vram_guard.timeline import Timeline
+
+_log = logging.getLogger(__name__)
+
+#: Blocks of the traces that give the law; the first and the last few of them differ from those between.
+_DEPTH = 5
+
+#: Blocks of the trace that shows that the law holds.
+_CHECKED_DEPTH = 8
+
+#: Three traces with 19 blocks together, and what each takes besides its blocks: models of fewer are traced as they are.
+LEAST_BLOCKS = 48
+
+
+def by_depth(model: nn.Module, trace: Callable[[TraceRequest], Timeline]) -> Callable[[TraceRequest], Timeline] | None:
+    """A trace's replacement for a model of many equal blocks; None where the model is no such.
+
+    Args:
+        model: that ``trace`` follows.
+        trace: a request -> its timeline.
+    """
+    blocks = equal_blocks(model)
+    if blocks is None or len(blocks.names) < LEAST_BLOCKS:
+        return None
+    every = frozenset(blocks.names)
+
+    def shallow(request: TraceRequest, depth: int) -> Timeline:
+        left_out = every - blocks.within(depth)
+        recipe = request.recipe
+        kept = {
+            name: tuple(block for block in getattr(recipe, name) if block not in left_out)
+            for name in ("checkpoint", "offload_activations")
+        }
+        with with_depth(model, blocks, depth):
+            return trace(replace(request, recipe=recipe.with_(**kept)))
+
+    def traced(request: TraceRequest) -> Timeline:
+        treated = [
+            every.intersection(names) for names in (request.recipe.checkpoint, request.recipe.offload_activations)
+        ]
+        if any(names and names != every for names in treated):
+            return trace(request)
+        try:
+            law = DepthLaw(shallow(request, _DEPTH), shallow(request, _DEPTH + 1), _DEPTH, blocks.stack)
+            if law.holds(shallow(request, _CHECKED_DEPTH), _CHECKED_DEPTH):
+                return law.at(len(blocks.names))
+            _log.info("%s: another depth does not follow the law: traced as it is", request)
+        except CannotComposeError as error:
+            _log.info("%s: traced as it is: %s", request, error)
+        except Exception as error:  # noqa: BLE001 - the user's code runs here; with all blocks it may not fail
+            _log.info("%s: traced as it is: %s: %s", request, type(error).__name__, error)
+        return trace(request)
+
+    return traced
