@@ -254,7 +254,7 @@ def test_a_number_of_items_settles_how_tokens_are_weighed() -> None:
 def answer(slowdown: float, *, fits: bool = True, relaunches: tuple[Relaunch, ...] = ()) -> DryRunAnswer:
     plan, seconds, memory = {"slowdown": slowdown}, {"plan": 1.0}, {"plan": 1}
     releases = Releases("3.11.7", (("torch", "2.13.0"),))
-    return DryRunAnswer(plan, "", LaunchPlan(), (), relaunches, {}, fits, True, seconds, memory, releases)
+    return DryRunAnswer(plan, "", LaunchPlan(), (), relaunches, {}, fits, True, "", seconds, memory, releases)
 
 
 def changed(**change: Any) -> Relaunch:
