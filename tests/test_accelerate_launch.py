@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -291,19 +292,25 @@ def test_the_newest_checkpoint_is_scaled_once(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
+def edited(out: Path, cache: Path, *own: str, **more: str) -> str:
+    """The edited script, run as it is; what it said."""
+    done = subprocess.run(
+        [sys.executable, str(EDITED), "--out", str(out), *own],
+        env=cases.environment(VRAM_GUARD_CACHE=str(cache), **more),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cache: Path) -> None:
     results = []
     for budget, more in (("1GiB", {}), ("40MiB", {}), ("40MiB", {"VRAM_GUARD_DISABLE": "1"})):
         out = tmp_path / f"{budget}.pt"
-        done = subprocess.run(
-            [sys.executable, str(EDITED), "--out", str(out), "--budget", budget],
-            env=cases.environment(VRAM_GUARD_CACHE=str(cache), **more),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        edited(out, cache, "--budget", budget, **more)
         results.append(torch.load(out))
         assert results[-1]["restored"]
         assert Path(f"{out}.0").read_text() == "a step\n" * 3  # none of a copy's
@@ -312,6 +319,50 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
     assert 0 < difference(*results[:2]) < 1e-6
     assert results[2]["text"] == ""  # switched off
     assert difference(results[0], results[2]) == 0
+
+
+@pytest.fixture(scope="module")
+def switched_off(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
+    out = tmp_path_factory.mktemp("off") / "off.pt"
+    edited(out, cache, "--budget", "40MiB", VRAM_GUARD_DISABLE="1")
+    return torch.load(out)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("prepared, dies", "was killed by signal 11"),
+        ("training, dies", "was killed by signal 11"),
+        ("prepared, hangs", "did not answer for 2 s"),
+        ("training, hangs", "did not answer for 2 s"),
+    ],
+)
+def test_an_edited_script_whose_copy_is_lost_trains_as_it_is_written(
+    lost: str, said: str, tmp_path: Path, cache: Path, switched_off: Any
+) -> None:
+    out = tmp_path / "out.pt"
+    heard = edited(out, cache, "--budget", "40MiB", "--lost", lost)
+    assert heard.count("which is left unchanged") == 1
+    assert said in heard
+    assert re.search(r"; it was at \S+\.py:\d+, in (lost|wait)$", heard, re.MULTILINE)
+    assert re.search(r'^  File "\S*edited\.py", line \d+ in main$', heard, re.MULTILINE)
+    result = torch.load(out)
+    assert (result["text"], result["fits"], result["restored"]) == ("", None, True)
+    assert difference(result, switched_off) == 0
+    assert Path(f"{out}.0").read_text() == "a step\n" * 3
+
+
+def test_two_processes_whose_copy_is_lost_both_train_as_it_is_written(tmp_path: Path, cache: Path) -> None:
+    results = []
+    for name, own, more in (("off", (), {"VRAM_GUARD_DISABLE": "1"}), ("lost", ("--lost", "prepared, dies"), {})):
+        out = tmp_path / name
+        command = (*TWO, EDITED, "--out", out, "--budget", "40MiB", *own)
+        done = launch(*command, cache=cache, guarded=False, ACCELERATE_USE_CPU="true", **more)
+        assert done.returncode == 0, done.stderr
+        results.append(torch.load(out))
+    assert done.stderr.count("which is left unchanged") == 1
+    assert difference(*results) == 0
+    assert [Path(f"{out}.{rank}").read_text() for rank in (0, 1)] == ["a step\n" * 2] * 2
 
 
 def test_an_edited_script_of_two_processes_is_proven_beside_their_connections(tmp_path: Path, cache: Path) -> None:

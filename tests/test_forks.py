@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from vram_guard.errors import InvalidInputError, UnsupportedStepError
-from vram_guard.forks import fork
+from vram_guard.errors import InvalidInputError, LostCopyError, UnsupportedStepError
+from vram_guard.forks import fork, hanging
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.forks.fork import ForkRefusedError, run_in_fork
 
@@ -181,8 +181,8 @@ def test_a_fatal_error_says_where_it_was(request: pytest.FixtureRequest) -> None
 
 
 def test_a_copy_that_hangs_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "IDLE_SECONDS", 2.0)
-    monkeypatch.setattr(fork, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(hanging, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
     lock = threading.Lock()
     seen: list[str] = []
 
@@ -197,8 +197,8 @@ def test_a_copy_that_hangs_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_copy_that_works_without_a_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(fork, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(hanging, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
 
     def work(_say: object) -> str:
         until = time.process_time() + 1.0
@@ -207,6 +207,46 @@ def test_a_copy_that_works_without_a_word_is_waited_for(monkeypatch: pytest.Monk
         return "done"
 
     assert run_in_fork(work) == "done"
+
+
+def test_a_copy_that_waits_for_a_copy_of_its_own_is_waited_for_while_that_one_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hanging, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
+
+    def work(_say: object) -> int:
+        inner = os.fork()
+        if inner == 0:
+            until = time.process_time() + 1.0
+            while time.process_time() < until:
+                pass
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+
+    assert run_in_fork(work) == 7
+
+
+def test_where_a_copy_of_a_copy_hangs_is_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hanging, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
+    seen: list[str] = []
+
+    def waits_for_ever() -> None:
+        threading.Event().wait()
+
+    def work(say: fork.Progress) -> None:
+        inner = os.fork()
+        if inner == 0:
+            waits_for_ever()
+        say(str(inner))
+        os.waitpid(inner, 0)
+
+    with pytest.raises(LostCopyError) as caught:
+        run_in_fork(work, seen.append)
+    assert "in waits_for_ever" in str(caught.value.__cause__)
+    assert "in work" in str(caught.value.__cause__).split("Fatal Python error: Aborted")[2]
+    assert (hanging._fields(int(seen[0])) or ["Z"])[0] == "Z"  # ended, whether or not it was waited for
 
 
 def test_what_a_used_gpu_forbids_in_a_copy_is_told_apart() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from vram_guard.forks.fork import can_fork
 from vram_guard.proof import prove as proving
 from vram_guard.techniques import Recipe
+from vram_guard.techniques._optimizer_offload import host_optimizer
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard_lightning import VramGuard, _refusals
 
@@ -392,12 +393,14 @@ def clamped(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao says on import which of its extensions it cannot load
-@pytest.mark.parametrize("loss", [mean, clamped])
+@pytest.mark.parametrize(("loss", "looks"), [(mean, True), (clamped, True), (clamped, False)])
 def test_an_optimizer_on_the_host_is_proven_by_running(
-    loss: Any, tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    loss: Any, looks: bool, tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine with a GPU: on the CPU the technique is refused."""
+    """As on a machine with a GPU: on the CPU it is refused. One that did not look at the weights is found."""
     pytest.importorskip("torchao")
+    if not looks:
+        monkeypatch.setattr(host_optimizer(), "_take_weights", lambda _self: None)
     of_trainer = _refusals.refusals
     monkeypatch.setattr(
         _refusals,
@@ -418,7 +421,7 @@ def test_an_optimizer_on_the_host_is_proven_by_running(
         warnings.simplefilter("always")
         guarded = fitted(guard)
     assert close(plain, guarded)
-    if loss is clamped:
+    if not looks:
         assert "run on 4 samples, the update of blocks.0.0.weight differs by 100.0%" in str(caught[0].message)
         assert same(plain, guarded)
     else:

@@ -110,6 +110,31 @@ def test_gradients_that_are_edited_before_the_step_count_as_they_are_then(edit: 
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("where", ["after the step", "before the step", "never"])
+def test_weights_that_are_written_through_data_are_stepped_from_there(name: str, where: str) -> None:
+    def written(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.data.clamp_(-0.05, 0.05)
+        model[2].weight.data = model[2].weight.data.flip(0)  # the same values elsewhere
+
+    def trained(moved: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> nn.Module:
+        model = net()
+        optimizer = moved(MAKERS[name](model.parameters()))
+        for scale in (1.0, 2.0, 3.0, 4.0):
+            optimizer.zero_grad()
+            model(torch.full((8, WIDTH), scale)).square().mean().backward()
+            if where == "before the step":
+                written(model)
+            optimizer.step()
+            if where == "after the step":
+                written(model)
+        return model
+
+    same(trained(on_host), trained(lambda optimizer: optimizer))
+
+
+@pytest.mark.usefixtures("gpu")
 def test_hooks_of_the_step_run_once() -> None:
     model, seen = net(), []
     plain = torch.optim.AdamW(model.parameters())

@@ -47,6 +47,10 @@ class DeviceMismatchError(UnsupportedStepError):
     """An operator of the step is given tensors of the GPU and of host memory at once, which CUDA refuses."""
 
 
+class LostCopyError(UnsupportedStepError):
+    """The copy of the process that looked at the training died or hung; says where, as far as that is known."""
+
+
 class DoesNotFitError(VramGuardError, RuntimeError):
     """``mode="strict"``, or nothing that is allowed makes the step fit; names the nearest miss in bytes."""
 

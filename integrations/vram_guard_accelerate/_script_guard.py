@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
+from vram_guard.forks.fatal_stack import FatalStack
 from vram_guard.forks.isolation import isolate
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from vram_guard.budget import Budget
-
-#: Seconds that planning may take.
-PATIENCE = 1800.0
 
 _logger = logging.getLogger("vram_guard")
 
@@ -79,7 +77,8 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
     Raises:
         InvalidInputError: an unknown setting, or ``grow``: schedules are made before ``prepare``, and would not know.
         DoesNotFitError: nothing that is allowed makes it fit; on every rank, nothing was prepared.
-        UnsupportedStepError: the script cannot be followed from here.
+        UnsupportedStepError: the script cannot be followed from here. Where the copy dies or hangs, the training goes
+            on as it is written, and a warning says where the copy was.
 
     Example:
         >>> guard(budget="24GiB", allow=["accumulate"]).settings.budget
@@ -137,7 +136,11 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             answer = self._agreed(accelerator)
         except ForkEntered as entered:
             self._undo = _nothing  # the copy keeps the patches of its dry run
-            _become_dry_run(entered.parent, accelerator, self.settings)
+            _become_dry_run(entered.parent, entered.task, accelerator, self.settings)
+            return accelerator.prepare(*args, **kwargs)
+        except LostCopyError as error:  # on every rank
+            if accelerator.is_main_process:
+                _logger.warning("%s", _("no prediction for this training, which is left unchanged: {why}", why=error))
             return accelerator.prepare(*args, **kwargs)
         self.text, self.fits = answer.text, answer.fits
         _logger.info("%s", self.text)
@@ -155,10 +158,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         answers: list[Any] = [None]
         if accelerator.is_main_process:
             try:
-                forks.check_forks()
-                with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
-                    copy = forks.fork(None)
-                answers = [copy.answer(PATIENCE)]
+                answers = [self._looked_at()]
             except VramGuardError as error:
                 answers = [DryRunFailure.of(error)]
         if accelerator.num_processes > 1:
@@ -168,12 +168,28 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         failure: DryRunFailure = answers[0]
         raise failure.as_error()
 
+    def _looked_at(self) -> Any:
+        """The answer of a copy of this process."""
+        forks.check_forks()
+        stack = FatalStack()
+        with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
+            copy = forks.fork(stack)
+        with contextlib.closing(stack):
+            try:
+                answer = copy.answer(self.settings.start_seconds, watched=True)
+            except LostCopyError as error:
+                answer = DryRunFailure.of(error)
+            if isinstance(answer, DryRunFailure) and answer.error == LostCopyError.__name__:
+                # What was lost may be a copy of the copy's, which writes to the same file.
+                return replace(answer, message="\n".join([stack.located(answer.message), *stack.frames()]))
+            return answer
+
 
 def _nothing() -> None:
     """In place of an undo, where nothing was changed."""
 
 
-def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) -> None:
+def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, settings: Settings) -> None:
     """In the copy: nothing is printed or written from here on, and there is one process with a GPU."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
@@ -181,8 +197,10 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: Settings) ->
 
     from vram_guard_accelerate.cli.target import budget_for
 
+    _entered.enter_context(contextlib.closing(stack))
+    stack.write_when_killed()
     renew_in_copy()
-    isolate({parent.pipe})
+    isolate({parent.pipe, stack.number})
     os.environ.update({ON_CPU: str(accelerator.device.type == "cpu"), "ACCELERATE_USE_CPU": "False"})
     ranks = accelerator.num_processes
     try:

@@ -14,16 +14,16 @@ import pickle
 import random
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from vram_guard.errors import UnsupportedStepError
-from vram_guard.forks._fatal_stack import FatalStack
+from vram_guard.errors import LostCopyError, UnsupportedStepError
+from vram_guard.forks import hanging
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
+from vram_guard.forks.fatal_stack import FatalStack
+from vram_guard.forks.hanging import HangsError, Patience, abort
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.language import _
@@ -32,16 +32,8 @@ T = TypeVar("T")
 
 Progress = Callable[[str], None]
 
-#: Seconds without a message and without work of its processor after which a copy counts as hanging: longer than one
-#: sample takes to arrive from slow storage. A copy inherits locks that other threads held, and may wait for one for
-#: ever.
-IDLE_SECONDS = 120.0
 #: Seconds that a copy may take at all.
 MOST_SECONDS = 1800.0
-#: How often its processor time is looked at.
-_LOOK_SECONDS = 1.0
-#: Seconds that a hanging copy has for writing down where it hangs.
-_ABORT_SECONDS = 2.0
 
 #: Parts of messages with which CUDA and torch's autograd refuse to work in a copy of a process that has used a GPU.
 _REFUSED_IN_FORKS = ("Cannot re-initialize CUDA in forked subprocess", "combination with fork-based multiprocessing")
@@ -60,10 +52,6 @@ class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of t
 
     def __str__(self) -> str:
         return f"\n{self._text}"
-
-
-class _HangsError(Exception):
-    """The copy sends nothing and does nothing."""
 
 
 def can_fork() -> bool:
@@ -87,7 +75,7 @@ def run_in_fork(
 
     Raises:
         ForkRefusedError: there is no fork on this system, or the work cannot be done in one.
-        UnsupportedStepError: the copy died or hung.
+        LostCopyError: the copy died or hung.
         Exception: what ``work`` raised; its traceback in the copy is the error's cause.
 
     Example:
@@ -197,33 +185,23 @@ def _answer(
             progress(value)
     except (EOFError, OSError, pickle.UnpicklingError):
         pass  # it died
-    except _HangsError as error:
+    except HangsError as error:
         problem = str(error)
-        _abort(process)
+        abort(process)
     finally:
         # One that has answered ends by itself at once: nothing is lost by not waiting for it.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    problem = problem or _death(code)
-    if place := stack.place():
-        problem += _("; it was at {place}", place=place)
-    raise UnsupportedStepError(problem) from (_RemoteTraceback(stack.text()) if place else None)
+    raise LostCopyError(stack.located(problem or _death(code))) from (
+        _RemoteTraceback(stack.text()) if stack.place() else None
+    )
 
 
 def _death(code: int) -> str:
     if code < 0:
         return _("the copy of the process that looked at the training was killed by signal {number}", number=-code)
     return _("the copy of the process that looked at the training ended with exit code {code}", code=code)
-
-
-def _abort(process: int) -> None:
-    """Let a copy that hangs write its stack, and wait for that."""
-    with contextlib.suppress(OSError):
-        os.kill(process, signal.SIGABRT)
-        until = time.monotonic() + _ABORT_SECONDS
-        while time.monotonic() < until and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            time.sleep(0.02)
 
 
 def _array(pipe: Connection, size: int) -> bytearray:
@@ -241,32 +219,12 @@ def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[t
     """Messages as they arrive.
 
     Raises:
-        _HangsError: none arrives any more.
+        HangsError: none arrives any more.
     """
-    begun = busy = time.monotonic()
-    worked = _processor_seconds(process)
+    patience = Patience(process, most_seconds)
     while True:
-        if pipe.poll(_LOOK_SECONDS):
+        if pipe.poll(hanging.LOOK_SECONDS):
             yield pipe.recv()
-            busy = time.monotonic()
-            continue
-        now, used = time.monotonic(), _processor_seconds(process)
-        if used is None or worked is None or used > worked:
-            busy, worked = now, used
-        if now - busy > IDLE_SECONDS or now - begun > most_seconds:
-            raise _HangsError(
-                _(
-                    "the copy of the process that looked at the training did not answer for {seconds} s (it may wait "
-                    "for a lock that a thread of the original holds)",
-                    seconds=f"{now - busy if now - busy > IDLE_SECONDS else most_seconds:.0f}",
-                )
-            )
-
-
-def _processor_seconds(process: int) -> float | None:
-    """Seconds of processor time that a process has used; None where the system does not say."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
+            patience.heard()
+        else:
+            patience.check()

@@ -141,8 +141,8 @@ class CostModel:
         held = self._held(Option(self._source.precision, 1))
         static = {name: size // self._sharers(recipe) for name, size in held.items()}
         down = offload_seconds(static["gradients"], self._gpu, both_ways=False).times(rounds)
-        # The weights once after the step, or for every forward and every backward pass.
-        trips = 2 * rounds if recipe.parameters_on_host else 1
+        # The weights for every forward and every backward pass, or after the step; torchao's come down before it too.
+        trips = 2 * rounds if recipe.parameters_on_host else 1 + recipe.optimizer_on_host
         up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
         moved = sum(work.moved.at(1) for work in timeline.work if work.phase == "optimizer") / self._sharers(recipe)
         return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH)

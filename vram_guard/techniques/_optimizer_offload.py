@@ -2,7 +2,9 @@
 
 What it does (torchao/optim/cpu_offload.py): every trained parameter of 4,096 elements or more has a copy of itself and
 its gradient in pinned host memory, and its optimizer states in host memory. When its gradient is complete, a hook
-copies it there; ``step`` runs one optimizer per parameter on the CPU and copies the new parameter back. Smaller
+copies it there; ``step`` runs one optimizer per parameter on the CPU and copies the new parameter back. Here ``step``
+first copies the parameter to the host too, in case other code has written to it since: one more transfer of its bytes,
+beside the CPU's work on the parameters before it. Smaller
 parameters step on the GPU. Gradients on the GPU stay until ``zero_grad`` (``offload_gradients=True`` frees them, and
 breaks accumulation).
 """
@@ -90,7 +92,6 @@ def host_optimizer() -> Any:
                     self.__dict__[name] = value
             self._groups = optimizer.param_groups
             super().__init__(groups, kind)
-            self._versions = self._versions_now()
             self._carried: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
             for parameter in self.param_d2h_map:  # after torchao's own hook, which carries the gradient over
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
@@ -120,23 +121,20 @@ def host_optimizer() -> Any:
                     loss = closure()
             for single, group in self._singles():
                 single.update({name: value for name, value in group.items() if name not in _NOT_PASSED})
-            self._follow()
             self._take_edited_gradients()
+            self._take_weights()
             super().step()
-            self._versions = self._versions_now()
             return loss
 
         vars(step)["hooked"] = True  # or a copy of the optimizer would run them twice
 
-        def _versions_now(self) -> dict[torch.Tensor, int]:
-            return {p: p._version for p in self.param_d2h_map}  # noqa: SLF001 - named in autograd's documentation
-
-        def _follow(self) -> None:
-            """Parameters that other code wrote to since (a checkpoint that was loaded) are copied once more."""
-            with torch.no_grad():
-                for parameter, version in self._versions_now().items():
-                    if self._versions[parameter] != version:
-                        self.param_d2h_map[parameter].copy_(parameter.detach())
+        def _take_weights(self) -> None:
+            """Weights that step are as they are now on the GPU: no version counts what is written through ``.data``."""
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.no_grad(), torch.cuda.stream(self.stream):
+                for parameter in self.queue:
+                    self.param_d2h_map[parameter].copy_(parameter.detach(), non_blocking=True)
+                    self.queue[parameter] = self.stream.record_event()
 
         def _note_gradient(self, parameter: torch.Tensor) -> None:
             gradient = parameter.grad

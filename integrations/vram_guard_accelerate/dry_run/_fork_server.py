@@ -8,6 +8,7 @@ changes the model when it is prepared. So one copy stays behind at that place (:
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -66,6 +67,7 @@ class ForkServer:
 
 def _serve(asked: socket.socket) -> NoReturn:
     """Copy this process for every task; raises :class:`ForkEntered` in the copies."""
+    faulthandler.disable()  # where the server stands tells nobody anything
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the copies are not waited for: they are reaped automatically
     while True:
         try:

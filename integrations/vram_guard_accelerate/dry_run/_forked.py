@@ -10,6 +10,7 @@ import torch
 
 from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
+from vram_guard.errors import LostCopyError
 from vram_guard.language import _
 from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
@@ -182,7 +183,7 @@ class ForkedPhase(LoopPhase):
 
     def _out_of_time(self, frame: Any) -> NoReturn:
         reason = _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{PATIENCE:.0f}")
-        self._parent.send(DryRunFailure.unsupported(at_line(reason, frame)))
+        self._parent.send(DryRunFailure.of(LostCopyError(at_line(reason, frame))))
 
     def ended(self) -> None:
         """Send what was seen of a script that came to its end before its second step."""

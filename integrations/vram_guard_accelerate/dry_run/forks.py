@@ -17,8 +17,10 @@ import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import LostCopyError, UnsupportedStepError
+from vram_guard.forks import hanging
 from vram_guard.forks.fork import write_all
+from vram_guard.forks.hanging import HangsError, Patience, abort
 from vram_guard.language import _
 
 
@@ -64,19 +66,27 @@ class Fork:
         self._is_child = is_child
         running[process] = self
 
-    def answer(self, seconds: float, *, may_be_silent: bool = False) -> Any:
+    def answer(self, seconds: float, *, may_be_silent: bool = False, watched: bool = False) -> Any:
         """The answer that the copy sends, once.
 
         Args:
             seconds: when to give up.
             may_be_silent: None is an answer too: the copy ended by itself and sent nothing.
+            watched: it is given up as well where neither it nor any of the copies that it has made works.
 
         Raises:
-            UnsupportedStepError: the copy died, or did not answer in time.
+            LostCopyError: the copy died, or did not answer in time.
         """
-        data = None
+        data, problem = (
+            None,
+            _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}"),
+        )
+        patience = Patience(self._process, seconds) if watched else None
         try:
-            data = _read_to_end(self._pipe, time.monotonic() + seconds)
+            data = _read_to_end(self._pipe, time.monotonic() + seconds, patience)
+        except HangsError as error:
+            problem = str(error)
+            abort(self._process)
         finally:
             if data is None:
                 with contextlib.suppress(OSError):
@@ -84,21 +94,21 @@ class Fork:
             os.close(self._pipe)
             del running[self._process]
             code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1]) if self._is_child else None
-        if data is None:
-            raise UnsupportedStepError(
-                _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}")
-            )
         if data:
             return pickle.loads(data)  # noqa: S301 - from our own copy
-        if code == 0 and may_be_silent:
+        if code == 0 and may_be_silent and data is not None:
             return None
-        if code is None:
-            raise UnsupportedStepError(_("the script died while it was followed"))
-        if code < 0:
-            raise UnsupportedStepError(
-                _("the script was killed by signal {number} while it was followed", number=-code)
-            )
-        raise UnsupportedStepError(_("the script ended with exit code {code} while it was followed", code=code))
+        if data is not None:
+            problem = _death(code)
+        raise LostCopyError(problem)
+
+
+def _death(code: int | None) -> str:
+    if code is None:
+        return _("the script died while it was followed")
+    if code < 0:
+        return _("the script was killed by signal {number} while it was followed", number=-code)
+    return _("the script ended with exit code {code} while it was followed", code=code)
 
 
 def fork(task: Any) -> Fork:
@@ -137,13 +147,21 @@ def end_all() -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def _read_to_end(pipe: int, deadline: float) -> bytes | None:
-    """All bytes until the other end of a pipe closes; None where ``time.monotonic()`` passes the deadline."""
+def _read_to_end(pipe: int, deadline: float, patience: Patience | None) -> bytes | None:
+    """All bytes until the other end of a pipe closes; None where ``time.monotonic()`` passes the deadline.
+
+    Raises:
+        HangsError: patience has ended before.
+    """
     parts: list[bytes] = []
     while True:
-        ready, *_rest = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        ready, *_rest = select.select([pipe], [], [], left if patience is None else hanging.LOOK_SECONDS)
         if not ready:
-            return None
+            if patience is None:
+                return None
+            patience.check()
+            continue
         part = os.read(pipe, 2**20)
         if not part:
             return b"".join(parts)

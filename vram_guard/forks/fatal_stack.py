@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import re
+import tempfile
 from typing import IO
+
+from vram_guard.language import _
 
 #: A line of what faulthandler writes, innermost first.
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
@@ -22,7 +26,10 @@ class FatalStack:
     """
 
     def __init__(self) -> None:
-        self._file: IO[bytes] = os.fdopen(os.memfd_create("stack"), "w+b")
+        if hasattr(os, "memfd_create"):  # on Linux
+            self._file: IO[bytes] = os.fdopen(os.memfd_create("stack"), "w+b")
+        else:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
         self.number = self._file.fileno()
 
     def write_when_killed(self) -> None:
@@ -38,6 +45,16 @@ class FatalStack:
         """The innermost frame as "file:line, in function"; "" where there is none."""
         frame = _FRAME.search(self.text())
         return "" if frame is None else f"{frame['file']}:{frame['line']}, in {frame['function']}"
+
+    def frames(self) -> list[str]:
+        """The lines of the stack that was written first: where copies have copies, that of the innermost."""
+        lines = itertools.dropwhile(lambda line: not _FRAME.match(line), self.text().splitlines())
+        return list(itertools.takewhile(_FRAME.match, lines))
+
+    def located(self, problem: str) -> str:
+        """A problem, with the place where the copy was, if that is known."""
+        place = self.place()
+        return problem + _("; it was at {place}", place=place) if place else problem
 
     def close(self) -> None:
         """Give the file back."""

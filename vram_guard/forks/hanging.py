@@ -1,0 +1,118 @@
+"""Copies of the process that hang: noticed by what they do not do, and ended where they stand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from vram_guard.language import _
+
+#: Seconds without a message and without work of its processor after which a copy counts as hanging: longer than one
+#: sample takes to arrive from slow storage. A copy inherits locks that other threads held, and may wait for one for
+#: ever.
+IDLE_SECONDS = 120.0
+#: How often its processor time is looked at.
+LOOK_SECONDS = 1.0
+#: Seconds that a hanging copy has for writing down where it hangs.
+_ABORT_SECONDS = 2.0
+
+
+class HangsError(Exception):
+    """The copy sends nothing and does nothing."""
+
+
+class Patience:
+    """Patience with a copy: it lasts while the copy, or one that it has made itself, works.
+
+    Args:
+        process: the copy's number.
+        most_seconds: that it may take at all.
+    """
+
+    def __init__(self, process: int, most_seconds: float) -> None:
+        self._process, self._most_seconds = process, most_seconds
+        self._begun = self._busy = time.monotonic()
+        self._worked = _processor_seconds(process)
+
+    def heard(self) -> None:
+        """The copy has sent something."""
+        self._busy = time.monotonic()
+
+    def check(self) -> None:
+        """Called about every :data:`LOOK_SECONDS` while nothing arrives.
+
+        Raises:
+            HangsError: patience is at its end.
+        """
+        now, used = time.monotonic(), _processor_seconds(self._process)
+        if used is None or used != self._worked:
+            self._busy, self._worked = now, used
+        idle = now - self._busy
+        if idle > IDLE_SECONDS or now - self._begun > self._most_seconds:
+            raise HangsError(
+                _(
+                    "the copy of the process that looked at the training did not answer for {seconds} s (it may wait "
+                    "for a lock that a thread of the original holds)",
+                    seconds=f"{idle if idle > IDLE_SECONDS else self._most_seconds:.0f}",
+                )
+            )
+
+
+def abort(process: int) -> None:
+    """Let a copy that hangs, and those that it has made, write their stacks, the innermost first; then end them."""
+    copies = [*_made_by(process)][::-1]
+    for copy in copies:
+        _signal(copy, signal.SIGSTOP)  # none goes on because another one ended
+    for copy in copies:
+        _signal(copy, signal.SIGABRT)
+        _signal(copy, signal.SIGCONT)
+        _wait(copy)
+        _signal(copy, signal.SIGKILL)
+
+
+def _signal(process: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(process, number)
+
+
+def _wait(copy: int) -> None:
+    """Until a copy has ended; where the system does not say, there is no waiting."""
+    until = time.monotonic() + _ABORT_SECONDS
+    while time.monotonic() < until and (_fields(copy) or "Z")[0] != "Z":
+        time.sleep(0.02)
+
+
+def _made_by(process: int) -> Iterator[int]:
+    """A copy and those that it has made, the outer ones first."""
+    yield process
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()
+    except OSError:
+        return
+    for child in children:
+        yield from _made_by(int(child))
+
+
+def _processor_seconds(process: int) -> float | None:
+    """Seconds of processor time of a copy and all that it has made; None where the system does not say."""
+    total = 0
+    for copy in _made_by(process):
+        fields = _fields(copy)
+        if fields is not None:
+            total += sum(int(field) for field in fields[11:15])
+        elif copy == process:
+            return None
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def _fields(process: int) -> list[str] | None:
+    """What /proc says of a process, from its state on (proc(5)); None where there is nothing."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
