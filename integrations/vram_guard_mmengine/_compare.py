@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,10 @@ def _captured(config: Any) -> Iterator[tuple[Any, Captured]]:
     threshold = logging.root.manager.disable
     runner: Any = None
     with tempfile.TemporaryDirectory(prefix="vram_guard") as folder:
-        cfg.merge_from_dict({"work_dir": folder, "launcher": "none", "load_from": None, "resume": False})
+        # Runners of one name that are made within a second are taken for one experiment.
+        name = f"vram_guard_{uuid.uuid4().hex}"
+        aside = {"work_dir": folder, "launcher": "none", "load_from": None, "resume": False, "experiment_name": name}
+        cfg.merge_from_dict(aside)
         logging.disable(logging.WARNING)  # a runner says pages about itself
         try:
             with unregistered_types_said():
