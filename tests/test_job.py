@@ -182,9 +182,11 @@ def test_a_tier_is_of_the_phase_that_guesses_and_counts_where_that_decides():
     assert estimate(step_of(loss=guessed), 64).tier == "partly symbolic"
 
 
-def test_a_tier_of_the_whole_model_is_that_of_every_phase():
-    compiled = torch.compile(network())
-    found = estimate(step_of(Evaluation(ROWS, forward, batch_size=64), model=compiled), 64)
+def test_a_tier_of_the_whole_training_is_that_of_every_phase():
+    def optimizer(parameters):
+        return torch.optim.Adam([{"params": list(parameters), "update_proj_gap": 200}])
+
+    found = estimate(step_of(Evaluation(ROWS, forward, batch_size=64), optimizer=optimizer), 64)
     assert set(tiers(found).values()) == {"partly symbolic"}
 
 
