@@ -181,14 +181,19 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
         raise InvalidInputError(
             _("the model fails on an input of {shapes}: {problem}", shapes=shapes, problem=problem)
         ) from error
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    own = own_loss(output)
     if own is not None:
-        loss: torch.Tensor = own
-        return loss
+        return own
     first = _first_tensor(output)
     if first.dim() == 2 and first.is_floating_point() and first.shape[1] > 1:
         return functional.cross_entropy(first, labels)
     return functional.mse_loss(first, first.new_zeros(first.shape))
+
+
+def own_loss(output: Any) -> torch.Tensor | None:
+    """The loss that a model returns by itself: the entry, or the attribute, ``loss``."""
+    found: torch.Tensor | None = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found
 
 
 def _first_tensor(output: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from vram_guard.guard.refusals import Refusal
 from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.simulate.tracing.batches import tensors_of
+from vram_guard.state.objects import attributes_kept
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_lightning._sample import loaders_in, read
 from vram_guard_lightning._shadow import modules_in
@@ -115,13 +116,8 @@ class LaterEpochs:
     @contextlib.contextmanager
     def loaders_kept(self) -> Iterator[None]:
         """Afterwards the loaders, and what makes their samples, have the attributes that they had."""
-        kept = [(vars(one), dict(vars(one))) for one in self._switched()]
-        try:
+        with attributes_kept(self._switched()):
             yield
-        finally:
-            for attributes, before in kept:
-                attributes.clear()
-                attributes.update(before)
 
     def objection(self, recipe: Recipe) -> Refusal | None:
         """A technique of the recipe that would not survive what later epochs change."""

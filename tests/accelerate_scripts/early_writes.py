@@ -87,7 +87,8 @@ def describes_and_links(run):
     os.chmod(folder / "raw.bin", 0o700)
     os.truncate(folder / "raw.bin", 1)
     assert (folder / "raw.bin").read_bytes() == b"n"
-    os.link(folder / "linked.txt", run / "hard.txt")
+    os.link(folder / "linked.txt", run / "first_name.txt")
+    os.rename(run / "first_name.txt", run / "hard.txt")
     os.symlink(folder / "linked.txt", run / "soft.txt")
     os.symlink(folder / "made_through_a_link.txt", run / "new.txt")
     for name in ("hard.txt", "soft.txt", "new.txt"):

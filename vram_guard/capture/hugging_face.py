@@ -26,6 +26,7 @@ from vram_guard.closed_form.inputs import (
 )
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.plain_model import own_loss
 from vram_guard.step import Precision, TrainingStep
 
 #: The deepest published networks have about a thousand (He et al. 2016, "Identity Mappings").
@@ -171,10 +172,9 @@ def _as(value: Any, precision: Precision) -> Any:
 def _loss(model: Any, data: dict[str, Any]) -> Tensor:
     """The model's own loss where it has one, else the mean square of its first output."""
     out = model(**data)
-    own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    own = own_loss(out)
     if own is not None:
-        loss: Tensor = own
-        return loss
+        return own
     first: Tensor = out[0] if not isinstance(out, Mapping) else next(iter(out.values()))
     return first.float().square().mean()
 

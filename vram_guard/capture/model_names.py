@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.plain_model import InputShape, step_of_model
@@ -29,9 +30,9 @@ _HEADS: Final = (
 
 
 def library_of(name: str) -> str | None:
-    """The installed library that has a model of this name. Imports the libraries that are installed."""
-    if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
-        return None
+    """The installed library that has a model of this name. Imports the libraries that may have it."""
+    if name != name.lower() or not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
+        return None  # all of their names are in lower case
     known = {"torchvision": _in_torchvision, "timm": _in_timm, "transformers": _in_transformers}
     return next((library for library, knows in known.items() if find_spec(library) and knows(name)), None)
 
@@ -92,5 +93,15 @@ def _in_timm(name: str) -> bool:
 
 
 def _in_transformers(name: str) -> bool:
+    spec = find_spec("transformers")
+    folders = [
+        one for root in (spec and spec.submodule_search_locations) or () for one in Path(root, "models").iterdir()
+    ]
+    if _beginning(name) not in {_beginning(one.name) for one in folders}:
+        return False  # a kind is called after its folder: told without an import that takes seconds
     auto: Any = import_module("transformers.models.auto.modeling_auto")
     return any(name in getattr(auto, head) for head in _HEADS)
+
+
+def _beginning(name: str) -> str:
+    return "".join(filter(str.isalnum, name))[:4]

@@ -13,6 +13,18 @@ from vram_guard.state.modules import ModuleState
 
 
 @contextlib.contextmanager
+def attributes_kept(objects: Iterable[Any]) -> Iterator[None]:
+    """Afterwards these objects have the attributes that they had, the same objects each."""
+    kept = [(vars(one), dict(vars(one))) for one in objects]
+    try:
+        yield
+    finally:
+        for attributes, before in kept:
+            attributes.clear()
+            attributes.update(before)
+
+
+@contextlib.contextmanager
 def objects_kept(objects: Iterable[Any], *, besides: nn.Module) -> Iterator[None]:
     """Afterwards these objects have the attributes that they had, and so have modules and containers that they hold.
 
@@ -20,8 +32,8 @@ def objects_kept(objects: Iterable[Any], *, besides: nn.Module) -> Iterator[None
         objects: each with a ``__dict__``.
         besides: a module that is put back by others; it may be among what the objects hold.
     """
-    own = [vars(one) for one in objects if hasattr(one, "__dict__")]
-    kept = [(attributes, dict(attributes)) for attributes in own]
+    holders = [one for one in objects if hasattr(one, "__dict__")]
+    own = [vars(one) for one in holders]
     contents = contents_of(value for attributes in own for value in attributes.values())
     known = {id(part) for part in besides.modules()}
     modules = {id(part): part for part in _modules_in(own) if id(part) not in known}
@@ -29,11 +41,9 @@ def objects_kept(objects: Iterable[Any], *, besides: nn.Module) -> Iterator[None
     parameters = {id(one): one for module in modules.values() for one in module.parameters()}
     flags = [(one, one.requires_grad, one.grad) for one in parameters.values()]
     try:
-        yield
+        with attributes_kept(holders):
+            yield
     finally:
-        for attributes, before in kept:
-            attributes.clear()
-            attributes.update(before)
         for container, content in contents:
             refill(container, content)
         for state in states:

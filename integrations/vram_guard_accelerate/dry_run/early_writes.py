@@ -56,7 +56,6 @@ class EarlyWrites:
         self._stopped = stopped
         self._in_cache = in_cache
         self._made: set[str] = set()
-        self._linked: set[str] = set()
         self._copies: dict[str, str] = {}
         self._busy = False
         self._journal = os.open(folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -103,7 +102,9 @@ class EarlyWrites:
     def _instead(self, file: Any, *, keeps: bool) -> Any:
         """The file that is written in place of one: itself where it is new, or made by the script."""
         path = self._content(file)
-        if path is None or not Path(path).is_file() or (self._is_own(path) and path not in self._linked):
+        if path is None or not Path(path).is_file():
+            return file
+        if self._is_own(path) and Path(path).stat().st_nlink == 1:  # another name of it may be the user's
             return file
         if path not in self._copies:
             copy = self._copies[path] = str(Path(self._folder, f"copy_{len(self._copies)}{Path(path).suffix}"))
@@ -172,8 +173,6 @@ class EarlyWrites:
             self._note(target)
         elif event == "os.rename" and not self._is_own(target):
             self._stopped(_("before Accelerator.prepare it replaces {path}, which a dry run cannot", path=target))
-        if event == "os.link":
-            self._linked.add(target)  # the content may be that of a file of the user's
         if event == "os.rename" and source is not None:
             for path in sorted(Path(source).rglob("*")):  # what a folder holds moves with it
                 self._note(str(target / path.relative_to(source)))
