@@ -104,4 +104,4 @@ def _in_transformers(name: str) -> bool:
 
 
 def _beginning(name: str) -> str:
-    return "".join(filter(str.isalnum, name))[:4]
+    return "".join(filter(str.isalnum, name))[:3]
