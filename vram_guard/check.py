@@ -28,6 +28,7 @@ def assert_fits(
     margin: float | None = None,
     settings: AllocatorSettings | None = None,
     arguments: Mapping[str, Any] | None = None,
+    annotations: str | None = None,
 ) -> Estimate:
     """Raise an error where the step does not fit: it says what the step takes, where, and what would fit.
 
@@ -41,6 +42,8 @@ def assert_fits(
         margin: the share of the budget to leave free; None: the default.
         settings: the allocator's settings; None: those of the environment.
         arguments: for the function that a name stands for.
+        annotations: where a failure is noted for a forge or an editor too: "github" prints a workflow command,
+            "NAME.sarif" is a file in the format SARIF, which is written where the step fits as well.
 
     Returns:
         The estimate, for checks of one's own.
@@ -59,10 +62,24 @@ def assert_fits(
         Traceback (most recent call last):
         vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 18.00 MiB too much...
     """
+    if annotations is not None:
+        from vram_guard.report.annotations import annotate, checked_annotations, finding
+
+        checked_annotations(annotations)
     estimate, timeline, held_against = checked(
         step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments
     )
-    raise_unless_it_fits(estimate, timeline, held_against, settings)
+    failure = None
+    try:
+        raise_unless_it_fits(estimate, timeline, held_against, settings)
+    except DoesNotFitError as error:
+        failure = error
+        raise
+    finally:
+        if annotations is not None:
+            found = [] if failure is None else [finding(str(failure), estimate.peak_source)]
+            if lines := annotate(found, annotations):
+                print(lines)  # noqa: T201 - a runner reads it from standard output
     return estimate
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from vram_guard.cli._configuration import configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.printing import print_json, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
+from vram_guard.report.annotations import annotate, checked_annotations, finding
 
 
 def add(commands: Any) -> None:
@@ -54,6 +56,11 @@ def add(commands: Any) -> None:
         "--set", action="append", metavar="A=1,B=2", help=_("values in place of the config's; repeatable")
     )
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
+    parser.add_argument(
+        "--annotations",
+        metavar="WHERE",
+        help=_('note a training that does not fit for a forge or an editor: "github", or a file NAME.sarif'),
+    )
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)
@@ -80,6 +87,8 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.report.text import show
 
     check_pictures(options)
+    if options.annotations is not None:
+        checked_annotations(options.annotations)
     budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
     required = required_releases(options)
     cards = listed(options.cards or "")
@@ -110,4 +119,8 @@ def _plan(options: argparse.Namespace) -> int:
         show(made)
     tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
+    if options.annotations is not None:
+        found = [] if made.fits else [finding(f"{name}: {made.verdict()}", "", options.config or "")]
+        if lines := annotate(found, options.annotations):
+            say(lines, sys.stderr)
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT
