@@ -77,10 +77,8 @@ def workflow_command(one: Finding) -> str:
 
 def sarif(findings: Iterable[Finding]) -> dict[str, object]:
     """The findings as a log of SARIF 2.1.0."""
-    from vram_guard import __version__
-
     rule = {"id": RULE, "shortDescription": {"text": _("A training step needs more GPU memory than there is.")}}
-    driver = {"name": "vram_guard", "version": __version__, "rules": [rule]}
+    driver = {"name": "vram_guard", "rules": [rule]}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
