@@ -18,7 +18,6 @@ from vram_guard.cli.releases import add_release_options, required_releases, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
-from vram_guard.report.annotations import annotate, checked_annotations, finding
 
 
 def add(commands: Any) -> None:
@@ -83,6 +82,7 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.capture.object_reference import names_object
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
+    from vram_guard.report.annotations import annotate, checked_annotations, finding
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.text import show
 
