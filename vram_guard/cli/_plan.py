@@ -12,7 +12,7 @@ from vram_guard.cli._configuration import configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.printing import print_json, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
         "config", nargs="?", metavar="CONFIG", help=_("the training config, YAML; or file.py:name of a step or a model")
     )
     add_options(parser, "step", "batch", "input", *DEVICE, "margin", "allow", "cudnn", "json")
+    add_options(parser, "verbose", default=None)  # None: as the settings say
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
     several.add_argument(
@@ -77,6 +78,7 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
     from vram_guard.report.as_json import as_dict
+    from vram_guard.report.html import where_to_read_on
     from vram_guard.report.text import show
 
     check_pictures(options)
@@ -107,7 +109,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:
-        show(made)
+        show(made, verbose=options.verbose)
+        if not options.verbose and not options.html:
+            say(where_to_read_on(made, "-v", title=name))
     tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

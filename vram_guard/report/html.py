@@ -8,10 +8,15 @@ missing.
 from __future__ import annotations
 
 import json
+import os
+import warnings
+from datetime import datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.language import _, language
+from vram_guard.plan.model import Plan
 from vram_guard.report._charts import batch_chart, timeline_charts
 from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.report._markup import escape
@@ -19,16 +24,15 @@ from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.report._svg import COLUMNS, script_data, svg
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import category_name
-from vram_guard.report.files import write_atomically
+from vram_guard.report.files import NotWrittenWarning, write_atomically
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
-    from vram_guard.plan import Plan
     from vram_guard.plan.spread import Spread
     from vram_guard.report._charts import Chart
     from vram_guard.report.batch_curve import BatchCurve
@@ -40,6 +44,8 @@ POLICY = (
 )
 
 MOST_MODULES, MOST_REJECTED, MOST_NOTES = 12, 20, 40
+#: Pages of :func:`leave_page` that are kept.
+MOST_PAGES = 50
 
 
 def html_report(
@@ -69,10 +75,10 @@ def html_report(
     name = title or _("GPU memory of a training step")
     sections = [
         _head(name, content),
+        "" if plan is None else _plan(plan),
         _numbers(content),
         _charts(content, timeline, settings),
         _batch_sizes(content, timeline, gpus, settings),
-        "" if plan is None else _plan(plan),
         _notes(content),
         _foot(),
     ]
@@ -106,6 +112,41 @@ def save_html(
     """
     page = html_report(answer, timeline=timeline, budget=budget, gpus=gpus, settings=settings, title=title)
     return write_atomically(path, page)
+
+
+def leave_page(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> Path | None:
+    """Write the page into the folder of what is remembered, where the newest :data:`MOST_PAGES` stay.
+
+    Returns:
+        Where it is; None where it cannot be written.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None
+    path = folder / "reports" / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}.html"
+    timeline = answer.timeline if isinstance(answer, Plan) else None
+    # Of other cards, which cost time, the page that somebody asks for tells.
+    cards = None if timeline is not None and timeline.retrace is not None else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotWrittenWarning)
+        written = save_html(answer, path, budget=budget, gpus=cards, title=title)
+    forget_oldest(path.parent, MOST_PAGES, ("*.html",))
+    return path if written else None
+
+
+def where_to_read_on(answer: Plan | Estimate, how: str, *, budget: Budget | None = None, title: str = "") -> str:
+    """The line that ends a short report.
+
+    Args:
+        answer: that the report is of; its page is left by :func:`leave_page`.
+        how: the option or setting that prints all of it.
+        budget: what an estimate is compared with.
+        title: what was predicted.
+    """
+    page = leave_page(answer, budget=budget, title=title)
+    if page is None:
+        return _("Full report: with {how}", how=how)
+    return _("Full report: {page} (here: {how})", page=page, how=how)
 
 
 # --- sections ------------------------------------------------------------------------------------------------------
