@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Pages of reports that trainings leave behind are nobody's to keep.
+os.environ.setdefault("VRAM_GUARD_CACHE", tempfile.mkdtemp(prefix="vram-guard-tests-"))
 # The tests read English, whatever the developer's terminal speaks.
 os.environ["VRAM_GUARD_LANG"] = "en"
 # A shell starts background jobs with SIGINT ignored, and every process that a test starts would keep that.

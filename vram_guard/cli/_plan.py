@@ -78,7 +78,7 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
     from vram_guard.report.as_json import as_dict
-    from vram_guard.report.html import where_to_read_on
+    from vram_guard.report.html import page_to_keep, where_to_read_on
     from vram_guard.report.text import show
 
     check_pictures(options)
@@ -111,7 +111,7 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         show(made, verbose=options.verbose)
         if not options.verbose and not options.html:
-            say(where_to_read_on(made, "-v", title=name))
+            say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

@@ -29,7 +29,6 @@ from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
@@ -44,7 +43,7 @@ POLICY = (
 )
 
 MOST_MODULES, MOST_REJECTED, MOST_NOTES = 12, 20, 40
-#: Pages of :func:`leave_page` that are kept.
+#: Pages of :func:`where_to_read_on` that are kept.
 MOST_PAGES = 50
 
 
@@ -114,39 +113,32 @@ def save_html(
     return write_atomically(path, page)
 
 
-def leave_page(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> Path | None:
-    """Write the page into the folder of what is remembered, where the newest :data:`MOST_PAGES` stay.
-
-    Returns:
-        Where it is; None where it cannot be written.
-    """
-    folder = cache_folder()
-    if folder is None:
-        return None
-    path = folder / "reports" / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}.html"
+def page_to_keep(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> str:
+    """The page for :func:`where_to_read_on`: without the batch sizes of other cards, which take time."""
     timeline = answer.timeline if isinstance(answer, Plan) else None
-    # Of other cards, which cost time, the page that somebody asks for tells.
     cards = None if timeline is not None and timeline.retrace is not None else ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotWrittenWarning)
-        written = save_html(answer, path, budget=budget, gpus=cards, title=title)
-    forget_oldest(path.parent, MOST_PAGES, ("*.html",))
-    return path if written else None
+    return html_report(answer, budget=budget, gpus=cards, title=title)
 
 
-def where_to_read_on(answer: Plan | Estimate, how: str, *, budget: Budget | None = None, title: str = "") -> str:
+def where_to_read_on(page: str, how: str) -> str:
     """The line that ends a short report.
 
     Args:
-        answer: that the report is of; its page is left by :func:`leave_page`.
+        page: of :func:`page_to_keep`; it is left in the folder of what is remembered, where the newest
+            :data:`MOST_PAGES` stay.
         how: the option or setting that prints all of it.
-        budget: what an estimate is compared with.
-        title: what was predicted.
     """
-    page = leave_page(answer, budget=budget, title=title)
-    if page is None:
+    folder = cache_folder()
+    if folder is None:
         return _("Full report: with {how}", how=how)
-    return _("Full report: {page} (here: {how})", page=page, how=how)
+    path = folder / "reports" / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}.html"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotWrittenWarning)
+        written = write_atomically(path, page)
+    forget_oldest(path.parent, MOST_PAGES, ("*.html",))
+    return (
+        _("Full report: {page} (here: {how})", page=path, how=how) if written else _("Full report: with {how}", how=how)
+    )
 
 
 # --- sections ------------------------------------------------------------------------------------------------------

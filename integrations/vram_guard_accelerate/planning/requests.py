@@ -53,7 +53,11 @@ class DryRunAnswer:
     plan: Mapping[str, Any]
     """As :mod:`vram_guard.report.as_json` has it."""
     text: str
-    """The same for people."""
+    """The same for people, in about a dozen lines."""
+    full_text: str
+    """All of it."""
+    page: str
+    """All of it, as a page."""
     launch_plan: LaunchPlan
     notes: tuple[str, ...]
     relaunches: tuple[Relaunch, ...]
