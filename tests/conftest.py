@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import tempfile
 
@@ -14,7 +16,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "agg")
 # Pages of reports that trainings leave behind are nobody's to keep.
-os.environ.setdefault("VRAM_GUARD_CACHE", tempfile.mkdtemp(prefix="vram-guard-tests-"))
+if "VRAM_GUARD_CACHE" not in os.environ:
+    os.environ["VRAM_GUARD_CACHE"] = tempfile.mkdtemp(prefix="vram-guard-tests-")
+    atexit.register(shutil.rmtree, os.environ["VRAM_GUARD_CACHE"], ignore_errors=True)
 # The tests read English, whatever the developer's terminal speaks.
 os.environ["VRAM_GUARD_LANG"] = "en"
 # A shell starts background jobs with SIGINT ignored, and every process that a test starts would keep that.

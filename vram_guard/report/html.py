@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from vram_guard.cache import cache_folder, forget_oldest
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, language
 from vram_guard.plan.model import Plan
 from vram_guard.report._charts import batch_chart, timeline_charts
@@ -115,8 +116,8 @@ def save_html(
 
 def page_to_keep(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> str:
     """The page for :func:`where_to_read_on`: without the batch sizes of other cards, which take time."""
-    timeline = answer.timeline if isinstance(answer, Plan) else None
-    cards = None if timeline is not None and timeline.retrace is not None else ()
+    timelines = (answer.timeline, answer.timeline_before) if isinstance(answer, Plan) else ()
+    cards = None if any(one is not None and one.retrace is not None for one in timelines) else ()
     return html_report(answer, budget=budget, gpus=cards, title=title)
 
 
@@ -193,7 +194,10 @@ def _numbers(content: Content) -> str:
 def _charts(content: Content, timeline: Timeline | None, settings: AllocatorSettings | None) -> str:
     if timeline is None:
         return ""
-    charts = timeline_charts(content.answer, timeline, content.budget, settings, COLUMNS)
+    try:
+        charts = timeline_charts(content.answer, timeline, content.budget, settings, COLUMNS)
+    except UnsupportedStepError:  # each size is a trace of its own, and the plan came from another process
+        return ""
     return _tag("section", [f"<h2>{escape(_('Over the step'))}</h2>", *map(_figure, charts)])
 
 
