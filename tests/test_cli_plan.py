@@ -29,11 +29,17 @@ def test_everything_at_once(tmp_path, capsys):
     }
     pictures = [part for option, name in names.items() for part in (option, str(tmp_path / name))]
     change = ["--set", "batch_size=256,base_channels=64", "--title", "Small <b>", "--cards", "RTX 3090, B200"]
+    assert cli.main(["plan", CONFIG, *change, "--gpu", "RTX 4070", "-v"]) == 0
+    full = capsys.readouterr().out
+    assert "32-true" in full
+    assert "\nWhy\n" in full
+    assert "Full report" not in full
     assert cli.main(["plan", CONFIG, *change, "--gpu", "RTX 4070", *pictures]) == 0
     captured = capsys.readouterr()
     assert "\nFITS" in captured.out
     assert captured.out.startswith("Does not fit as written (")
-    assert "32-true" in captured.out
+    assert "x 0." in captured.out, "what it costs"
+    assert "32-true" not in captured.out
     assert captured.err.count("wrote") == 5
     page = (tmp_path / "r.html").read_text("utf-8")
     assert "<title>Small &lt;b&gt;</title>" in page

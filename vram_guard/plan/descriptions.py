@@ -141,6 +141,16 @@ class Why(Enum):
     DATA_SET_TOO_SMALL = marked("the data set has {count} samples, and an epoch needs at least one optimizer step")
 
 
+#: Reasons that only explain the figures and the change that a short report shows beside them.
+EXPLANATIONS = frozenset(
+    {
+        *(Why.FITS, Why.SHORTAGE, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
+        *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.SPREAD, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
+        *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
+    }
+)
+
+
 @dataclass(frozen=True, init=False)
 class Reason(Message):
     """A reason with its figures; ``str()`` is the sentence in the reader's language."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vram_guard.language import _, marked
 from vram_guard.module_names import with_class
+from vram_guard.plan.descriptions import EXPLANATIONS
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._modules import module_rows
@@ -165,15 +166,17 @@ class Content:
         ]
         if self.plan is not None and self.plan.spread is not None:
             facts += self.plan.spread.facts()
-        if self.plan is not None and self.plan.fits and self.plan.changed:
+        if self.plan is not None and not self.plan.changed:
+            facts.append((_("plan"), _("nothing changes")))
+        elif self.plan is not None and self.plan.fits:
             facts += plan_facts(self.plan)
         return [(name, printable(value, lines=False)) for name, value in facts if value]
 
     def brief_reasons(self) -> list[str]:
-        """Why nothing fits; none for a plan that fits."""
-        if self.plan is None or self.plan.fits:
-            return []
-        return list(self.plan.reasons[1:])
+        """What the figures do not say: why nothing fits, what is not possible, which results change."""
+        return (
+            [] if self.plan is None else [str(one) for one in self.plan.reason_values if one.kind not in EXPLANATIONS]
+        )
 
     def phase_heads(self) -> list[str]:
         """Titles of the columns of :meth:`phase_rows`."""
