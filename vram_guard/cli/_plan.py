@@ -109,7 +109,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:
-        show(made, verbose=options.verbose)
+        show(made, verbose=bool(options.verbose))
         if not options.verbose and not options.html:
             say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)

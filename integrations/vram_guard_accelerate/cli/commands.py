@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vram_guard.budget import Budget
 from vram_guard.language import _
 from vram_guard.settings import AMOUNTS, disabled, settings
 
@@ -39,6 +38,8 @@ def _find_memory(arguments: Sequence[str]) -> None:
         NoDeviceError: no budget, no GPU's name, and no GPU here.
         DeviceQueryError: the GPU here cannot be read.
     """
+    from vram_guard.budget import Budget
+
     given = {word.partition("=")[0] for word in arguments}
     script_is_there = "-m" in given or "--module" in given or any(Path(word).is_file() for word in arguments)
     if not script_is_there or not given.isdisjoint(("--budget", "--gpu", "--help", "-h")):
