@@ -71,6 +71,8 @@ def test_json_and_exit_codes(capsys):
         ([CONFIG, "--set", "batchsize=3"], "--set batchsize: nothing reads a value of this name; did you mean batch"),
         ([CONFIG, "--set", "batch_size=3", "--set", "batch_size=4"], "--set gives batch_size twice"),
         ([CONFIG, "--margin", "5"], "0.05 for 5%"),
+        ([CONFIG, "--budget", "24"], '--budget 24 is 24 bytes: with a unit, such as "24GiB"'),
+        ([CONFIG, "--budget", "24 parsecs"], "--budget '24 parsecs' has a unit other than"),
         ([CONFIG, "--html", "/proc/no/r.html"], "was not written"),
     ],
 )
