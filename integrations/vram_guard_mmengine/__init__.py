@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
-from vram_guard.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from vram_guard_mmengine._runner import GuardFlexibleRunner, GuardRunner
@@ -25,6 +24,8 @@ def __getattr__(name: str) -> object:
     """
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vram_guard.quiet import quiet_imports  # brings logging, which asking for help need not wait for
+
     try:
         with quiet_imports():
             import_module("mmengine.runner")
