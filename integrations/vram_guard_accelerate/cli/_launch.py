@@ -120,7 +120,7 @@ def show(prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Seque
         }
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
-    text = answer.full_text if verbose else answer.text
+    text = answer.text if verbose else answer.brief
     lines = [text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks))]
     if prediction.remembered:
         lines.append(_("vram-guard: the plan of an equal launch before (--fresh plans anew)"))

@@ -53,11 +53,7 @@ class DryRunAnswer:
     plan: Mapping[str, Any]
     """As :mod:`vram_guard.report.as_json` has it."""
     text: str
-    """The same for people, in about a dozen lines."""
-    full_text: str
-    """All of it."""
-    page: str
-    """All of it, as a page."""
+    """The same for people."""
     launch_plan: LaunchPlan
     notes: tuple[str, ...]
     relaunches: tuple[Relaunch, ...]
@@ -74,6 +70,10 @@ class DryRunAnswer:
     """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
     releases: Releases
     """Those that the script ran with."""
+    brief: str = ""
+    """The text in about a dozen lines."""
+    page: str = ""
+    """All of it, as a page."""
 
     @property
     def slowdown(self) -> float:

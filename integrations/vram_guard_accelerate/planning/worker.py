@@ -60,8 +60,8 @@ def _follow(
         answer(
             DryRunAnswer(
                 plan=as_dict(found.plan),
-                text=render(found.plan, unicode=True, verbose=False),
-                full_text=render(found.plan, unicode=True),
+                text=render(found.plan, unicode=True),
+                brief=render(found.plan, unicode=True, verbose=False),
                 page=page_to_keep(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
                 notes=found.notes,
