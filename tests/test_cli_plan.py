@@ -126,3 +126,14 @@ def test_without_a_gpu_the_options_of_the_command_line_are_told(monkeypatch, cap
     assert code == 3
     assert '--budget 24GiB (what PyTorch may reserve) or --gpu "RTX 4090"' in said
     assert "gpu=" not in said
+
+
+@pytest.mark.parametrize("slip", ["batchsize=3", "a\x1b[31m\u202eb=1"])
+def test_a_slip_is_told_of_a_model_that_is_made_already_too(slip, tmp_path, monkeypatch, capsys):
+    (tmp_path / "ready.py").write_text("import torch\nnet = torch.nn.Linear(8, 8)\n")
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "ready.py:net", "--input", "8", "--batch", "4", "--set", slip, "--gpu", "RTX 4090"]
+    assert cli.main(asked) == 2
+    said = capsys.readouterr().err
+    assert "nothing reads a value of this name" in said
+    assert not {"\x1b", "\u202e"} & set(said)
