@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError
 from vram_guard.language import _
+from vram_guard.module_names import with_class
 from vram_guard.step import checked_count
 from vram_guard.units import format_bytes
 
@@ -137,7 +138,12 @@ def raise_unless_it_fits(
         verdict = _("at least {peak} needed: the step could not be followed to its end", peak=format_bytes(peak))
     largest = sorted(((size, name) for name, size in estimate.breakdown.items() if size), reverse=True)[:4]
     held = ", ".join(f"{category_name(name)} {format_bytes(size)}" for size, name in largest)
-    place = (str(phase_words(estimate.peak_phase)), estimate.peak_module, estimate.peak_source, estimate.peak_operator)
+    place = (
+        str(phase_words(estimate.peak_phase)),
+        with_class(estimate.peak_module),
+        estimate.peak_source,
+        estimate.peak_operator,
+    )
     most = timeline.max_batch_size(budget, settings=settings) or _("none")
     lines = [
         _("batch size {size} does not fit: {verdict}.", size=estimate.batch_size, verdict=verdict),

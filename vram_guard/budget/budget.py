@@ -180,8 +180,8 @@ class Budget(ShownInNotebooks):
             return _("catalogue: {name}", name=self.gpu.name)
         return self.source
 
-    def explain(self) -> str:
-        """One line: the usable amount, where it comes from and what was taken off."""
+    def explain(self, *, brief: bool = False) -> str:
+        """One line: the usable amount, where it comes from and what was taken off (but not in brief)."""
         total = format_bytes(self.total)
         parts = [_("{amount} usable", amount=format_bytes(self.usable))]
         if self.free is None:
@@ -189,6 +189,8 @@ class Budget(ShownInNotebooks):
         else:
             free = format_bytes(self.free)
             parts.append(_("{free} free of {total} ({source})", free=free, total=total, source=self.source))
+        if brief:
+            return "; ".join(parts)
         if self.driver_reserved:
             parts.append(_("less {amount} kept by the driver", amount=format_bytes(self.driver_reserved)))
         if self.context:

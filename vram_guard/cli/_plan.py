@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
         "config", nargs="?", metavar="CONFIG", help=_("the training config, YAML; or file.py:name of a step or a model")
     )
     add_options(parser, "step", "batch", "input", *DEVICE, "margin", "allow", "cudnn", "json")
+    add_options(parser, "verbose", default=None)  # None: as the settings say
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
     several.add_argument(
@@ -84,6 +85,7 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.plan import DEFAULT_ALLOW, plan
     from vram_guard.report.annotations import annotate, checked_annotations, finding
     from vram_guard.report.as_json import as_dict
+    from vram_guard.report.html import page_to_keep, where_to_read_on
     from vram_guard.report.text import show
 
     check_pictures(options)
@@ -116,7 +118,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:
-        show(made)
+        show(made, verbose=bool(options.verbose))
+        if not options.verbose and not options.html:
+            say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
     if options.annotations is not None:
