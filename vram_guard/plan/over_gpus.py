@@ -174,6 +174,7 @@ class SpreadSearch:
     def _source(self, layout: Parallel | None, wires: Topology) -> Source:
         if layout not in self.sources:
             made = self.source_for(self.step.with_(parallel=layout), None if layout is None else wires)
+            made = replace(made, explored={})
             direct, lawful = remembered(made.trace), by_depth(made.model, made.trace)
             if lawful is None:
                 self.sources[layout] = replace(made, trace=direct)
