@@ -174,7 +174,7 @@ def _host_sizes(timeline: Timeline) -> set[Affine]:
 
 
 def _sequences(timeline: Timeline, names: _Names, fixed: Container[Affine]) -> dict[str, list[Item]]:
-    """Every sequence of a timeline, as entries with their numbers; ``fixed`` are sizes that the host has at any depth."""
+    """Every sequence of a timeline, as entries with their numbers; ``fixed`` are sizes on the host at any depth."""
     marks = timeline.marks or Marks((), ())
     starts = [phase.start for phase in timeline.phases]
     blocks, events = [_described(block, names) for block in timeline.blocks], timeline.events

@@ -26,7 +26,7 @@ from vram_guard.plan._activations import peak_outside
 from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchanged
 from vram_guard.plan._growth import grown
 from vram_guard.plan._option import Option
-from vram_guard.plan._order import TOLERANCE, Key, key
+from vram_guard.plan._order import TOLERANCE, Key, key, treated
 from vram_guard.plan.descriptions import Reason, Why, recipe_words
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.search_space import BlockPrefix, Candidate, Candidates, Costs, OptionFamily, Request, Timelines
@@ -62,8 +62,8 @@ class _Trial:
     tried: dict[tuple[Option, bool], Candidate | None] = field(default_factory=dict)
     composed_misses: dict[Option, tuple[_Group, int]] = field(default_factory=dict)
     """Options that do not fit as composed: their group, and the bytes that are missing."""
-    confirmed: set[Option] = field(default_factory=set)
-    """Ways (:func:`_way`) of which a trace has allocated what was composed, entry by entry."""
+    confirmed: list[_Way] = field(default_factory=list)
+    """Those of which a trace has allocated what was composed, entry by entry."""
     said: set[str] = field(default_factory=set)
 
     def size(self, option: Option) -> int:
@@ -103,8 +103,12 @@ class _Trial:
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
         if before == (found is not None):
-            if said is not None and found is not None and _same_memory(said.timeline, found.timeline, self.size(option)):
-                self.confirmed.add(_way(option))
+            if (
+                said is not None
+                and found is not None
+                and _same_memory(said.timeline, found.timeline, self.size(option))
+            ):
+                self.confirmed.append(self._way(option))
             return True
         self._distrust(option)
         self.infeasible.clear()
@@ -121,6 +125,14 @@ class _Trial:
         self.tried = {key: found for key, found in self.tried.items() if key[0] not in options}
         self.composed_misses = {key: miss for key, miss in self.composed_misses.items() if key not in options}
         self.misses = {key: miss for key, miss in self.misses.items() if miss[0] not in unordered}
+
+    def is_confirmed(self, option: Option) -> bool:
+        """True if a trace has shown what the option is composed of to be right."""
+        without, kinds = self._way(option)
+        return any(known.without == without and kinds <= known.kinds for known in self.confirmed)
+
+    def _way(self, option: Option) -> _Way:
+        return _Way.of(option, self.request.space.blocks)
 
     def is_composed(self, option: Option) -> bool:
         """True if nothing but composition says what the option takes."""
@@ -380,19 +392,26 @@ def _proven(trial: _Trial) -> _Best | None:
             trial.prove(best.option, best.group)
             continue
         miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)
-        if miss is None or _way(miss[0]) in trial.confirmed:
+        if miss is None or trial.is_confirmed(miss[0]):
             return best
         checked = trial.prove(*miss)
 
 
-def _way(option: Option) -> Option:
-    """What options have in common that are composed of the same timelines."""
-    recipe = option.recipe
-    treated = {name: ("",) if getattr(recipe, name) else () for name in _TREATED}
-    return option._replace(recipe=recipe.with_(**treated))
+class _Way(NamedTuple):
+    """What an option's timeline is composed of: the same for all options with these kinds of blocks."""
 
+    without: Option
+    """The option with all blocks as written."""
+    kinds: frozenset[str]
+    """Names of a recipe's fields; "": blocks as written."""
 
-_TREATED = ("checkpoint", "offload_activations")
+    @classmethod
+    def of(cls, option: Option, blocks: int) -> _Way:
+        """The way of an option of a model that has so many blocks."""
+        kinds = {name: getattr(option.recipe, name) for name in ("checkpoint", "offload_activations")}
+        without = option._replace(recipe=option.recipe.with_(**dict.fromkeys(kinds, ())))
+        written = [""] if treated(option) < blocks else []
+        return cls(without, frozenset((*written, *(name for name, names in kinds.items() if names))))
 
 
 def _same_memory(said: Timeline, traced: Timeline, size: int) -> bool:
