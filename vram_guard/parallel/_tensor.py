@@ -138,6 +138,10 @@ class _SharedInput:
         self._local: Any = None
         self._shared: Any = None
 
+    def __deepcopy__(self, _memo: object) -> _SharedInput:
+        """For a copy of the model, on the same ranks: groups of processes cannot be copied."""
+        return _SharedInput(self._mesh)
+
     def enter(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> Any:
         """A hook before the layer's others: the DTensor in place of the tensor."""
         import torch

@@ -63,7 +63,7 @@ class _Trial:
     composed_misses: dict[Option, tuple[_Group, int]] = field(default_factory=dict)
     """Options that do not fit as composed: their group, and the bytes that are missing."""
     confirmed: list[_Way] = field(default_factory=list)
-    """Those of which a trace has allocated what was composed, entry by entry."""
+    """Those of which a trace has allocated what a law in the depth of the model said of it, entry by entry."""
     said: set[str] = field(default_factory=set)
 
     def size(self, option: Option) -> int:
@@ -99,7 +99,8 @@ class _Trial:
         before = self.tried.get((option, True)) is not None
         composed = {known for known, _exact in self.tried if self.is_composed(known)}
         self._forget({option})
-        said = self.candidates.get((option, True))
+        # Of blocks that are not equal, others than those of this option may be composed wrongly.
+        said = self.candidates.get((option, True)) if self.timelines.by_law(option, self.size(option)) else None
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
         if before == (found is not None):
