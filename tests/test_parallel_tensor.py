@@ -94,6 +94,9 @@ def test_the_sums_are_added_over_the_dimension_of_the_layers(caplog):
         ("all_reduce", 4, "tensor"): 5,  # attention and MLP of two layers, and the embedding
         ("all_gather_into_tensor", 4, "tensor"): 1,  # the scores
     }
+    gradients = [c for c in timeline.collectives if c.step == 2 and c.phase == "backward" and c.name == "all_reduce"]
+    # Of the inputs that the layers of an attention share, and those of an MLP; of the scores; of the norms of heads.
+    assert Counter(c.dimension for c in gradients) == {"tensor": 2 * 2 + 1 + 4}
 
 
 def test_all_layers_are_whole_where_their_weight_is_shared_with_one_that_is_not_cut():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,7 +37,8 @@ class DepthLaw:
         self._template = small
         self._depth = depth
         self._names = _Names(stack)
-        one, other = _sequences(small, self._names), _sequences(large, self._names)
+        fixed = _host_sizes(small) & _host_sizes(large)
+        one, other = (_sequences(timeline, self._names, fixed) for timeline in (small, large))
         self._parts = {name: list(parts_of(one[name], other[name])) for name in one}
 
     def at(self, depth: int) -> Timeline:
@@ -168,8 +169,12 @@ def _constants(timeline: Timeline) -> list[object]:
     return [getattr(timeline, name) for name in _COMPARED] + [timeline.marks is None]
 
 
-def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[Item]]:
-    """Every sequence of a timeline, as entries with their numbers."""
+def _host_sizes(timeline: Timeline) -> set[Affine]:
+    return {block.size for block in timeline.host_blocks}
+
+
+def _sequences(timeline: Timeline, names: _Names, fixed: Container[Affine]) -> dict[str, list[Item]]:
+    """Every sequence of a timeline, as entries with their numbers; ``fixed`` are sizes on the host at any depth."""
     marks = timeline.marks or Marks((), ())
     starts = [phase.start for phase in timeline.phases]
     blocks, events = [_described(block, names) for block in timeline.blocks], timeline.events
@@ -189,7 +194,11 @@ def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[Item]]:
         places = call.position, call.after, call.needed
         asked = *call[:4], call.ranks, *call[6:9], call.by_layout, call.after < 0, call.needed < 0
         collectives.append(Item(asked, (*places, *call.bytes), call))
-    on_host = [(block.pinned, tuple(block.size)) for block in timeline.host_blocks]
+    # Nothing but their sizes tells the blocks of the host apart: without those, rounds would be found in other places.
+    on_host = [
+        ((block.pinned, block.size if block.size in fixed else None), tuple(block.size))
+        for block in timeline.host_blocks
+    ]
     return {
         "events": list(_allocations(events, timeline.blocks, blocks)),
         "host_events": list(_allocations(timeline.host_events, timeline.host_blocks, on_host)),

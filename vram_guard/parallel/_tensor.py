@@ -117,11 +117,59 @@ def install(model: nn.Module, mesh: Any) -> None:
             parallelize_module(module, mesh, _style(plan[name]))
         elif _may_be_whole(module):
             parallelize_module(module, mesh, _whole())
+    _share_inputs(modules, plan, mesh)
     for owners in ties:
         first, *others = owners
         parameter = getattr(modules[first[0]], first[1])
         for owner, attribute in others:
             setattr(modules[owner], attribute, parameter)
+
+
+class _SharedInput:
+    """One DTensor of what several layers of a module are called with.
+
+    The ranks add up the gradients of what becomes a DTensor: once where the layers share it, as Megatron-LM does, and
+    by ``ColwiseParallel`` alone for each of them (``torch/distributed/tensor/parallel/style.py``,
+    ``_prepare_input_fn``, takes a DTensor as it is).
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self._local: Any = None
+        self._shared: Any = None
+
+    def __deepcopy__(self, _memo: object) -> _SharedInput:
+        """For a copy of the model, on the same ranks: groups of processes cannot be copied."""
+        return _SharedInput(self._mesh)
+
+    def enter(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        """A hook before the layer's others: the DTensor in place of the tensor."""
+        import torch
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not inputs or not isinstance(inputs[0], torch.Tensor) or isinstance(inputs[0], DTensor):
+            return inputs
+        if inputs[0] is not self._local:
+            self._local = inputs[0]
+            self._shared = DTensor.from_local(inputs[0], self._mesh, [Replicate()], run_check=False)
+        return self._shared, *inputs[1:]
+
+    def leave(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        """A hook of the module that holds the layers: nothing is kept after its forward."""
+        self._local = self._shared = None
+
+
+def _share_inputs(modules: dict[str, nn.Module], plan: dict[str, Cut], mesh: Any) -> None:
+    together: dict[str, list[str]] = {}
+    for name, cut in plan.items():
+        if cut == "columns":
+            together.setdefault(name.rpartition(".")[0], []).append(name)
+    for parent, names in together.items():
+        if len(names) > 1:
+            shared = _SharedInput(mesh)
+            for name in names:
+                modules[name].register_forward_pre_hook(shared.enter, prepend=True)
+            modules[parent].register_forward_hook(shared.leave, always_call=True)
 
 
 def _of_transformers(model: nn.Module, own: dict[str, str]) -> dict[str, Cut]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.language import _
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
+    from vram_guard.plan._cost_model import CostModel
     from vram_guard.plan.gpus_request import GpusRequest
     from vram_guard.plan.over_gpus import PlanSource
+    from vram_guard.plan.search_space import Candidates
+    from vram_guard.plan.tracing import Traces
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
@@ -41,6 +44,14 @@ _NOT_SPREAD = frozenset({"offload_frozen", "offload_optimizer", "offload_paramet
 
 #: What is assumed of an unnamed GPU: Ampere, the oldest generation with bfloat16.
 ASSUMED_COMPUTE_CAPABILITY = (8, 0)
+
+
+class _Explored(NamedTuple):
+    """What is known of a source at one batch size."""
+
+    traces: Traces
+    costs: CostModel
+    candidates: Candidates
 
 
 def plan(
@@ -217,7 +228,9 @@ def plan(
         # The memory of this machine says nothing of the nodes that are planned for.
         host_usable = None if host_budget is None else host_share(host_budget, source.topology.node)
     source = replace(source, trace=under(choice, source.trace))
-    traces = Traces(source, batch_size, report, resolved.multiprocessors)
+    earlier = None if source.explored is None else source.explored.get(batch_size)
+    known = earlier if isinstance(earlier, _Explored) else None
+    traces = Traces(source, batch_size, report, resolved.multiprocessors) if known is None else known.traces
     # Errors of the step as written come before all others.
     changes = traces(Option(source.precision, 1)).changes
     shardings = [] if source.shardings is None else [s for s in source.shardings() if s.techniques <= may_divide]
@@ -225,7 +238,7 @@ def plan(
     if shardings and source.topology is None:
         node = data_parallel(source.ranks).gpus_of_a_node
         wires = topology(link, gpus=source.ranks, node=node, gpu=resolved.gpu)
-    cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires)
+    cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires) if known is None else known.costs
     parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
     traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
     check_pinned_blocks(pins, parts.blocks, changes)
@@ -261,7 +274,10 @@ def plan(
         correction=correction,
         thorough=source.thorough,
     )
-    made = search(request, traces, cost_model, report)
+    known = known or _Explored(traces, cost_model, {})
+    if source.explored is not None:
+        source.explored[batch_size] = known
+    made = search(request, traces, cost_model, report, known.candidates)
     uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
     made = replace(made, uneven=uneven)
     if source.job is None or source.whole is None:

@@ -139,8 +139,9 @@ class Composer:
         if none == every:
             return self._law(none)
         if bases not in self._mixtures:
-            # The first step of the other end suffices, where this one is known anyhow.
-            first = not none.recipe and not every.recipe.offload_activations
+            # The first step of the other end suffices, where this one is known anyhow. By a law in the depth of the
+            # model both steps cost little, and a mixture of other blocks needs them.
+            first = not none.recipe and not every.recipe.offload_activations and self._source.direct is None
             if not first and treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
                 return self._law(every)
             other = self._law(replace(every, part="first")) if first else self._law(every)

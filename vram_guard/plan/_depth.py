@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,16 +24,24 @@ _DEPTH = 5
 #: Blocks of the trace that shows that the law holds.
 _CHECKED_DEPTH = 8
 
+#: A recipe without blocks that are treated.
+_NONE: dict[str, tuple[str, ...]] = {"checkpoint": (), "offload_activations": ()}
+
 #: Three traces with 19 blocks together, and what each takes besides its blocks: models of fewer are traced as they are.
 LEAST_BLOCKS = 48
 
 
-def by_depth(model: nn.Module, trace: Callable[[TraceRequest], Timeline]) -> Callable[[TraceRequest], Timeline] | None:
+def by_depth(
+    model: nn.Module, trace: Callable[[TraceRequest], Timeline], checked: set[Hashable], layout: Hashable = None
+) -> Callable[[TraceRequest], Timeline] | None:
     """A trace's replacement for a model of many equal blocks; None where the model is no such.
 
     Args:
         model: that ``trace`` follows.
         trace: a request -> its timeline.
+        checked: kinds of requests for which a third depth has shown that the law holds; those of this one are added.
+            Batch sizes are of one kind: they change amounts, not the order in which things happen.
+        layout: the kind of layout that ``trace`` follows.
     """
     blocks = equal_blocks(model)
     if blocks is None or len(blocks.names) < LEAST_BLOCKS:
@@ -43,10 +51,7 @@ def by_depth(model: nn.Module, trace: Callable[[TraceRequest], Timeline]) -> Cal
     def shallow(request: TraceRequest, depth: int) -> Timeline:
         left_out = every - blocks.within(depth)
         recipe = request.recipe
-        kept = {
-            name: tuple(block for block in getattr(recipe, name) if block not in left_out)
-            for name in ("checkpoint", "offload_activations")
-        }
+        kept = {name: tuple(block for block in getattr(recipe, name) if block not in left_out) for name in _NONE}
         with with_depth(model, blocks, depth):
             return trace(replace(request, recipe=recipe.with_(**kept)))
 
@@ -58,7 +63,13 @@ def by_depth(model: nn.Module, trace: Callable[[TraceRequest], Timeline]) -> Cal
             return trace(request)
         try:
             law = DepthLaw(shallow(request, _DEPTH), shallow(request, _DEPTH + 1), _DEPTH, blocks.stack)
-            if law.holds(shallow(request, _CHECKED_DEPTH), _CHECKED_DEPTH):
+            kind = (
+                layout,
+                tuple(map(bool, treated)),
+                replace(request, batch_size=0, recipe=request.recipe.with_(**_NONE)),
+            )
+            if kind in checked or law.holds(shallow(request, _CHECKED_DEPTH), _CHECKED_DEPTH):
+                checked.add(kind)
                 return law.at(len(blocks.names))
             _log.info("%s: another depth does not follow the law: traced as it is", request)
         except CannotComposeError as error:

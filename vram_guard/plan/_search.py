@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.language import _
@@ -26,15 +26,15 @@ from vram_guard.plan._activations import peak_outside
 from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchanged
 from vram_guard.plan._growth import grown
 from vram_guard.plan._option import Option
-from vram_guard.plan._order import TOLERANCE, Key, key
+from vram_guard.plan._order import TOLERANCE, Key, key, treated
 from vram_guard.plan.descriptions import Reason, Why, recipe_words
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.search_space import BlockPrefix, Candidate, Costs, OptionFamily, Request, Timelines
+from vram_guard.plan.search_space import BlockPrefix, Candidate, Candidates, Costs, OptionFamily, Request, Timelines
 from vram_guard.units import Amount
 
 if TYPE_CHECKING:
     from vram_guard.techniques.recipe import Recipe
-    from vram_guard.timeline import Estimate
+    from vram_guard.timeline import Estimate, Timeline
 
 #: Families that are looked into for a way beside the one that is taken.
 MOST_NEIGHBOURS = 4
@@ -53,6 +53,8 @@ class _Trial:
     timelines: Timelines
     costs: Costs
     progress: Callable[[str], None]
+    candidates: Candidates = field(default_factory=dict)
+    """Predictions, unless they are proofs."""
     misses: dict[_Group, tuple[Option, Rejected]] = field(default_factory=dict)
     """The nearest miss of each group."""
     too_much_for_the_host: dict[_Group, tuple[Option, Rejected]] = field(default_factory=dict)
@@ -60,6 +62,8 @@ class _Trial:
     tried: dict[tuple[Option, bool], Candidate | None] = field(default_factory=dict)
     composed_misses: dict[Option, tuple[_Group, int]] = field(default_factory=dict)
     """Options that do not fit as composed: their group, and the bytes that are missing."""
+    confirmed: list[_Way] = field(default_factory=list)
+    """Those of which a trace has allocated what a law in the depth of the model said of it, entry by entry."""
     said: set[str] = field(default_factory=set)
 
     def size(self, option: Option) -> int:
@@ -67,12 +71,17 @@ class _Trial:
         return self.request.batch_size // option.splits
 
     def candidate(self, option: Option, *, exact: bool = False, proof: bool = False) -> Candidate:
+        known = None if proof else self.candidates.get((option, exact))
+        if known is not None:
+            return known
         size = self.size(option)
         if proof:
             timeline = self.timelines.direct(option, size)
         else:
             timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
-        return Candidate(timeline, timeline.at(size, settings=self.request.settings))
+        found = Candidate(timeline, timeline.at(size, settings=self.request.settings))
+        self.candidates[option, exact or proof] = found
+        return found
 
     def say(self, line: str) -> None:
         """A line of progress, once."""
@@ -90,14 +99,26 @@ class _Trial:
         before = self.tried.get((option, True)) is not None
         composed = {known for known, _exact in self.tried if self.is_composed(known)}
         self._forget({option})
+        # Of blocks that are not equal, others than those of this option may be composed wrongly.
+        said = self.candidates.get((option, True)) if self.timelines.by_law(option, self.size(option)) else None
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
         if before == (found is not None):
+            if (
+                said is not None
+                and found is not None
+                and _same_memory(said.timeline, found.timeline, self.size(option))
+            ):
+                self.confirmed.append(self._way(option))
             return True
-        self.timelines.distrust(option)
+        self._distrust(option)
         self.infeasible.clear()
         self._forget(composed - {option})
         return False
+
+    def _distrust(self, option: Option) -> None:
+        self.candidates.clear()
+        self.timelines.distrust(option)
 
     def _forget(self, options: set[Option]) -> None:
         """Nothing is known of these options."""
@@ -105,6 +126,14 @@ class _Trial:
         self.tried = {key: found for key, found in self.tried.items() if key[0] not in options}
         self.composed_misses = {key: miss for key, miss in self.composed_misses.items() if key not in options}
         self.misses = {key: miss for key, miss in self.misses.items() if miss[0] not in unordered}
+
+    def is_confirmed(self, option: Option) -> bool:
+        """True if a trace has shown what the option is composed of to be right."""
+        without, kinds = self._way(option)
+        return any(known.without == without and kinds <= known.kinds for known in self.confirmed)
+
+    def _way(self, option: Option) -> _Way:
+        return _Way.of(option, self.request.space.blocks)
 
     def is_composed(self, option: Option) -> bool:
         """True if nothing but composition says what the option takes."""
@@ -169,7 +198,7 @@ class _Trial:
             candidate = self.candidate(option, exact=exact, proof=proof)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             if not proof and self.is_composed(option):
-                self.timelines.distrust(option)
+                self._distrust(option)
                 return self._try(option, group, exact=exact)
             self.infeasible.add(group)  # it would fail again
             self._miss(option, group, Reason(Why.FAILS, error=f"{type(error).__name__}: {error}"), 0)
@@ -306,7 +335,11 @@ def _nearness(rejected: Rejected) -> tuple[bool, int]:
 
 
 def search(
-    request: Request, timelines: Timelines, costs: Costs, progress: Callable[[str], None] = lambda _line: None
+    request: Request,
+    timelines: Timelines,
+    costs: Costs,
+    progress: Callable[[str], None] = lambda _line: None,
+    candidates: Candidates | None = None,
 ) -> Plan:
     """The plan for a request.
 
@@ -317,8 +350,9 @@ def search(
         timelines: of options.
         costs: what options cost.
         progress: called with a line of text before each family that has to be traced.
+        candidates: predictions of an earlier search with the same timelines and settings; those of this one are added.
     """
-    trial = _Trial(request, timelines, costs, progress)
+    trial = _Trial(request, timelines, costs, progress, {} if candidates is None else candidates)
     as_written = request.as_written
     before = trial.candidate(as_written)
     group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
@@ -359,9 +393,45 @@ def _proven(trial: _Trial) -> _Best | None:
             trial.prove(best.option, best.group)
             continue
         miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)
-        if miss is None:
+        if miss is None or trial.is_confirmed(miss[0]):
             return best
         checked = trial.prove(*miss)
+
+
+class _Way(NamedTuple):
+    """What an option's timeline is composed of: the same for all options with these kinds of blocks."""
+
+    without: Option
+    """The option with all blocks as written."""
+    kinds: frozenset[str]
+    """Names of a recipe's fields; "": blocks as written."""
+
+    @classmethod
+    def of(cls, option: Option, blocks: int) -> _Way:
+        """The way of an option of a model that has so many blocks."""
+        kinds = {name: getattr(option.recipe, name) for name in ("checkpoint", "offload_activations")}
+        without = option._replace(recipe=option.recipe.with_(**dict.fromkeys(kinds, ())))
+        written = [""] if treated(option) < blocks else []
+        return cls(without, frozenset((*written, *(name for name, names in kinds.items() if names))))
+
+
+def _same_memory(said: Timeline, traced: Timeline, size: int) -> bool:
+    """True if two timelines take and give back the same, event by event, on the same streams."""
+    return all(
+        one == other for one, other in zip_longest(_allocations(said, size), _allocations(traced, size), fillvalue=None)
+    )
+
+
+def _allocations(timeline: Timeline, size: int) -> Iterator[tuple[int, ...]]:
+    """Each event: the bytes and the stream of what is taken, or the number of what is given back."""
+    sizes = timeline.sizes(size)
+    numbers: dict[int, int] = {}
+    for event in timeline.events:
+        if event >= 0:
+            numbers[event] = len(numbers)
+            yield sizes[event], timeline.blocks[event].stream
+        else:
+            yield (numbers[~event],)
 
 
 def _in_order(trial: _Trial) -> list[tuple[Key, OptionFamily]]:

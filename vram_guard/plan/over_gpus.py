@@ -10,7 +10,7 @@ without a search where it takes longer as it is than another one that fits alrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,6 +88,8 @@ class SpreadSearch:
     size: ModelSize
     progress: Callable[[str], None]
     sources: dict[Parallel | None, Source] = field(default_factory=dict)
+    lawful: set[Hashable] = field(default_factory=set)
+    """Kinds of requests that have been shown to follow a law in the depth of the model."""
 
     def planned(self, batch_size: int) -> Plan:
         """The plan that answers the request.
@@ -174,7 +176,8 @@ class SpreadSearch:
     def _source(self, layout: Parallel | None, wires: Topology) -> Source:
         if layout not in self.sources:
             made = self.source_for(self.step.with_(parallel=layout), None if layout is None else wires)
-            direct, lawful = remembered(made.trace), by_depth(made.model, made.trace)
+            made = replace(made, explored={})
+            direct, lawful = remembered(made.trace), by_depth(made.model, made.trace, self.lawful, _kind(layout))
             if lawful is None:
                 self.sources[layout] = replace(made, trace=direct)
             else:
@@ -344,6 +347,11 @@ class SpreadSearch:
             return True
         self._learn_states(taken, layout)
         return taken.replay(1).peak_reserved <= budget.usable
+
+
+def _kind(layout: Parallel | None) -> Hashable:
+    """The layout whatever the numbers of its GPUs: those change amounts, not the order in which things happen."""
+    return None if layout is None else (layout.kind, layout.tensor > 1, layout.reshard is True, layout.offload)
 
 
 def _counts(node: int, total: int) -> Iterator[int]:

@@ -212,3 +212,7 @@ class Candidate(NamedTuple):
 
     timeline: Timeline
     estimate: Estimate
+
+
+#: (option, whether at the very size that will run) -> its prediction.
+Candidates = dict[tuple[Option, bool], Candidate]

@@ -100,6 +100,8 @@ class Source:
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
+    explored: dict[int, object] | None = None
+    """What plans of it have found out, by batch size, for those that follow; None: each begins anew."""
 
     def request(self, precision: str, splits: int, recipe: Recipe, size: int) -> TraceRequest:
         """The request that is traced for an option: two micro-batches stand for any number, unless the model slices."""
