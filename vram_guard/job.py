@@ -186,9 +186,7 @@ class Job:
     def _with(self, changes: Callable[[Evaluation], dict[str, int]]) -> Job:
         if not isinstance(self.play, _InOrder):
             return self
-        parts = (
-            replace(part, **changes(part)) if isinstance(part, Evaluation) else part for part in self.play.parts
-        )
+        parts = (replace(part, **changes(part)) if isinstance(part, Evaluation) else part for part in self.play.parts)
         return Job(_InOrder(tuple(parts)))
 
     def callables(self) -> Iterator[object]:

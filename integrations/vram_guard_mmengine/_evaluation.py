@@ -218,13 +218,6 @@ def capture_evaluation(
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
     """
-    if _layouts.layout_of(runner) is not None:
-        raise UnsupportedStepError(
-            _(
-                "{kind} divides the model: its evaluations are followed in a training alone",
-                kind=type(runner.strategy).__name__,
-            )
-        )
     notes: list[str] = []
     rounds = rounds_of(runner, kind, built, endless, notes)
     if rounds is None:
@@ -246,7 +239,13 @@ def capture_evaluation(
             with run.phase("validation" if kind == "val" else "test"):
                 rounds.play(run, shadow, run.batch_size)
 
-    step = evaluation_step(model, rounds.sample.make, play, device="cpu" if get_device() == "cpu" else "cuda")
+    step = evaluation_step(
+        model,
+        rounds.sample.make,
+        play,
+        parallel=_layouts.layout_of(runner),
+        device="cpu" if get_device() == "cpu" else "cuda",
+    )
     quiet = functools.partial(symbolic_run, 1, 1)
     return CapturedEvaluation(step, rounds.sample.batch_size, quiet, tuple(notes))
 
