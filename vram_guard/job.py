@@ -183,7 +183,7 @@ class Job:
         """The same job where the training's batches of this size may be cut: those of evaluations are not."""
         return self._with(lambda part: {"batch_size": part.batch_size or batch_size})
 
-    def _with(self, changes: Callable[[Evaluation], dict[str, int]]) -> Job:
+    def _with(self, changes: Callable[[Evaluation], dict[str, Any]]) -> Job:
         if not isinstance(self.play, _InOrder):
             return self
         parts = (replace(part, **changes(part)) if isinstance(part, Evaluation) else part for part in self.play.parts)

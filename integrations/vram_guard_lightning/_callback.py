@@ -192,7 +192,7 @@ class VramGuard(CallbackBase):
         point = "barrier" if _layouts.shards_in_configure_model(trainer) else "setup"
         own = getattr(strategy, point)
 
-        def predicted(*args: Any, **kwargs: Any) -> None:
+        def predicted(*args: Any, **kwargs: Any) -> Any:
             if point == "barrier" and "post_setup" not in (*args, *kwargs.values()):
                 return own(*args, **kwargs)
             del vars(strategy)[point]
