@@ -23,7 +23,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import wrap
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from vram_guard_lightning import VramGuard
+from vram_guard.guard import evaluation
+from vram_guard_lightning import VramGuard, _callback
 
 RANK = int(os.environ["LOCAL_RANK"])
 PROCESS = os.getpid()
@@ -67,6 +68,12 @@ class Plain(pl.LightningModule):
         self.log("loss", loss, batch_size=len(x))
         return loss
 
+    def test_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(cases.Vectors(128), batch_size=32)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
     def configure_optimizers(self) -> Any:
         # On a GPU, lists of tensors of both kinds are an error of torch's.
         return torch.optim.AdamW(self.parameters(), lr=0.001, foreach=False if self.kind == "tensor" else None)
@@ -90,6 +97,20 @@ class Module(Plain):
         for block in self.net.blocks:
             fully_shard(block, mesh=self.device_mesh["data_parallel"])
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def tested(trainer: Any, module: Any) -> dict[str, Any]:
+    """The phases of a test of a module that no strategy has divided yet, as they are predicted."""
+    predicted: list[Any] = []
+
+    def foresee(*args: Any) -> Any:
+        predicted.append(evaluation.foresee(*args))
+        return predicted[-1]
+
+    _callback.foresee = foresee
+    trainer.test(module, verbose=False)
+    (found,) = predicted
+    return {} if found is None else {phase.name: phase.peak_allocated for phase in found.estimate.phases}
 
 
 def strategy_of(kind: str) -> Any:
@@ -130,7 +151,10 @@ def main(case: str, out: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module)
+            if "tested" in more:
+                result["tested"] = tested(trainer, module)
+            else:
+                trainer.fit(module)
         except Exception as error:  # noqa: BLE001 - whatever it was, the test wants to know
             result["error"] = f"{type(error).__name__}: {error}"
     result["forwards"] = [len(cases.noted(one)) for one in module.modules() if type(one) is cases.ChainBlock]

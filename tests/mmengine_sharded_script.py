@@ -23,7 +23,9 @@ from mmengine.registry import FUNCTIONS  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
 
+from vram_guard.guard import evaluation  # noqa: E402
 from vram_guard.watch.process_groups import end_process_groups  # noqa: E402
+from vram_guard_mmengine import hook  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 
@@ -47,7 +49,7 @@ def by_layers(module: Any, recurse: bool, nonwrapped_numel: int, kinds: str) -> 
     return functools.partial(ModuleWrapPolicy(known))(module, recurse, nonwrapped_numel)
 
 
-def train(root: Path, name: str, **changes: Any) -> Any:
+def configured(root: Path, name: str, **changes: Any) -> Any:
     cfg = cases.load(root, "small.py", root.parent / name, **changes)
     cfg.merge_from_dict({
         "train_dataloader.dataset.size": 64, "train_cfg.max_epochs": 1, "param_scheduler": None,
@@ -55,8 +57,6 @@ def train(root: Path, name: str, **changes: Any) -> Any:
         # A process whose threads have saved a sharded checkpoint cannot be copied once more.
         "default_hooks.checkpoint.save_last": False,
     })  # fmt: skip
-    for key in ("val_dataloader", "val_evaluator", "val_cfg", "param_scheduler"):
-        cfg[key] = None
     del cfg.optim_wrapper["clip_grad"]
     cfg.launcher = "pytorch"
     cfg.strategy = {
@@ -64,9 +64,34 @@ def train(root: Path, name: str, **changes: Any) -> Any:
         "model_wrapper": {"auto_wrap_policy": {"type": "by_layers", "kinds": "layers"}},
     }
     cfg.runner_type = "vram_guard_mmengine.GuardFlexibleRunner"
+    return cfg
+
+
+def train(root: Path, name: str, **changes: Any) -> Any:
+    cfg = configured(root, name, **changes)
+    for key in ("val_dataloader", "val_evaluator", "val_cfg", "param_scheduler"):
+        cfg[key] = None
     runner = cases.build(cfg)
     runner.train()
     return runner
+
+
+def validate(root: Path) -> dict[str, Any]:
+    """The prediction of a validation that begins by itself, and whether it then ran."""
+    predicted: list[Any] = []
+
+    def foresee(*args: Any) -> Any:
+        predicted.append(evaluation.foresee(*args))
+        return predicted[-1]
+
+    cfg = configured(root, "validated", vram_guard={"margin": 0, "budget": "1GiB"})
+    cfg.train_dataloader = cfg.train_cfg = cfg.optim_wrapper = None
+    runner = cases.build(cfg)
+    hook.foresee = foresee
+    metrics = runner.val()
+    (found,) = predicted
+    phases = {} if found is None else {phase.name: phase.peak_allocated for phase in found.estimate.phases}
+    return {"phases": phases, "notes": [] if found is None else list(found.notes), "metrics": list(metrics)}
 
 
 def shards(runner: Any) -> torch.Tensor:
@@ -103,6 +128,7 @@ def main() -> None:
         "plain": answer_of(plain),
         "split": answer_of(split),
         "twice": answer_of(twice),
+        "validated": validate(root),
         "weights": sum(one.numel() for one in plain.model.parameters()),
         "difference": float((shards(split) - shards(plain)).abs().max()),
         "losses": [cases.diary(plain).losses, cases.diary(split).losses],

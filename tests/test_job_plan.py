@@ -150,6 +150,52 @@ def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits
     assert (below, above) == (True, False)
 
 
+def test_smaller_batches_of_an_evaluation_collect_as_much_as_a_real_run():
+    def real(size):
+        """The peak of 512 samples in batches of this size, of torch's own record of allocations on the CPU."""
+        head = nn.Linear(1024, 256, bias=False).requires_grad_(False)
+        with torch.profiler.profile(profile_memory=True) as recorded:
+            outputs = []
+            for _round in range(512 // size):
+                batch = torch.ones(size, 1024)
+                outputs.append(head(batch))
+                del batch
+            torch.cat(outputs)
+        taken = peak = 0
+        for event in recorded.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                taken += event.nbytes()
+                peak = max(peak, taken)
+        return peak
+
+    rows = torch.ones(4, 1024)
+    rounds = Evaluation(rows, lambda net, batch: net(batch), batch_size=256, batches=2, keeps="all", finish=torch.cat)
+    job = Job.of(rounds)
+    head = nn.Linear(1024, 256, bias=False)
+    step = TrainingStep(head, rows, lambda net, batch: net(batch).sum(), torch.optim.SGD, job=job)
+
+    def predicted(size):
+        phases = trace(step.with_(job=job.with_evaluation(rounds, size))).at(4).phases
+        return next(phase.peak_allocated for phase in phases if phase.name == "validation")
+
+    assert predicted(256) - predicted(64) == real(256) - real(64) > 0
+    assert predicted(64) == predicted(16)  # what is collected is the most, and as much
+    assert real(64) == real(16)
+
+
+def test_a_smaller_batch_that_is_proposed_fits_with_all_that_is_collected():
+    large = validation_of(40_000, keeps="all")
+    found = plan(step_of(large), 64, "800MiB", margin=0, allow=[])
+    size = int("\n".join(found.reasons).partition("With batches of ")[2].partition(" ")[0])
+    job = Job.of(large, Saving())
+
+    def fits(count):
+        return trace(step_of(large).with_(job=job.with_evaluation(large, count))).at(64).fits(found.budget)
+
+    assert fits(size)
+    assert not fits(2 * size)
+
+
 def test_an_evaluation_that_fails_with_smaller_batches_is_no_error():
     def best(model, batch):
         return model(batch).topk(100, dim=0)

@@ -181,9 +181,10 @@ def test_a_datamodule_with_larger_batches_later(tmp_path: Any) -> None:
     cut = found.capture.step.with_(whole_batch=True, accumulate=2)
     with found.capture.symbolic_run():
         halves = {phase.label: phase for phase in trace_at(cut, SIZE // 2).at(SIZE // 2).phases}
+    assert "epoch 3" not in halves  # which is like the first
     # Micro-batches keep their size, also where they are cut of a larger batch: that alone takes more.
     more = 2048 * WIDTH * 4 - SIZE * WIDTH * 4
-    assert halves["epoch 2"].peak_allocated - halves["epoch 3"].peak_allocated == more
+    assert halves["epoch 2"].peak_allocated - halves[""].peak_allocated == more
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -241,8 +242,48 @@ def test_a_step_that_asks_for_the_epoch_is_followed_where_that_decides(tmp_path:
     found = told(tmp_path, Widening(wider), max_epochs=12)
     later = {label: peak for (name, label), peak in peaks(found).items() if name == "training"}
     assert later["epoch 6"] > 1.5 * found.plain.peak_allocated
-    assert len(later) <= 4  # the first, those around the number, and the last
+    assert len(later) <= 3  # the first steps, and each that differs once
     assert not peaks(told(tmp_path, Net(), max_epochs=12))
+
+
+@pytest.mark.parametrize(
+    ("wider", "label"),
+    [
+        (lambda net: net.current_epoch % 4 == 2, "epoch 2"),
+        (lambda net: net.trainer.global_step % 10 == 9, "epoch 2"),
+        (lambda net: net.trainer.global_step % 4 == 3, "global_step 3"),
+    ],
+    ids=["epochs", "steps of a later epoch", "steps of the first epoch"],
+)
+def test_a_step_that_differs_now_and_then_is_followed_once(tmp_path: Any, wider: Any, label: str) -> None:
+    found = told(tmp_path, Widening(wider), max_epochs=12)  # the last epoch is like the first
+    later = {name: peak for (phase, name), peak in peaks(found).items() if phase == "training" and name}
+    assert list(later) == [label]
+    assert later[label] > 1.5 * found.plain.peak_allocated
+    steps = [phase.step for phase in found.job.phases if phase.label == label]
+    assert len(set(steps)) == 1  # it leaves nothing that a second one would meet
+
+
+def test_epochs_that_alternate_are_followed_until_they_meet_nothing_new(tmp_path: Any) -> None:
+    class Alternating(Net):
+        def on_train_epoch_start(self) -> None:
+            self.backbone.requires_grad_(self.current_epoch % 2 == 0)
+            self.head.requires_grad_(self.current_epoch % 2 == 1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    found = told(tmp_path, Alternating(), max_epochs=12)
+    labels = list(dict.fromkeys(phase.label for phase in found.job.phases if phase.label))
+    assert labels == ["epoch 1", "epoch 2"]  # the first of each kind, and the first that meets the states of both
+
+
+def test_the_work_of_hooks_between_epochs_has_a_name_of_its_own(tmp_path: Any) -> None:
+    class Averaging(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            [one.clone() for one in pl_module.parameters()]
+
+    assert ("hooks", "") in peaks(told(tmp_path, Net(), Averaging(), max_epochs=2))
 
 
 def test_weights_that_are_averaged(tmp_path: Any) -> None:

@@ -31,7 +31,8 @@ EQUAL = {
 CHECKPOINTED = "fsdp+checkpoint"
 UNEVEN = ("fsdp+uneven+split", "fsdp+uneven+plain")
 SAVED = ("sharded+saved", "tensor+saved", "fsdp+saved")
-OTHERS = (CHECKPOINTED, *UNEVEN, *SAVED, "meta", "wrapped", "fsdp+poor", "sharded+dies")
+TESTED = ("fsdp+tested", "sharded+tested")
+OTHERS = (CHECKPOINTED, *UNEVEN, *SAVED, *TESTED, "meta", "wrapped", "fsdp+poor", "sharded+dies")
 
 #: Of the module that is trained, and what AdamW keeps of each.
 WEIGHTS = 4 * (6 * 64 + 64 + 3 * (2 * 64 * 256 + 256 + 64) + 64 * 2 + 2)
@@ -109,6 +110,16 @@ def test_saving_gathers_what_the_strategy_gathers(results: Any, case: str) -> No
     assert all("optimizer state" in note for note in left_out)
     assert bool(left_out) is case.startswith("fsdp")
     assert first["phases"]["setup"] < first["phases"]["saving"] < first["phases"]["training"]
+
+
+@pytest.mark.parametrize("case", TESTED)
+def test_a_test_is_predicted_with_the_weights_of_one_rank(results: Any, case: str) -> None:
+    first, second = results[case]
+    assert "error" not in first, first["error"]
+    assert first["tested"] == second["tested"]
+    assert list(first["tested"]) == ["setup", "test"], first["said"]
+    # Its half, and a block that is whole while it is divided.
+    assert WEIGHTS / 2 <= first["tested"]["setup"] < 1.5 * WEIGHTS
 
 
 def test_weights_made_on_the_meta_device_are_predicted_alike(results: Any) -> None:

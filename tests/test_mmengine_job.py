@@ -162,13 +162,14 @@ class ExtraLoss(Hook):
 
 @MODELS.register_module(force=True)
 class TwoLosses(cases.SmallClassifier):
-    def __init__(self, initial_epoch: int = -1, **kwargs: Any) -> None:
+    def __init__(self, initial_epoch: int = -1, every: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.use_l1, self.initial_epoch = False, initial_epoch
+        self.use_l1, self.initial_epoch, self.every = False, initial_epoch, every
 
     def forward(self, inputs: torch.Tensor, data_samples: list[Any], mode: str = "tensor") -> Any:
         out = super().forward(inputs, data_samples, mode)
-        late = self.initial_epoch >= 0 and MessageHub.get_current_instance().get_info("epoch") >= self.initial_epoch
+        epoch = MessageHub.get_current_instance().get_info("epoch")
+        late = epoch >= self.initial_epoch if self.initial_epoch >= 0 else self.every and epoch % self.every == 2
         if mode == "loss" and (self.use_l1 or late):
             pairs = self.patches(inputs).flatten(1)[:, None] - self.patches(inputs).flatten(1)[None]
             out["loss_l1"] = pairs.abs().mean()
@@ -407,6 +408,13 @@ def test_a_loss_by_the_epoch_that_the_model_asks_for(look: Callable[..., Look]) 
     assert found.said("from epoch 5 on the step differs", "the model asks")
     assert found.peak_phase.label == "epoch 5"
     assert "epoch 5" in found.why_whole
+
+
+def test_a_loss_of_every_third_epoch(look: Callable[..., Look]) -> None:
+    found = look(model={**MODEL, "type": "TwoLosses", "every": 3})
+    assert found.said("from epoch 3 on the step differs", "the model asks")
+    assert {phase.label for phase in found.phases if phase.label} == {"epoch 3"}
+    assert found.peak_phase.label == "epoch 3"
 
 
 def test_accumulation_by_epoch(look: Callable[..., Look]) -> None:

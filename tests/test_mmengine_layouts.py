@@ -62,6 +62,16 @@ def test_the_plan_of_the_smaller_gpu_is_applied_and_trains_the_same(answers: Any
         assert split == pytest.approx(plain, abs=1e-6)
 
 
+def test_a_validation_by_itself_is_predicted_with_the_weights_of_one_rank(answers: Any) -> None:
+    first, second = (answer["validated"] for answer in answers)
+    assert first == second
+    assert not [note for note in first["notes"] if "followed" in note]
+    assert first["metrics"]
+    # Half of the model's weights, before the first layer is gathered.
+    assert 4 * answers[0]["weights"] <= first["phases"]["setup"] < 8 * answers[0]["weights"]
+    assert first["phases"]["validation"] > 4 * answers[0]["weights"]
+
+
 def test_accumulated_batches_keep_whole_gradients(answers: Any) -> None:
     """``OptimWrapper`` runs all but the last under FSDP's ``no_sync``, which reduces nothing."""
     plain, twice = (sum(answers[0][name]["breakdown"].values()) for name in ("plain", "twice"))

@@ -186,6 +186,16 @@ def test_dropout_softmax_and_zeros(data: Any) -> None:
     assert_as_torch_says(aten.zeros_like.default, tensor, memory_format=torch.preserve_format)
 
 
+def test_a_number_of_updates() -> None:
+    count = torch.empty((), dtype=torch.int64, device="meta")
+    assert assert_as_torch_says(aten.add.Tensor, count, 1)
+    assert not assert_as_torch_says(aten.div.Tensor, count, 2)
+    assert not assert_as_torch_says(aten.add.Tensor, count, 0.5)
+    weight = torch.empty(2, 3, device="meta")
+    assert assert_as_torch_says(aten.div.Tensor, weight, count)
+    assert assert_as_torch_says(aten.copy_.default, weight, torch.empty(2, 3, device="meta"))
+
+
 def test_the_plain_cases_are_answered_directly() -> None:
     """A rule that gives every case back to torch would pass everything above."""
     one = torch.empty(3, 4, device="meta")

@@ -168,20 +168,25 @@ class Job:
         found = (part for part in parts if isinstance(part, Evaluation))
         return next((part for part in found if (part.name, part.label) == (name, label)), None)
 
-    def with_evaluation(self, evaluation: Evaluation, batch_size: int) -> Job:
-        """The same job with another batch size of one of its evaluations."""
-        return self._with_sizes(lambda part: batch_size if part is evaluation else part.batch_size)
+    def with_evaluation(self, evaluation: Evaluation, batch_size: int, batches: int | None = None) -> Job:
+        """The same job with another batch size of one of its evaluations.
+
+        Args:
+            evaluation: one of its parts.
+            batch_size: samples of a batch.
+            batches: so many; None: as many as the same samples make.
+        """
+        more = evaluation.batches_of(batch_size) if batches is None else batches
+        return self._with(lambda part: {"batch_size": batch_size, "batches": more} if part is evaluation else {})
 
     def beside(self, batch_size: int) -> Job:
         """The same job where the training's batches of this size may be cut: those of evaluations are not."""
-        return self._with_sizes(lambda part: part.batch_size or batch_size)
+        return self._with(lambda part: {"batch_size": part.batch_size or batch_size})
 
-    def _with_sizes(self, size: Callable[[Evaluation], int | None]) -> Job:
+    def _with(self, changes: Callable[[Evaluation], dict[str, Any]]) -> Job:
         if not isinstance(self.play, _InOrder):
             return self
-        parts = (
-            replace(part, batch_size=size(part)) if isinstance(part, Evaluation) else part for part in self.play.parts
-        )
+        parts = (replace(part, **changes(part)) if isinstance(part, Evaluation) else part for part in self.play.parts)
         return Job(_InOrder(tuple(parts)))
 
     def callables(self) -> Iterator[object]:
@@ -261,6 +266,10 @@ class Evaluation:
         one_of("name", self.name, PHASE_NAMES)
         if self.finish is not None and self.keeps != "all":
             raise InvalidInputError(_('finish gets the outputs of all rounds: give keeps="all" as well'))
+
+    def batches_of(self, batch_size: int) -> int:
+        """The batches of this size that its samples make, where its own batch size is known."""
+        return self.batches if self.batch_size is None else -(-self.batches * self.batch_size // batch_size)
 
     def __call__(self, run: JobRun) -> None:
         """The first and the last round, which stands for all others."""

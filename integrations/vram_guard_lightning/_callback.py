@@ -187,21 +187,25 @@ class VramGuard(CallbackBase):
 
     def _before_evaluation(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Arrange that an evaluation that runs by itself is predicted at the same point; nothing of it is changed."""
-        if not self.settings.whole_job or "setup" in vars(trainer.strategy):
+        if not self.settings.whole_job or {"setup", "barrier"} & vars(trainer.strategy).keys():
             return
         training, strategy = LightningTraining(trainer, module), trainer.strategy
-        own = strategy.setup
+        # As in a training: configure_model, which may divide the model, comes after this barrier.
+        point = "barrier" if _layouts.shards_in_configure_model(trainer) else "setup"
+        own = getattr(strategy, point)
 
-        def predicted_setup(trainer: Trainer) -> None:
-            del vars(strategy)["setup"]
+        def predicted(*args: Any, **kwargs: Any) -> Any:
+            if point == "barrier" and "post_setup" not in (*args, *kwargs.values()):
+                return own(*args, **kwargs)
+            del vars(strategy)[point]
             what = f"trainer.{stage}"
             found = foresee(training, lambda: capture_evaluation(trainer, module, stage), self.settings, what)
             if found is not None and trainer.is_global_zero:
                 lines = [found.words(what), *found.notes] if found.fits else found.notes
                 write("".join(f"vram_guard: {line}\n" for line in lines))
-            own(trainer)
+            return own(*args, **kwargs)
 
-        vars(strategy)["setup"] = predicted_setup
+        vars(strategy)[point] = predicted
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scale learning rates, if the batch grew: after a checkpoint's were restored, and only once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.guard.places import train_differently
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import Message, _
 from vram_guard.patching import replaced
@@ -18,7 +20,7 @@ from vram_guard.simulate.tracing.batches import tensors_of
 from vram_guard.state.objects import attributes_kept
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_lightning._sample import loaders_in, read
-from vram_guard_lightning._shadow import modules_in
+from vram_guard_lightning._shadow import modules_in, within
 
 if TYPE_CHECKING:
     from vram_guard.capture.loader import Sample
@@ -70,45 +72,47 @@ class LaterEpochs:
             seconds: that its steps took to follow.
             between: True if something else has run since that step: another one, as it was, meets what that left.
         """
+        run, asked = playing.run, playing.asked
+        start = playing.shadow.global_step
+        asked.followed({"current_epoch": first, "global_step": start})
+        state = _State(first, self._signature(playing, first, first), run.accumulate)
+        state.seen.add((state.known, _states(playing)))
+        for step in self._differing(playing, first, start):
+            self._follow(playing, state, first, step, _("global_step {step}", step=step))
         if first + 1 >= self.total:
             return
-        run = playing.run
-        if not (self.reload or playing.asked.compared or any(map(playing.has, _HOOKS))):
+        hooks = self.reload or any(map(playing.has, _HOOKS))
+        if not (hooks or asked):
             if between:
                 playing.train(1)
             return
-        deadline = time.monotonic() + max(seconds, LEAST_SECONDS)
-        accumulate = run.accumulate
-        epoch, known, followed = first, self._signature(playing, first, first), 0
-        left_over: tuple[str, dict[str, Any]] | None = None
-        more = True
+        deadline = time.process_time() + max(seconds, LEAST_SECONDS)
+        epoch, more, left_over = first, True, ""
         while more:
-            now = known
-            with run.phase("setup"), replaced(torch, {"equal": _same}):
-                while more and (now == known or epoch == first):
+            with run.phase("hooks"), replaced(torch, {"equal": _same}):
+                while True:
                     self._next(playing, epoch)
                     epoch += 1
-                    now = self._signature(playing, first, epoch)
+                    start = epoch * self.steps
                     more = epoch + 1 < self.total and not self._stops(epoch, first, deadline)
-                    if epoch == first + 1 or self._asked_of(playing, epoch):
+                    now = self._signature(playing, first, epoch) if hooks else state.known
+                    differs = self._takes_over(state, now, _states(playing))
+                    differs |= asked.undecided and epoch + 1 >= self.total
+                    decides = next(self._differing(playing, epoch, start), None) is not None
+                    if differs or decides or not more or epoch == first + 1:
                         break
-            self.unfreezes |= [flag for _, flag, _ in now[0]] != [flag for _, flag, _ in known[0]]
-            self.regroups |= now[2] != known[2]
-            changes: dict[str, Any] = {}
-            if now[-1] != known[-1]:
-                changes = self._batches(playing, self._sample(first, epoch), accumulate)
-            label = _("epoch {epoch}", epoch=epoch)
-            if now == known and not self._asked_of(playing, epoch):
-                if between and epoch == first + 1:
-                    self._train(playing, 1, "", {})
-            elif followed < MOST_STEPS:
-                followed += 1
-                self._train(playing, 2, label, changes)
-            else:
-                left_over = label, {**(left_over[1] if left_over else {}), **changes}
-            known = now
-        if left_over is not None:
-            self._train(playing, 2, *left_over)
+            label, began = _("epoch {epoch}", epoch=epoch), time.process_time()
+            before = state.followed
+            for step in itertools.chain([start] * differs, self._differing(playing, epoch, start)):
+                if state.followed >= MOST_STEPS:
+                    left_over = label
+                    break
+                self._follow(playing, state, epoch, step, label)
+            if between and epoch == first + 1 and state.followed == before:
+                self._train(playing, "", {})
+            deadline += time.process_time() - began
+        if left_over:
+            self._follow(playing, state, epoch, epoch * self.steps, left_over)
         self.reached = epoch
         if epoch + 1 < self.total:
             self._say_reached(playing, epoch)
@@ -127,12 +131,46 @@ class LaterEpochs:
             return Refusal("offload_optimizer", _("the optimizer gets other weights in a later epoch"))
         return None
 
-    def _train(self, playing: Playing, steps: int, label: str, changes: dict[str, Any]) -> None:
+    def _takes_over(self, state: _State, now: tuple[Any, ...], states: int) -> bool:
+        """Note what hooks have left; True if no step that was followed was like that."""
+        before, state.known = state.known, now
+        self.unfreezes |= [one[2] for one in now[0]] != [one[2] for one in before[0]]
+        self.regroups |= now[2] != before[2]
+        # The same step may meet more than it did: the states of what others have trained since.
+        return now != before and (now, states) not in state.seen
+
+    def _differing(self, playing: Playing, epoch: int, start: int) -> Iterator[int]:
+        """Steps of an epoch that decide otherwise than all that have been followed when they are asked for."""
+        asked = playing.asked
+        for step in asked.steps("global_step", start, start + self.steps) if asked else ():
+            if asked.differs({"current_epoch": epoch, "global_step": step}):
+                yield step
+
+    def _follow(self, playing: Playing, state: _State, epoch: int, step: int, label: str) -> None:
+        """A step that differs."""
+        changes: dict[str, Any] = {}
+        if state.known[-1] != state.shapes:
+            changes = self._batches(playing, self._sample(state.first, epoch), state.accumulate)
+        state.followed += 1
+        state.shapes = state.known[-1]
+        playing.asked.followed({"current_epoch": epoch, "global_step": step})
+        stepped = playing.shadow.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        stepped.total.completed = step
+        state.seen.add((state.known, _states(playing)))
+        self._train(playing, label, changes)
+        state.seen.add((state.known, _states(playing)))
+
+    def _train(self, playing: Playing, label: str, changes: dict[str, Any]) -> None:
         optimizers = playing.shadow.optimizers
         if playing.run.optimizer is not None and optimizers and optimizers[0] is not playing.run.optimizer:
             playing.run.optimize_with(optimizers[0])
+
+        def step() -> None:
+            playing.train(1, label, **changes)
+            changes.clear()
+
         with playing.followed(Message("the step of {epoch}", epoch=label or _("the second epoch"))):
-            playing.train(steps, label, **changes)
+            train_differently(playing.run, step) if label else step()
 
     def _next(self, playing: Playing, epoch: int) -> None:
         """Hooks at the end of this epoch and at the start of the next one, as FitLoop calls them."""
@@ -147,17 +185,11 @@ class LaterEpochs:
             playing.hook("on_train_epoch_start")
         progress.started = epoch + 2
 
-    def _asked_of(self, playing: Playing, epoch: int) -> bool:
-        """True if a step that asks how far the training is may be another one from this epoch on."""
-        numbers = playing.asked.compared
-        named = {*numbers.get("current_epoch", ()), *(one // self.steps for one in numbers.get("global_step", ()))}
-        return bool(numbers) and (epoch + 1 >= self.total or bool({epoch, epoch - 1} & named))
-
     def _stops(self, epoch: int, first: int, deadline: float) -> bool:
         """True if no later epoch is followed."""
         if self.reached is not None:  # every trace has to follow the same
             return epoch >= self.reached
-        return epoch - first >= MOST_EPOCHS or time.monotonic() > deadline
+        return epoch - first >= MOST_EPOCHS or time.process_time() > deadline
 
     def _say_reached(self, playing: Playing, epoch: int) -> None:
         total = _("without an end") if math.isinf(self.total) else str(int(self.total))
@@ -172,9 +204,15 @@ class LaterEpochs:
         """What the memory of a step depends on, as far as hooks change it; the shapes of its batches come last."""
         module = playing.module
         sample = self._sample(first, epoch)
+        parts = list(within(module))
         return (
-            tuple((name, one.requires_grad, one.shape) for name, one in module.named_parameters()),
-            tuple((id(part), part.training) for part in module.modules()),
+            tuple(
+                (id(part), name, one.requires_grad, one.shape)
+                for part in parts
+                for name, one in vars(part)["_parameters"].items()
+                if one is not None
+            ),
+            tuple((id(part), part.training) for part in parts),
             tuple(_groups(optimizer) for optimizer in playing.shadow.optimizers),
             sum(one.nbytes for part in modules_in(playing.shadow.callbacks, besides=module) for one in _on_gpu(part)),
             self._shapes(sample),
@@ -227,6 +265,30 @@ class LaterEpochs:
         return found
 
 
+@dataclass
+class _State:
+    """What one trace has followed.
+
+    Attributes:
+        first: epoch.
+        known: the signature of the latest epoch.
+        accumulate: of the first epoch's steps.
+        shapes: of the batches of the latest step.
+        seen: signatures of the epochs whose steps were followed, and how many weights had states of an optimizer then.
+        followed: steps that differ.
+    """
+
+    first: int
+    known: tuple[Any, ...]
+    accumulate: int
+    shapes: tuple[Any, ...] = ()
+    seen: set[tuple[Any, int]] = field(default_factory=set)
+    followed: int = 0
+
+    def __post_init__(self) -> None:
+        self.shapes = self.known[-1]
+
+
 #: Attributes by which data sets hold what makes their samples.
 _PARTS = ("dataset", "transform", "transforms", "pipeline")
 
@@ -256,10 +318,15 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     )
 
 
+def _states(playing: Playing) -> int:
+    """Weights that have been trained."""
+    return sum(len(getattr(one, "state", ())) for one in playing.shadow.optimizers)
+
+
 def _on_gpu(module: torch.nn.Module) -> list[torch.Tensor]:
     """A callback's own weights that have been moved to the simulated GPU."""
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return [one for one in own if one.is_cuda]
+    own = (one for kind in ("_parameters", "_buffers") for one in vars(module)[kind].values())
+    return [one for one in own if one is not None and one.is_cuda]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -5,18 +5,14 @@ Lightning gives all memory of a training back before one of them begins, so each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.guard.evaluation import CapturedEvaluation
-from vram_guard.job import Job
+from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard.step import Precision, TrainingStep
 from vram_guard.timeline import PhaseName
 from vram_guard_lightning import _deepspeed, _layouts, _namespaces, _shadow, _trainer_proxy, private_api
 from vram_guard_lightning._capture import check_precision, silent_view
@@ -70,24 +66,15 @@ def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str) ->
         rounds = read_rounds(trainer, source.dataloader(), getattr(trainer, kind.limit), _(kind.phase))
     if rounds is None:
         raise UnsupportedStepError(_("its loaders have no batches"))
-    layout = _layouts.layout_of(trainer)
-    step = TrainingStep(
-        model=module,
-        batch=lambda size: rounds.loaders[0].of_at_most(size)[0],
-        loss=lambda model, batch: model(batch),  # never called: the job does it all
-        optimizer=None,
-        precision=cast("Precision", trainer.precision),
-        prepare=move_to_simulated_device,
-        parallel=layout,
+    step = evaluation_step(
+        module,
+        lambda size: rounds.loaders[0].of_at_most(size)[0],
+        _Play(trainer, module, rounds, kind),
+        precision=trainer.precision,
+        parallel=_layouts.layout_of(trainer),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
-        job=Job(_Play(trainer, module, rounds, kind)),
     )
-
-    @contextmanager
-    def symbolic_run() -> Iterator[None]:
-        with random_state_kept(), _trainer_proxy.symbolic_run(trainer, module, silent_view(trainer)):
-            yield
-
+    symbolic_run = functools.partial(_trainer_proxy.symbolic_run, trainer, module, silent_view(trainer))
     return CapturedEvaluation(step, rounds.batch_size, symbolic_run, rounds.notes)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.guard.places import Asked
 from vram_guard.language import Message
 from vram_guard.patching import replaced
 from vram_guard_lightning import _namespaces
-from vram_guard_lightning._trainer_proxy import Asked
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -46,7 +46,7 @@ class Playing:
         heard: of the steps.
         seen: the copy as user code sees it.
         failed: hooks that have raised, and are called no more.
-        asked: what steps have compared the place in the training with.
+        asked: what steps have decided by the place in the training.
     """
 
     run: JobRun

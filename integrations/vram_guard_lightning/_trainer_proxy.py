@@ -7,7 +7,6 @@ optimizer. During a trace all that is answered here, and nothing of it reaches t
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,60 +15,8 @@ from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from typing_extensions import Self
 
-
-class Asked:
-    """The numbers that user code compares ``current_epoch`` and ``global_step`` with."""
-
-    def __init__(self) -> None:
-        self.compared: dict[str, set[int]] = {}
-        """Name of a number that was asked for -> what it was compared with."""
-
-    def answer(self, name: str, value: int) -> int:
-        """The number, which notes what it is compared with."""
-        return _Noting(value, self.compared.setdefault(name, set()))
-
-
-class _Noting(int):
-    """A number that notes what it is compared with."""
-
-    _compared: set[int]
-
-    def __new__(cls, value: int, compared: set[int]) -> Self:
-        self = super().__new__(cls, value)
-        self._compared = compared
-        return self
-
-    def _noted(self, other: object) -> None:
-        if isinstance(other, (int, float)) and math.isfinite(other):
-            self._compared.add(int(other))
-
-    def __lt__(self, other: int) -> bool:
-        self._noted(other)
-        return super().__lt__(other)
-
-    def __le__(self, other: int) -> bool:
-        self._noted(other)
-        return super().__le__(other)
-
-    def __gt__(self, other: int) -> bool:
-        self._noted(other)
-        return super().__gt__(other)
-
-    def __ge__(self, other: int) -> bool:
-        self._noted(other)
-        return super().__ge__(other)
-
-    def __eq__(self, other: object) -> bool:
-        self._noted(other)
-        return super().__eq__(other)
-
-    def __ne__(self, other: object) -> bool:
-        self._noted(other)
-        return super().__ne__(other)
-
-    __hash__ = int.__hash__
+    from vram_guard.guard.places import Asked
 
 
 class TrainerView:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,15 +12,12 @@ from mmengine.device import get_device
 from mmengine.runner import EpochBasedTrainLoop
 
 from vram_guard.capture.loader import Sample, read_loader
-from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.guard.evaluation import CapturedEvaluation
-from vram_guard.job import Job
+from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
 from vram_guard.state.containers import leaves
 from vram_guard.state.objects import objects_kept
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard.step import TrainingStep
 from vram_guard_mmengine import _layouts
 from vram_guard_mmengine._shadow import Shadow, copied_evaluator, followed_hooks, quiet_mmengine
 from vram_guard_mmengine._symbolic_run import symbolic_run
@@ -221,13 +218,6 @@ def capture_evaluation(
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
     """
-    if _layouts.layout_of(runner) is not None:
-        raise UnsupportedStepError(
-            _(
-                "{kind} divides the model: its evaluations are followed in a training alone",
-                kind=type(runner.strategy).__name__,
-            )
-        )
     notes: list[str] = []
     rounds = rounds_of(runner, kind, built, endless, notes)
     if rounds is None:
@@ -249,21 +239,14 @@ def capture_evaluation(
             with run.phase("validation" if kind == "val" else "test"):
                 rounds.play(run, shadow, run.batch_size)
 
-    step = TrainingStep(
-        model=model,
-        batch=rounds.sample.make,
-        loss=lambda model, batch: model.test_step(batch),  # never called: the job does it all
-        optimizer=None,
-        prepare=move_to_simulated_device,
+    step = evaluation_step(
+        model,
+        rounds.sample.make,
+        play,
+        parallel=_layouts.layout_of(runner),
         device="cpu" if get_device() == "cpu" else "cuda",
-        job=Job(play),
     )
-
-    @contextmanager
-    def quiet() -> Iterator[None]:
-        with random_state_kept(), symbolic_run(1, 1):
-            yield
-
+    quiet = functools.partial(symbolic_run, 1, 1)
     return CapturedEvaluation(step, rounds.sample.batch_size, quiet, tuple(notes))
 
 

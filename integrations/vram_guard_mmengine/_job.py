@@ -82,7 +82,7 @@ class RunnerJob:
             except Exception as error:  # noqa: BLE001 - the user's own code, as validation has left it
                 said = f"{type(error).__name__}: {error}".split("\n", 1)[0]
                 run.note(Message("the step after validation cannot be followed ({error})", error=said))
-            self.schedule.play(run, shadow, lambda **changes: self._train(run, shadow, 2, **changes))
+            self.schedule.play(run, shadow, lambda **changes: self._train(run, shadow, 1, **changes))
 
     def _read(self, run: JobRun) -> Callable[[str, Any], Any]:
         """In place of reading a checkpoint: tensors of the same sizes, on the device that MMEngine asks for."""
@@ -142,9 +142,8 @@ class RunnerJob:
         get_info = hub.get_info
 
         def answered(key: str, *default: Any, **named: Any) -> Any:
-            if key in ("epoch", "iter"):
-                self.schedule.asked.add(key)
-            return get_info(key, *default, **named)
+            value = get_info(key, *default, **named)
+            return self.schedule.asked.answer(key, value) if key in ("epoch", "iter") and type(value) is int else value
 
         return answered
 

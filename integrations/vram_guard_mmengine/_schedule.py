@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mmengine.hooks import Hook
 
 from vram_guard.capture.loader import Sample
+from vram_guard.guard.places import Asked, train_differently
 from vram_guard.language import Message, _
 from vram_guard_mmengine._shadow import Shadow, is_users
 from vram_guard_mmengine._step_look import LONG, StepLook
@@ -44,14 +45,14 @@ class Schedule:
         batch: a sample's maker -> the step's batch.
         by_epoch: True if the training is counted in epochs.
         batches: of an epoch; None where that is not known.
-        asked: what the model asks the message hub for in its steps ("epoch", "iter").
+        asked: what steps decide by "epoch" and "iter" of the message hub.
     """
 
     sample: Sample
     batch: Callable[[Callable[[int], Any]], Callable[[int], Any]]
     by_epoch: bool
     batches: int | None
-    asked: set[str] = field(default_factory=set)
+    asked: Asked = field(default_factory=Asked)
     _found: dict[int, _Found] | None = None
     unproven: str = ""
     """A later step whose loss may be another one, in words: a proof by the first step says nothing of it."""
@@ -64,7 +65,7 @@ class Schedule:
         Args:
             run: the trace.
             shadow: after its first steps.
-            train: label and changes -> steps of the step's own loop, and the hooks after them.
+            train: label and changes -> a step of the step's own loop, and the hooks after it.
         """
         splits = run.accumulate // shadow.accumulate
 
@@ -72,7 +73,13 @@ class Schedule:
             run.note(Message("from {place} on the step differs: {what}", place=self._name(place), what=found.what))
             run.model.train()
             try:
-                train(label=self._name(place), accumulate=splits * found.accumulative_counts, batch=found.batch)
+                changes = {"accumulate": splits * found.accumulative_counts, "batch": found.batch}
+
+                def step() -> None:
+                    train(label=self._name(place), **changes)
+                    changes.clear()
+
+                train_differently(run, step)
             except Exception as error:  # noqa: BLE001 - the user's own code
                 said = f"{type(error).__name__}: {error}".split("\n", 1)[0]
                 run.note(
@@ -99,6 +106,7 @@ class Schedule:
         if not places:
             return found
         look = StepLook(run, shadow, self.sample)
+        self.asked.followed({"epoch": shadow.loop._epoch, "iter": shadow.loop._iter})  # noqa: SLF001 - as the loops' own
         self._looked = 0
         ends, left_out = time.process_time() + MOST_SECONDS, 0
         for place in places[:MOST_PLACES]:
@@ -108,11 +116,12 @@ class Schedule:
             taken = run.allocated
             self._go(run, shadow, place)
             what = look.difference() or (_("a hook takes memory") if run.allocated > taken else "")
-            if not what and (self.asked or look.counters) and self._asked_at(shadow, place, places):
+            if not what and self._asked_at(shadow, place, last=place == places[-1], counts=bool(look.counters)):
                 what = _("the model asks how far the training is")
             if what and len(found) >= MOST_STEPS and place != places[-1]:
                 left_out += 1
             elif what:
+                self.asked.followed(self._numbers(place))
                 found[place] = _Found(what, look.accumulative_counts, self.batch(look.batches()))
                 if (look.other_loss or self.asked) and not self.unproven:
                     self.unproven = f"{self._name(place)}: {what}"
@@ -141,6 +150,8 @@ class Schedule:
             places |= set(range((first // self.batches) * self.batches, most, self.batches))
         elif self.asked:
             places.add(most - 1)
+        if self.asked:
+            places |= set(self.asked.steps("iter", first, most))
         for hook in _overriding(users, _OF_ITERATIONS):
             for number in _numbers_of(hook):
                 places |= {number - 1, number, number + 1}
@@ -165,10 +176,22 @@ class Schedule:
             run.model.train()
         shadow.call("before_train_iter", batch_idx=place % (self.batches or 1), data_batch=shadow.data_batch)
 
-    def _asked_at(self, shadow: Shadow, place: int, places: list[int]) -> bool:
-        """True at the last place, and at epochs that attributes of the model name (``initial_epoch = 4``)."""
-        if place == places[-1]:
+    def _numbers(self, place: int) -> dict[str, int]:
+        return {"epoch": place // self.batches if self.by_epoch and self.batches else 0, "iter": place}
+
+    def _asked_at(self, shadow: Shadow, place: int, *, last: bool, counts: bool) -> bool:
+        """True where a model may do otherwise than before by how far the training is.
+
+        Args:
+            shadow: at this place.
+            place: that hooks were run at.
+            last: of all places.
+            counts: attributes of the model do, in which case it may name epochs itself (``initial_epoch = 4``).
+        """
+        if self.asked and self.asked.differs(self._numbers(place)):
             return True
+        if last or not counts:
+            return last and (counts or self.asked.undecided)
         named = {
             value
             for module in shadow.runner.model.modules()

@@ -7,11 +7,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard._decide import in_copy_of_process, least_budget
 from vram_guard.guard._ranks import attempt, from_rank_zero
+from vram_guard.job import Job
 from vram_guard.language import _
 from vram_guard.simulate import DEFAULT_CAPABILITY
+from vram_guard.state.random_generators import random_state_kept
+from vram_guard.step import TrainingStep
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from vram_guard.guard._ranks import Outcome
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.guard.training import Training
-    from vram_guard.step import TrainingStep
+    from vram_guard.job import JobRun
     from vram_guard.timeline import Estimate, Timeline
 
 
@@ -28,7 +32,7 @@ class CapturedEvaluation:
     """An evaluation in a form that can be traced.
 
     Attributes:
-        step: without an optimizer; its job runs the evaluation, with batches of at most ``run.batch_size`` samples.
+        step: see :func:`evaluation_step`.
         batch_size: of its largest loader.
         symbolic_run: inside of it the step may be traced, and the framework notices nothing.
         notes: remarks for a reader of the prediction.
@@ -38,6 +42,28 @@ class CapturedEvaluation:
     batch_size: int
     symbolic_run: Callable[[], AbstractContextManager[None]]
     notes: tuple[str, ...] = ()
+
+
+def evaluation_step(
+    model: Any, batch: Callable[[int], Any], play: Callable[[JobRun], object], **fields: Any
+) -> TrainingStep:
+    """A step without an optimizer whose job runs an evaluation.
+
+    Args:
+        model: that it evaluates, on the host.
+        batch: number of samples -> a batch of its loader.
+        play: see :class:`~vram_guard.job.Job`; its batches have at most ``run.batch_size`` samples.
+        fields: others of the :class:`~vram_guard.step.TrainingStep`.
+    """
+    return TrainingStep(
+        model=model,
+        batch=batch,
+        loss=lambda model, batch: model(batch),  # never called: the job does it all
+        optimizer=None,
+        prepare=move_to_simulated_device,
+        job=Job(play),
+        **fields,
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +165,7 @@ def _foreseen(captured: CapturedEvaluation, settings: GuardSettings, budget: Bud
         )
 
     size, smaller = captured.batch_size, 0
-    with captured.symbolic_run():
+    with random_state_kept(), captured.symbolic_run():
         estimate = follow(size).at(size, settings=allocator)
         held_against = budget.for_tier(estimate.tier, estimate.network)
         if held_against.usable < estimate.peak_reserved:

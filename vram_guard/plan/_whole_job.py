@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     Follow = Callable[[TraceRequest], Timeline]
 
+#: Numbers of batches for which the largest batch of an evaluation is looked for.
+MOST_ROUNDS = 8
+
 _log = logging.getLogger(__name__)
 
 
@@ -136,12 +139,24 @@ def smaller_evaluation(
         asked = evaluation.batch_size or size
         traced = source.request(option.precision, option.splits, option.recipe, size)
 
-        def follow(count: int) -> Timeline:
-            timeline = asking(whole(job.with_evaluation(evaluation, count)))(traced)
-            return replace(timeline, traced=(count,), multiprocessors=request.budget.multiprocessors)
+        def most_of(batches: int) -> int:
+            def follow(count: int) -> Timeline:
+                timeline = asking(whole(job.with_evaluation(evaluation, count, batches)))(traced)
+                return replace(timeline, traced=(count,), multiprocessors=request.budget.multiprocessors)
+
+            found = law(follow, check_at=asked)
+            return found.max_batch_size(request.budget, settings=request.settings, limit=asked)
 
         try:
-            most = law(follow, check_at=asked).max_batch_size(request.budget, settings=request.settings, limit=asked)
+            most, batches = asked, evaluation.batches
+            # Smaller batches are more, and more is collected of more: until one fits so many times.
+            for _round in range(MOST_ROUNDS):
+                most = min(most, most_of(batches))
+                if not most or evaluation.batches_of(most) <= batches:
+                    break
+                batches = evaluation.batches_of(most)
+            else:
+                return None
         except Exception as error:  # noqa: BLE001 - the user's evaluation, which may not take batches of two samples
             _log.info("no smaller batch of %s is proposed: %s: %s", phase.name, type(error).__name__, error)
             return None

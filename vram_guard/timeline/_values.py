@@ -28,6 +28,7 @@ Frees = Literal["at once", "late"]
 
 PhaseName = Literal[
     "setup",
+    "hooks",
     "batch",
     "forward",
     "backward",

@@ -94,6 +94,8 @@ def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, second = args[:2]
     if not isinstance(first, torch.Tensor) or (isinstance(second, torch.Tensor) and second.dim() > first.dim()):
         first, second = second, first
+    if not isinstance(second, torch.Tensor) and _counts(first) and type(second) is int:
+        return _like(first)
     if not _in_order(first):
         return None
     if not isinstance(second, torch.Tensor):
@@ -106,6 +108,16 @@ def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shape is None or _ambiguous(shape):
         return None
     return torch.empty(shape, dtype=torch.promote_types(first.dtype, second.dtype), device=_META)
+
+
+def _division(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whole numbers divide to others of another dtype."""
+    return None if any(map(_counts, args[:2])) and not any(map(_in_order, args[:2])) else _binary(args, kwargs)
+
+
+def _counts(tensor: Any) -> bool:
+    """A symbolic number: how many updates an average has had."""
+    return isinstance(tensor, torch.Tensor) and is_symbolic(tensor) and not tensor.dim() and tensor.dtype == torch.int64
 
 
 def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,7 +212,8 @@ def _zeros_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 #: Operators that return new tensors.
 NEW: dict[str, Rule] = {
-    **dict.fromkeys(("aten::mul", "aten::add", "aten::sub", "aten::div"), _binary),
+    **dict.fromkeys(("aten::mul", "aten::add", "aten::sub"), _binary),
+    "aten::div": _division,
     **dict.fromkeys(
         (
             *("aten::neg", "aten::rsqrt", "aten::exp", "aten::tanh", "aten::sigmoid", "aten::silu", "aten::relu"),
@@ -225,7 +238,10 @@ NEW: dict[str, Rule] = {
 
 #: Updates in place; an optimizer that steps parameter by parameter makes thousands.
 UPDATES: dict[str, Rule] = dict.fromkeys(
-    ("aten::mul_", "aten::add_", "aten::sub_", "aten::div_", "aten::lerp_", "aten::addcmul_", "aten::addcdiv_"),
+    (
+        *("aten::mul_", "aten::add_", "aten::sub_", "aten::div_", "aten::lerp_", "aten::addcmul_", "aten::addcdiv_"),
+        "aten::copy_",
+    ),
     _in_place,
 )
 

@@ -132,7 +132,7 @@ class PlayedRun:
             yield
         finally:
             self._open.pop()
-            if name == "setup":
+            if name in ("setup", "hooks"):
                 self._recorder.leave_out_empty_phase()
             if self._open:
                 self._enter(*self._open[-1])
