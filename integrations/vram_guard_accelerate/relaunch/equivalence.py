@@ -59,7 +59,8 @@ def _unequal(profile: LoopProfile) -> Iterator[str]:
     """Losses whose parts would not have the same weight in smaller batches."""
     for terms in profile.losses:
         for term in terms:
-            if not term.known and not profile.counts_items:
+            by_items = profile.counts_items or term.by_items
+            if not term.known and not by_items:
                 yield _(
                     "its loss comes out of {operator}, which may be a mean or a sum or neither", operator=term.reduction
                 )
