@@ -120,7 +120,7 @@ class Proofs:
             steps = steps.up_to_the_first_backward()
             half, samples = steps.samples // 2, steps.samples
             halves = steps.run(deadline, {"part": (0, half)}, {"part": (half, samples)})
-            weights = [(0.5, 0.5), (1.0, 1.0)]
+            weights: list[tuple[float, ...]] = [(0.5, 0.5), (1.0, 1.0)]
             items = [step.items for step in halves]
             if self._by_items and steps.items and None not in items:
                 weights = [tuple((one or 0.0) / steps.items for one in items)]
