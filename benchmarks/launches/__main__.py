@@ -34,7 +34,7 @@ def page(found: Record, words: Texts) -> str:
         words["intro"],
         words["found"].format(
             scripts=len(rows), answered=len(answered), trained=len(trained), equal=len(equal),
-            not_started=len(rows) - len(trained),
+            not_started=sum(row["outcome"] not in ("trained", "time") for row in rows),
         ),
         pages.table(words["columns"], [_line(row, words) for row in rows]),
         words["words"],
