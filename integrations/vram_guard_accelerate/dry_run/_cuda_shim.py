@@ -87,8 +87,6 @@ class CudaShim(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("to", "_parse_to"):  # a number is that of a GPU
             args = tuple(map(_numbered, args))
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": _numbered(kwargs["device"])}
         if func is torch.device or name == "_parse_to":  # names only: nothing moves yet
             return func(*args, **kwargs)
         if name == "cuda":
