@@ -22,7 +22,7 @@ help: ## list the targets
 $(STAMP): pyproject.toml constraints.txt vram_guard/__init__.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group dev
 	@touch $@
 
 install: $(STAMP) ## make .venv and install the package with all its tools
@@ -81,7 +81,7 @@ bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/
 PUBLISHED := .venv-published
 
 bench-published: $(STAMP) ## predict what others measured and published, beside their tools: docs/*/accuracy.md's table
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group bench
 	test -d $(PUBLISHED)/transformers-4.51.3 || $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(PUBLISHED)/transformers-4.51.3 -r benchmarks/published/transformers-4.51.3.txt
 	test -d $(PUBLISHED)/litgpt || $(BIN)/python -m pip install --quiet --no-deps --target $(PUBLISHED)/litgpt litgpt==0.5.13

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +15,10 @@ from hypothesis import HealthCheck, settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Pages of reports that trainings leave behind are nobody's to keep.
+if "VRAM_GUARD_CACHE" not in os.environ:
+    os.environ["VRAM_GUARD_CACHE"] = tempfile.mkdtemp(prefix="vram-guard-tests-")
+    atexit.register(shutil.rmtree, os.environ["VRAM_GUARD_CACHE"], ignore_errors=True)
 # The tests read English, whatever the developer's terminal speaks.
 os.environ["VRAM_GUARD_LANG"] = "en"
 # A shell starts background jobs with SIGINT ignored, and every process that a test starts would keep that.

@@ -24,7 +24,7 @@ prepare() { # python, torch, folder
     # transformers 5 switches itself off below torch 2.6, without saying so to pip.
     local transformers=transformers
     case $2 in 2.4* | 2.5*) transformers='transformers<5' ;; esac
-    "$folder/bin/python" -m pip install --quiet "$constraint" "$transformers" -e '.[test]'
+    "$folder/bin/python" -m pip install --quiet "$constraint" "$transformers" -e . --group test
 }
 
 for python in $pythons; do

@@ -69,7 +69,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
 def two_processes(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
     """As written, and under a plan that nobody made beforehand: the first process plans, both hold it."""
     folder = tmp_path_factory.mktemp("two")
-    guarded = ("-m", "vram_guard_accelerate", "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
+    guarded = ("-m", "vram_guard_accelerate", "-v", "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
     as_written = run_several(folder / "written", cache, TWO)
     return as_written, run_several(folder / "sliced", cache, TWO, *guarded), 2
 
@@ -119,7 +119,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
 def test_the_plan_is_shown_and_then_followed(launched: Any) -> None:
     done, out, _ = launched
     assert done.returncode == 0, done.stderr
-    assert "micro-batch size" in done.stderr
+    assert "fits with: 2 micro-batches of 8" in done.stderr
+    assert "micro-batch size" not in done.stderr, "that is in the whole report"
+    assert Path(done.stderr.partition("Full report: ")[2].partition(" (here: -v)")[0]).is_file()
     assert "step 0 2." in done.stdout  # the script's own prints, and nothing else there
     assert "micro-batch" not in done.stdout
     assert torch.load(out)["sizes"] == [16, 16, 8, 16, 16, 8]
@@ -134,6 +136,10 @@ def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypa
     answer = json.loads(capsys.readouterr().out)
     assert answer["remembered"]
     assert answer["micro_batch_size"]["after"] == 8
+    assert main(["launch", *options, "-v", "--dry-run", str(TRAINING), "plain", "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    assert "micro-batch size" in said
+    assert "the plan of an equal launch before" in said
 
 
 def test_the_releases_of_a_launch_are_compared(

@@ -224,6 +224,19 @@ def test_an_unknown_name_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize(
+    ("unknown", "never"),
+    [
+        *(("RTX 5050", "RTX 5090"), ("RTX 3050 Laptop", "RTX 4090"), ("RTX 2070 Max-Q", "RTX 4070")),
+        *(("RTX PRO 4000", "RTX 8000"), ("T1000", "A10"), ("MX450", "A40"), ("RTX 4080 Tii", "4080 Ti")),
+    ],
+)
+def test_no_larger_card_is_offered_for_a_smaller_one(unknown, never):
+    with pytest.raises(InvalidInputError, match="not in the catalogue") as refused:
+        find_gpu(unknown)
+    assert never not in str(refused.value).replace(unknown, "")
+
+
+@pytest.mark.parametrize(
     "unknown",
     ["", "NVIDIA", "Radeon 7900", "RTX 3060 Laptop GPU", "RTX 4090 12GB", "x" * 100_000, "\x00", "4090" * 50],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import vram_guard
 from vram_guard import TrainingStep, trace
 from vram_guard.check import raise_unless_it_fits
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, VramGuardError
+from vram_guard.report.annotations import finding, workflow_command
 
 SOURCE = """
 import torch
@@ -142,6 +144,49 @@ def test_a_build_fails_where_a_step_does_not_fit(run, tmp_path):
     ]
     page = (tmp_path / "memory" / "test_memory.py-test_large.html").read_text("utf-8")
     assert "Does not fit" in page
+
+
+SARIF_KEYS = {"$schema", "version", "runs"}
+
+
+def test_failures_are_annotations_on_request(run, tmp_path):
+    done = run("--vram-guard-budget", "200MiB", "--vram-guard-annotations", "github")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("::")]
+    assert line.startswith("::error file=test_memory.py,line=")  # the peak is in torch's own code
+    assert "title=vram_guard::batch size 4096 does not fit" in line
+    assert "%0A  at the peak:" in line
+    done = run("--vram-guard-budget", "200MiB", "--vram-guard-annotations", "found.sarif", "-n", "2", "-p", "xdist")
+    assert done.returncode == 1, done.stdout + done.stderr
+    log = json.loads((tmp_path / "found.sarif").read_text())
+    assert log.keys() == SARIF_KEYS
+    (result,) = log["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": "test_memory.py"}
+    assert "does not fit" in result["message"]["text"]
+    done = run("--vram-guard-annotations", "xml")
+    assert done.returncode == 4
+    assert "not 'xml'" in done.stderr
+
+
+def test_the_function_annotates_too(step, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DoesNotFitError):
+        vram_guard.assert_fits(step, 4096, "200MiB", annotations="a.sarif")
+    assert len(json.loads((tmp_path / "a.sarif").read_text())["runs"][0]["results"]) == 1
+    vram_guard.assert_fits(step, 4, "200MiB", annotations="a.sarif")
+    assert json.loads((tmp_path / "a.sarif").read_text())["runs"][0]["results"] == []
+    with pytest.raises(DoesNotFitError):
+        vram_guard.assert_fits(step, 4096, "200MiB", annotations="github")
+    assert capsys.readouterr().out.startswith("::error title=vram_guard::batch size 4096")
+    with pytest.raises(InvalidInputError, match="sarif"):
+        vram_guard.assert_fits(step, 4, "200MiB", annotations="a.txt")
+
+
+def test_places_and_texts_of_annotations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b.py").write_text("")
+    beside = finding("100%\nof it\x1b", "a,b.py:7", "c.py")
+    assert workflow_command(beside) == "::error file=a%2Cb.py,line=7,title=vram_guard::100%25%0Aof it\\x1b"
+    assert finding("m", "/etc/hostname:7", "c.py").file == ""
 
 
 def test_the_gpu_of_the_settings(run, tmp_path):

@@ -29,11 +29,17 @@ def test_everything_at_once(tmp_path, capsys):
     }
     pictures = [part for option, name in names.items() for part in (option, str(tmp_path / name))]
     change = ["--set", "batch_size=256,base_channels=64", "--title", "Small <b>", "--cards", "RTX 3090, B200"]
+    assert cli.main(["plan", CONFIG, *change, "--gpu", "RTX 4070", "-v"]) == 0
+    full = capsys.readouterr().out
+    assert "32-true" in full
+    assert "\nWhy\n" in full
+    assert "Full report" not in full
     assert cli.main(["plan", CONFIG, *change, "--gpu", "RTX 4070", *pictures]) == 0
     captured = capsys.readouterr()
     assert "\nFITS" in captured.out
     assert captured.out.startswith("Does not fit as written (")
-    assert "32-true" in captured.out
+    assert "x 0." in captured.out, "what it costs"
+    assert "32-true" not in captured.out
     assert captured.err.count("wrote") == 5
     page = (tmp_path / "r.html").read_text("utf-8")
     assert "<title>Small &lt;b&gt;</title>" in page
@@ -50,8 +56,10 @@ def test_json_and_exit_codes(capsys):
     answer = json.loads(capsys.readouterr().out)
     assert (answer["schema"], answer["kind"]) == (cli.JSON_SCHEMA, "plan")
     assert answer["report"]["changed"] is False
-    assert cli.main(["plan", CONFIG, "--budget", "100MiB", "--allow", ""]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert cli.main(["plan", CONFIG, "--budget", "100MiB", "--allow", "", "--annotations", "github"]) == 1
+    captured = capsys.readouterr()
+    assert "DOES NOT FIT" in captured.out
+    assert f"\n::error file={CONFIG},line=1,title=vram_guard::lightweight_config.yaml: " in f"\n{captured.err}"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +73,8 @@ def test_json_and_exit_codes(capsys):
         ([CONFIG, "--set", "batchsize=3"], "--set batchsize: nothing reads a value of this name; did you mean batch"),
         ([CONFIG, "--set", "batch_size=3", "--set", "batch_size=4"], "--set gives batch_size twice"),
         ([CONFIG, "--margin", "5"], "0.05 for 5%"),
+        ([CONFIG, "--budget", "24"], '--budget 24 is 24 bytes: with a unit, such as "24GiB"'),
+        ([CONFIG, "--budget", "24 parsecs"], "--budget '24 parsecs' has a unit other than"),
         ([CONFIG, "--html", "/proc/no/r.html"], "was not written"),
     ],
 )
@@ -118,3 +128,14 @@ def test_without_a_gpu_the_options_of_the_command_line_are_told(monkeypatch, cap
     assert code == 3
     assert '--budget 24GiB (what PyTorch may reserve) or --gpu "RTX 4090"' in said
     assert "gpu=" not in said
+
+
+@pytest.mark.parametrize("slip", ["batchsize=3", "a\x1b[31m\u202eb=1"])
+def test_a_slip_is_told_of_a_model_that_is_made_already_too(slip, tmp_path, monkeypatch, capsys):
+    (tmp_path / "ready.py").write_text("import torch\nnet = torch.nn.Linear(8, 8)\n")
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "ready.py:net", "--input", "8", "--batch", "4", "--set", slip, "--gpu", "RTX 4090"]
+    assert cli.main(asked) == 2
+    said = capsys.readouterr().err
+    assert "nothing reads a value of this name" in said
+    assert not {"\x1b", "\u202e"} & set(said)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from vram_guard.budget.torch_cuda import installed_build
+from vram_guard.quiet import quiet_imports
 
 HEAVY = {
     "torch",
@@ -104,3 +111,27 @@ def _seconds(command: list[str]) -> float:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_launch_says_that_there_is_no_gpu_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    code = "import sys; from vram_guard import cli; print(cli.main(['launch', 'train.py']), 'torch' in sys.modules)"
+    build = installed_build()
+    if build is None or not build.sees_none():
+        pytest.skip("there may be a GPU here")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["3", "False"]
+    assert '--budget 24GiB (what PyTorch may reserve) or --gpu "RTX 4090" (a card by name)' in done.stderr
+
+
+def test_libraries_are_imported_without_what_they_say_meanwhile(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    said = "import logging, warnings; logging.getLogger('talks').warning('log'); warnings.warn('warning')"
+    (tmp_path / "talks.py").write_text(said)
+    monkeypatch.syspath_prepend(tmp_path)
+    with warnings.catch_warnings(record=True) as caught, quiet_imports():
+        importlib.import_module("talks")
+    assert (caught, caplog.messages) == ([], [])
+    logging.getLogger("talks").warning("mine")
+    assert caplog.messages == ["mine"]

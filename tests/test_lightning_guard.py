@@ -264,7 +264,7 @@ def test_registered_twice_works_once(tmp_path: Any, capsys: Any) -> None:
     fit(tmp_path, first, callbacks=[second, first], max_steps=1)
     assert first.plan is not None
     assert second.plan is None
-    assert capsys.readouterr().out.count("\nWhy") == 1
+    assert capsys.readouterr().out.count("\nFull report") == 1
 
 
 def test_fit_twice_with_one_trainer(tmp_path: Any) -> None:

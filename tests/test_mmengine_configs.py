@@ -272,7 +272,9 @@ def test_mixed_precision_as_mmengine_writes_it() -> None:
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_mixed_precision_on_a_gpu(root: Path, precision: str) -> None:
     pin = {"precision": precision}
-    runner = cases.train(config(root, precision, runner_type=RUNNER, vram_guard={"budget": "1GiB", "pin": pin}))
+    runner = cases.train(
+        config(root, precision, runner_type=RUNNER, vram_guard={"budget": "1GiB", "pin": pin, "verbose": True})
+    )
     assert isinstance(runner.optim_wrapper, AmpOptimWrapper)
     assert runner.optim_wrapper.loss_scaler.is_enabled() is (precision == "16-mixed")
     assert "peak allocated" in log_of(runner)

@@ -15,10 +15,12 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import vram_guard
 from vram_guard.cli._python import NEEDED, OLDEST_PYTHON
 from vram_guard.cli._python import PACKAGES as SEEN_THERE
+from vram_guard.config_file import load_toml
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"vram_guard", "vram_guard_lightning", "vram_guard_mmengine", "vram_guard_accelerate"}
@@ -102,6 +104,11 @@ def test_mmengine_gets_a_setuptools_that_still_has_pkg_resources(metadata):
     assert not specifier.contains("81.0.0")
 
 
+def test_what_only_a_checkout_needs_is_not_published(metadata):
+    adapters = {"lightning", "pytorch-lightning", "mmengine", "accelerate"}
+    assert set(metadata.get_all("Provides-Extra")) == {*adapters, "torchao", "plot", "all"}
+
+
 def test_all_means_all(metadata):
     parts = [requirements(metadata, extra=extra) for extra in ("lightning", "mmengine", "accelerate", "plot")]
     everything = requirements(metadata, extra="all")
@@ -127,7 +134,11 @@ def test_what_another_environment_is_checked_for_is_what_is_asked_for(metadata):
 def test_constraints_are_exact_and_within_what_is_asked_for(metadata):
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    asked = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    groups = load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+    of_groups = [text for group in groups.values() for text in group if isinstance(text, str)]
+    asked = [Requirement(text) for text in [*metadata.get_all("Requires-Dist"), *of_groups]]
+    for need in asked:
+        need.name = canonicalize_name(need.name)
     for pin in pins:
         (clause,) = pin.specifier
         assert clause.operator == "=="

@@ -6,23 +6,28 @@ import errno
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from rich.console import Console
 
 from vram_guard.budget import Budget
+from vram_guard.module_names import ModuleName, with_class
 from vram_guard.plan._option import Option
 from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.search_space import LowerBound, Request, Space
 from vram_guard.plan.techniques import splits_of
+from vram_guard.report._modules import module_rows
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
 from vram_guard.report.files import NotWrittenWarning, write_atomically
+from vram_guard.report.html import page_to_keep, where_to_read_on
 from vram_guard.report.text import BAR_WIDTH, render, show
 from vram_guard.timeline import Affine, Block, Note, Phase, Timeline
 
@@ -116,6 +121,62 @@ def test_a_plan_says_what_changes_why_and_what_was_not_taken() -> None:
         "Budget: 64.00 MiB usable",
     ):
         assert part in text
+
+
+def test_a_short_report_is_a_dozen_lines_and_leaves_out_what_only_explains() -> None:
+    text = render(planned(), unicode=True, verbose=False)
+    assert text.startswith("Does not fit as written (")
+    for part in ("fits with: bf16-mixed, 2 micro-batches of 32", "FITS", "as written [", "forward, step 1", "x 0.51"):
+        assert part in text
+    for part in ("Why", "Alternatives considered", "no gradient scaling", "peak allocated", "equal micro-batches"):
+        assert part not in text
+    assert len(text.splitlines()) <= 12
+    asked = step(MIB).at(32)
+    alone = render(asked, verbose=False)
+    assert "62.00 MiB" in alone
+    assert len(alone.splitlines()) <= 4
+
+
+def test_a_short_report_keeps_what_makes_an_answer_uncertain() -> None:
+    bounded = step(MIB, tier="partly symbolic").at(32)
+    assert "some sizes are bounds" in render(bounded, verbose=False)
+    refused = Reason(Why.REFUSED, technique="a larger batch", why="the loader is a stream")
+    plan = planned()
+    text = render(replace(plan, reason_values=(*plan.reason_values, refused)), verbose=False)
+    assert "a larger batch is not possible here: the loader is a stream" in text
+    text = render(planned(usable=5 * MIB), verbose=False)
+    assert text.startswith("DOES NOT FIT")
+    assert "nothing changes" in text
+    assert "Nothing that is allowed makes it fit. Closest: bf16-mixed" in text
+
+
+def test_equal_modules_are_one_row_with_their_class() -> None:
+    held = {ModuleName(f"layers.{number}.up", "Linear"): 8 * MIB for number in (0, 1, 2, 5)}
+    others = {ModuleName("layers.3.up", "Linear"): 4 * MIB, ModuleName("head", "Head"): 9 * MIB, "": MIB}
+    rows = module_rows({**held, **others})
+    assert [(row.name, row.size()) for row in rows] == [
+        ("layers.0-2+5.up (Linear)", "8.00 MiB each"),
+        ("head (Head)", "9.00 MiB"),
+        ("layers.3.up (Linear)", "4.00 MiB"),
+        ("(outside any module)", "1.00 MiB"),
+    ]
+    assert sum(row.total for row in rows) == 46 * MIB
+    name = pickle.loads(pickle.dumps(ModuleName("h.0", "Block")))
+    assert (name, with_class(name)) == ("h.0", "h.0 (Block)")
+    assert json.dumps({name: 1}) == '{"h.0": 1}'
+
+
+def test_the_page_of_a_short_report_is_left_where_it_can_be_read(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path))
+    line = where_to_read_on(page_to_keep(planned()), "-v")
+    path = next((tmp_path / "reports").glob("*.html"))
+    assert line == f"Full report: {path} (here: -v)"
+    assert "Alternatives considered" in path.read_text("utf-8")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "file"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert where_to_read_on("<p>", "-v") == "Full report: with -v"
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -100,6 +100,7 @@ def test_the_page_says_what_the_plan_says(made: Plan) -> None:
     ):
         assert word in page.words
     assert page.tags.count("svg") == 3  # before, after, batch sizes
+    assert page.words.index("micro-batch size") < page.words.index("Memory use") < page.words.index("Over the step")
 
 
 def test_a_plan_that_lacks_the_timeline_as_written_is_drawn_as_planned(made: Plan) -> None:

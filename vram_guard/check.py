@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError
 from vram_guard.language import _
+from vram_guard.module_names import with_class
 from vram_guard.step import checked_count
 from vram_guard.units import format_bytes
 
@@ -28,6 +29,7 @@ def assert_fits(
     margin: float | None = None,
     settings: AllocatorSettings | None = None,
     arguments: Mapping[str, Any] | None = None,
+    annotations: str | None = None,
 ) -> Estimate:
     """Raise an error where the step does not fit: it says what the step takes, where, and what would fit.
 
@@ -41,6 +43,8 @@ def assert_fits(
         margin: the share of the budget to leave free; None: the default.
         settings: the allocator's settings; None: those of the environment.
         arguments: for the function that a name stands for.
+        annotations: where a failure is noted for a forge or an editor too: "github" prints a workflow command,
+            "NAME.sarif" is a file in the format SARIF, which is written where the step fits as well.
 
     Returns:
         The estimate, for checks of one's own.
@@ -59,10 +63,24 @@ def assert_fits(
         Traceback (most recent call last):
         vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 18.00 MiB too much...
     """
+    if annotations is not None:
+        from vram_guard.report.annotations import annotate, checked_annotations, finding
+
+        checked_annotations(annotations)
     estimate, timeline, held_against = checked(
         step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments
     )
-    raise_unless_it_fits(estimate, timeline, held_against, settings)
+    failure = None
+    try:
+        raise_unless_it_fits(estimate, timeline, held_against, settings)
+    except DoesNotFitError as error:
+        failure = error
+        raise
+    finally:
+        if annotations is not None:
+            found = [] if failure is None else [finding(str(failure), estimate.peak_source)]
+            if lines := annotate(found, annotations):
+                print(lines)  # noqa: T201 - a runner reads it from standard output
     return estimate
 
 
@@ -120,7 +138,12 @@ def raise_unless_it_fits(
         verdict = _("at least {peak} needed: the step could not be followed to its end", peak=format_bytes(peak))
     largest = sorted(((size, name) for name, size in estimate.breakdown.items() if size), reverse=True)[:4]
     held = ", ".join(f"{category_name(name)} {format_bytes(size)}" for size, name in largest)
-    place = (str(phase_words(estimate.peak_phase)), estimate.peak_module, estimate.peak_source, estimate.peak_operator)
+    place = (
+        str(phase_words(estimate.peak_phase)),
+        with_class(estimate.peak_module),
+        estimate.peak_source,
+        estimate.peak_operator,
+    )
     most = timeline.max_batch_size(budget, settings=settings) or _("none")
     lines = [
         _("batch size {size} does not fit: {verdict}.", size=estimate.batch_size, verdict=verdict),

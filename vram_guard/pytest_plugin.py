@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from vram_guard.timeline import Estimate
 
 
+#: Findings travel with the reports of tests, from other processes too.
+_PROPERTY = "vram_guard_finding"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options; settings in ``[tool.vram_guard]`` and the environment come before them."""
     group = parser.getgroup("vram-guard", _("memory of training steps"))
@@ -26,6 +30,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--vram-guard-budget", metavar="AMOUNT", help=_('memory that PyTorch may reserve, such as "24GiB"'))
     report = _("write an HTML report of every check into this folder")
     group.addoption("--vram-guard-report", metavar="DIR", help=report)
+    annotations = _('annotations of checks that fail: "github", or a file NAME.sarif')
+    group.addoption("--vram-guard-annotations", metavar="WHERE", help=annotations)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """An unknown form of annotations is an error before any test."""
+    if where := config.getoption("--vram-guard-annotations"):
+        from vram_guard.errors import InvalidInputError
+        from vram_guard.report.annotations import checked_annotations
+
+        try:
+            checked_annotations(where)
+        except InvalidInputError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Annotations come at the end, of all processes that ran tests."""
+    if where := config.getoption("--vram-guard-annotations"):
+        from vram_guard.report.annotations import Finding, annotate
+
+        reports = [one for ended in terminalreporter.stats.values() for one in ended if hasattr(one, "user_properties")]
+        told = [value for one in reports for name, value in one.user_properties if name == _PROPERTY]
+        found = list(dict.fromkeys(Finding(*value) for value in told))
+        if lines := annotate(found, where):
+            terminalreporter.write_line("")
+            terminalreporter.write_line(lines)
 
 
 @pytest.fixture
@@ -38,6 +69,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
 
     def check(step: Any, batch_size: int, budget: Any = None, **more: Any) -> Estimate:
         from vram_guard.check import checked, raise_unless_it_fits
+        from vram_guard.errors import DoesNotFitError
 
         nonlocal counted
         counted += 1
@@ -52,7 +84,16 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.node.nodeid).strip("-")
             path = Path(folder) / f"{name}{f'-{counted}' if counted > 1 else ''}.html"
             save_html(estimate, path, timeline=timeline, budget=held_against, gpus=(), title=request.node.nodeid)
-        raise_unless_it_fits(estimate, timeline, held_against, more.get("settings"))
+        try:
+            raise_unless_it_fits(estimate, timeline, held_against, more.get("settings"))
+        except DoesNotFitError as error:
+            if request.config.getoption("--vram-guard-annotations"):
+                from vram_guard.report.annotations import finding
+
+                file, line, _name = request.node.location
+                found = finding(str(error), estimate.peak_source, file, (line or 0) + 1)
+                request.node.user_properties.append((_PROPERTY, list(found)))
+            raise
         return estimate
 
     return check

@@ -58,6 +58,7 @@ KINDS: Final[Mapping[str, str]] = {
     "start_seconds": "number",
     "target_utilization": "number",
     "threshold": "number",
+    "verbose": "switch",
     "whole_job": "switch",
 }
 #: Ways of saying how much memory there is.

@@ -22,6 +22,7 @@ from vram_guard.forks.fatal_stack import FatalStack
 from vram_guard.forks.isolation import isolate
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
+from vram_guard.report.html import where_to_read_on
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
@@ -51,6 +52,8 @@ class GuardAnswer:
     """The plan that the copy sends back."""
 
     text: str
+    brief: str
+    page: str
     fits: bool
     launch_plan: LaunchPlan
 
@@ -143,7 +146,10 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
                 _logger.warning("%s", _("no prediction for this training, which is left unchanged: {why}", why=error))
             return accelerator.prepare(*args, **kwargs)
         self.text, self.fits = answer.text, answer.fits
-        _logger.info("%s", self.text)
+        if self.settings.verbose:
+            _logger.info("%s", self.text)
+        elif accelerator.is_main_process:
+            _logger.info("%s", f"{answer.brief}\n{where_to_read_on(answer.page, 'verbose=True')}")
         if not self.fits:
             raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
         if answer.launch_plan.precision:
@@ -232,9 +238,14 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
 
 
 def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:
+    from vram_guard.report.html import page_to_keep
+    from vram_guard.report.text import render
     from vram_guard_accelerate.planning.decide import decide
 
     made = decide(first, settings, budget)
     forks.end_all()
-    lines = [made.plan.explain(), *(f"  - {note}" for note in made.notes)]
-    parent.send(GuardAnswer("\n".join(lines), made.plan.fits, made.launch_plan))
+    notes = [f"  - {note}" for note in made.notes]
+    text = "\n".join([made.plan.explain(), *notes])
+    brief = "\n".join([render(made.plan, unicode=False, verbose=False).rstrip(), *notes])
+    page = page_to_keep(made.plan, title=sys.argv[0])
+    parent.send(GuardAnswer(text, brief, page, made.plan.fits, made.launch_plan))

@@ -105,6 +105,7 @@ class VramGuard(CallbackBase):
         whole_job: bool = True,
         longest: float | str = "largest",
         longest_seconds: float = 2.0,
+        verbose: bool = False,
         monitor: float | None = None,
     ) -> None:
         super().__init__()
@@ -131,6 +132,7 @@ class VramGuard(CallbackBase):
             whole_job=whole_job,
             longest=longest,
             longest_seconds=longest_seconds,
+            verbose=verbose,
             monitor=monitor,
         )
         self.plan: Plan | None = None

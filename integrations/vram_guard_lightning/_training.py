@@ -99,11 +99,11 @@ class LightningTraining:
         """See :func:`vram_guard_lightning._growth.scale_learning_rates`."""
         return _growth.scale_learning_rates(self.trainer, factor)
 
-    def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:  # noqa: ARG002 - the lines say it
+    def report(self, plan: Plan, lines: list[str], *, applied: bool, verbose: bool) -> None:  # noqa: ARG002 - the lines say it
         """On standard output."""
         from vram_guard.report.text import show
 
-        if self.trainer.is_global_zero and show(plan):
+        if self.trainer.is_global_zero and show(plan, verbose=verbose):
             write("".join(f"{line}\n" for line in lines))
 
     def warn(self, message: str) -> None:

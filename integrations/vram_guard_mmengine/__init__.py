@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,12 +24,10 @@ def __getattr__(name: str) -> object:
     """
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vram_guard.quiet import quiet_imports  # brings logging, which asking for help need not wait for
+
     try:
-        with warnings.catch_warnings():
-            # What torch and setuptools say of MMEngine's own imports is not the user's to mend.
-            warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
-            warnings.filterwarnings("ignore", "`TorchScript` support for functional optimizers", DeprecationWarning)
-            warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
+        with quiet_imports():
             import_module("mmengine.runner")
     except ModuleNotFoundError as error:
         if error.name == "pkg_resources":

@@ -146,11 +146,11 @@ class RunnerTraining:
         driving = [scheduler for scheduler in schedulers if _drives_rates(scheduler)]
         return learning_rate.scale_learning_rates(self.runner.optim_wrapper, driving, factor)
 
-    def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:
+    def report(self, plan: Plan, lines: list[str], *, applied: bool, verbose: bool) -> None:
         """In the runner's log, and in the config that it writes down."""
         from vram_guard.report.text import render
 
-        text = render(plan, unicode=False).rstrip()
+        text = render(plan, unicode=False, verbose=verbose).rstrip()
         self.runner.logger.info("%s", printable("\n".join(["vram_guard", text, *lines])))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)
         self.runner.dump_config()

@@ -10,6 +10,11 @@ Form = frozenset[str]
 
 _NO_MEANING = frozenset({"nvidia", "geforce", "tesla", "gpu", "graphics", "card", "generation", "edition"})
 _LONGEST = 100
+_MOBILE = frozenset({"laptop", "mobile", "max"})  # "Max-Q" is two words
+_FASTER = frozenset({"ti", "super"})
+_NUMBERED = re.compile("([a-z]*)([0-9]{1,6})[a-z]?")
+#: GeForce cards, by the last digits of their numbers.
+_CLASSES = frozenset(range(10, 100, 10))
 
 
 def form_of(name: str) -> Form:
@@ -37,7 +42,29 @@ def differences(wanted: Form, known: Form, size: str) -> int | None:
 
 
 def nearest_names(name: str, names: list[str], count: int = 3) -> list[str]:
-    """Up to ``count`` of ``names`` that look most like ``name``."""
-    plain = {" ".join(sorted(form_of(known))): known for known in names}
+    """Up to ``count`` of ``names`` that look most like ``name``, and are by their numbers no larger cards."""
+    plain = {" ".join(sorted(form_of(known))): known for known in names if not _larger(form_of(known), form_of(name))}
     wanted = " ".join(sorted(form_of(name)))
     return [plain[near] for near in difflib.get_close_matches(wanted, plain, n=count, cutoff=0.5)]
+
+
+def _larger(known: Form, wanted: Form) -> bool:
+    """True if a card may be larger than the one that was asked for, which would then run out of memory."""
+    if (_MOBILE & wanted and not _MOBILE & known) or (_FASTER & known) - wanted:
+        return True
+    asked, has = _number(wanted), _number(known)
+    if asked is None or has is None:
+        return False  # a typo: there is no such number
+    (letters, number), (others, other) = asked, has
+    if letters or others or number < 1000:
+        return letters != others or other > number
+    generation, kind = divmod(number, 100)  # RTX 4070: generation 40, class 70
+    if kind not in _CLASSES:
+        return other > number
+    return other // 100 > generation or other % 100 > kind or other % 100 not in _CLASSES
+
+
+def _number(form: Form) -> tuple[str, int] | None:
+    """The letters and the number that tell the card within its family: ("", 4090), ("h", 100)."""
+    found = [match for word in sorted(form) if (match := _NUMBERED.fullmatch(word))]
+    return (found[0][1], int(found[0][2])) if found else None

@@ -14,6 +14,7 @@ from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
 from vram_guard.budget.margins import measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.units import format_bytes, parse_bytes
 
 #: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
@@ -26,7 +27,7 @@ _LEAST_WRITTEN = 2**20
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(ShownInNotebooks):
     """The memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
 
     Attributes:
@@ -76,6 +77,9 @@ class Budget:
                     total=self.total,
                 )
             )
+
+    def __repr__(self) -> str:
+        return f"<Budget: {format_bytes(self.usable)} usable of {format_bytes(self.total)}, {self.source}>"
 
     @property
     def usable(self) -> int:
@@ -176,8 +180,8 @@ class Budget:
             return _("catalogue: {name}", name=self.gpu.name)
         return self.source
 
-    def explain(self) -> str:
-        """One line: the usable amount, where it comes from and what was taken off."""
+    def explain(self, *, brief: bool = False) -> str:
+        """One line: the usable amount, where it comes from and what was taken off (but not in brief)."""
         total = format_bytes(self.total)
         parts = [_("{amount} usable", amount=format_bytes(self.usable))]
         if self.free is None:
@@ -185,6 +189,8 @@ class Budget:
         else:
             free = format_bytes(self.free)
             parts.append(_("{free} free of {total} ({source})", free=free, total=total, source=self.source))
+        if brief:
+            return "; ".join(parts)
         if self.driver_reserved:
             parts.append(_("less {amount} kept by the driver", amount=format_bytes(self.driver_reserved)))
         if self.context:

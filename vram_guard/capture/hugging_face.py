@@ -27,6 +27,7 @@ from vram_guard.closed_form.inputs import (
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plain_model import own_loss
+from vram_guard.quiet import quiet_imports
 from vram_guard.step import Precision, TrainingStep
 
 #: The deepest published networks have about a thousand (He et al. 2016, "Identity Mappings").
@@ -181,8 +182,9 @@ def _loss(model: Any, data: dict[str, Any]) -> Tensor:
 
 def _class(library: str, name: str) -> Any:
     try:
-        module = importlib.import_module(library)
-        found = getattr(module, name, None) if name.isidentifier() else None
+        with quiet_imports():
+            module = importlib.import_module(library)
+            found = getattr(module, name, None) if name.isidentifier() else None
     except ImportError as error:
         raise MissingLibraryError(
             _("building {name} needs {library}: {error}", name=name, library=library, error=error)
@@ -202,7 +204,8 @@ def _check_depth(config: Mapping[str, Any]) -> None:
 def _transformers_config(config: Mapping[str, Any]) -> Any:
     kind = config["model_type"]
     try:
-        from transformers import CONFIG_MAPPING
+        with quiet_imports():
+            from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise MissingLibraryError(
             _("building {name} needs {library}: {error}", name=kind, library="transformers", error=error)

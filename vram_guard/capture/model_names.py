@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.plain_model import InputShape, step_of_model
+from vram_guard.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import torch
@@ -60,19 +61,20 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
             return step_of(config, sizes, **settings)
         build, shape = constructor(config), _PICTURE
     elif library == "timm":
-        timm: Any = import_module("timm")
+        timm: Any = _library("timm")
         build = lambda: timm.create_model(name)  # noqa: E731 - as the others are: built symbolically, later
         shape = tuple(timm.get_pretrained_cfg(name).input_size) if timm.is_model_pretrained(name) else _PICTURE
     else:
-        models: Any = import_module("torchvision.models")
+        models: Any = _library("torchvision.models")
         build, shape = (lambda: models.get_model(name, weights=None)), _PICTURE
     return step_of_model(build, _inputs(request, shape), **settings)
 
 
 def transformers_config(kind: str) -> Mapping[str, Any]:
     """The config.json of a kind of model with the library's own defaults: usually the smallest that was published."""
-    auto: Any = import_module("transformers.models.auto.modeling_auto")
-    made: dict[str, Any] = import_module("transformers").CONFIG_MAPPING[kind]().to_dict()
+    auto: Any = _library("transformers.models.auto.modeling_auto")
+    with quiet_imports():  # each config is a module of its own
+        made: dict[str, Any] = import_module("transformers").CONFIG_MAPPING[kind]().to_dict()
     found = next(table[kind] for table in (getattr(auto, head) for head in _HEADS) if kind in table)
     return {**made, "architectures": [found if isinstance(found, str) else found[0]]}
 
@@ -85,11 +87,11 @@ def _inputs(request: EstimateRequest, shape: tuple[int, ...]) -> tuple[InputShap
 
 
 def _in_torchvision(name: str) -> bool:
-    return name in import_module("torchvision.models").list_models()
+    return name in _library("torchvision.models").list_models()
 
 
 def _in_timm(name: str) -> bool:
-    return bool(import_module("timm").is_model(name))
+    return bool(_library("timm").is_model(name))
 
 
 def _in_transformers(name: str) -> bool:
@@ -99,8 +101,13 @@ def _in_transformers(name: str) -> bool:
     ]
     if _beginning(name) not in {_beginning(one.name) for one in folders}:
         return False  # a kind is called after its folder: told without an import that takes seconds
-    auto: Any = import_module("transformers.models.auto.modeling_auto")
+    auto: Any = _library("transformers.models.auto.modeling_auto")
     return any(name in getattr(auto, head) for head in _HEADS)
+
+
+def _library(name: str) -> Any:
+    with quiet_imports():
+        return import_module(name)
 
 
 def _beginning(name: str) -> str:

@@ -165,7 +165,10 @@ def parameters_of(name: str) -> frozenset[str] | None:
         InvalidInputError: as :func:`load_object`.
     """
     found = load_object(name)
-    if isinstance(found, (TrainingStep, Mapping)) or not callable(found):
+    import torch
+
+    # A model that is there already is built from nothing; its own call takes any arguments.
+    if isinstance(found, (TrainingStep, Mapping, torch.nn.Module)) or not callable(found):
         return frozenset()
     try:
         parameters = inspect.signature(found).parameters

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from vram_guard.cli._arguments import fill_from_settings, with_dashes
 from vram_guard.cli._parsing import Parser, argparse_locale
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.printing import JSON_SCHEMA, tell
-from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, VramGuardError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
 from vram_guard.settings import Setting, settings
 
@@ -137,14 +138,13 @@ def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _said(error: VramGuardError) -> str:
-    """The message, with the options of the command line where it has an advice."""
-    if isinstance(error, NoDeviceError) and error.problem:
-        return _(
-            '{problem}. Say what to plan for: --budget 24GiB (what PyTorch may reserve) or --gpu "RTX 4090" '
-            "(a card by name).",
-            problem=error.problem,
-        )
-    return str(error)
+    """The message, with options where it names arguments of Python: ``budget="24GiB"`` is ``--budget 24GiB``."""
+
+    def option(found: re.Match[str]) -> str:
+        value = found[2]
+        return f"--{found[1].replace('_', '-')} {value if ' ' in value else value.strip(chr(34) + chr(39))}"
+
+    return re.sub(r"""\b(budget|gpu|gpu_memory|host_budget|margin)=("[^"]*"|'[^']*'|[0-9]+)""", option, str(error))
 
 
 def _exit_code(error: VramGuardError) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FROM_SETTINGS = frozenset(
     {
         *("allow", "budget", "cudnn", "gpu", "gpu_memory", "host_budget", "ignore_releases", "lr_rule", "margin"),
-        *("releases", "target_utilization", "threshold"),
+        *("releases", "target_utilization", "threshold", "verbose"),
     }
 )
 #: Commands whose options only share the names: ``monitor --gpu`` is the number of a GPU of this machine.

@@ -49,6 +49,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help=_('memory of the GPU: 24 is 24 GB, "24GiB", "80GB"'))
     add_options(parser, *DEVICE, "margin", "cudnn", "json")
+    add_options(parser, "verbose", default=None)
     add_release_options(parser)
     parser.set_defaults(run=_estimate)
 
@@ -104,7 +105,7 @@ def _estimate(options: argparse.Namespace) -> int:
         }
         print_json(answer)
     else:
-        _print_verdict(symbolic, fits=fits)
+        _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
     if symbolic is not None and step is not None:
         tell_assumed(step, request.model or "")
     if symbolic is not None and required is not None:
@@ -166,14 +167,14 @@ def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None)
     return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
 
 
-def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool) -> None:
+def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool, verbose: bool) -> None:
     from vram_guard.report.calculator import LINE
 
     say()
     if symbolic is not None:
         from vram_guard.report.symbolic import symbolic_lines
 
-        print_now([*symbolic_lines(symbolic), ""])
+        print_now([*symbolic_lines(symbolic, verbose=verbose), ""])
     if fits and symbolic is not None:
         say(_("✅ SAFE: the training fits"))
     elif fits:

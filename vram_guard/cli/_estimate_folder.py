@@ -57,7 +57,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
     elif symbolic is not None:
         from vram_guard.report.symbolic import symbolic_lines
 
-        print_now(["", *symbolic_lines(symbolic)])
+        print_now(["", *symbolic_lines(symbolic, verbose=bool(options.verbose))])
         if symbolic.plan is not None:
             print_now(["", symbolic.plan.explain()])
     if symbolic is not None and required is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from vram_guard.cli._configuration import configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.printing import print_json, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -33,6 +34,7 @@ def add(commands: Any) -> None:
         "config", nargs="?", metavar="CONFIG", help=_("the training config, YAML; or file.py:name of a step or a model")
     )
     add_options(parser, "step", "batch", "input", *DEVICE, "margin", "allow", "cudnn", "json")
+    add_options(parser, "verbose", default=None)  # None: as the settings say
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
     several.add_argument(
@@ -54,6 +56,11 @@ def add(commands: Any) -> None:
         "--set", action="append", metavar="A=1,B=2", help=_("values in place of the config's; repeatable")
     )
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
+    parser.add_argument(
+        "--annotations",
+        metavar="WHERE",
+        help=_('note a training that does not fit for a forge or an editor: "github", or a file NAME.sarif'),
+    )
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
     parser.set_defaults(run=_plan)
@@ -76,10 +83,14 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.capture.object_reference import names_object
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
+    from vram_guard.report.annotations import annotate, checked_annotations, finding
     from vram_guard.report.as_json import as_dict
+    from vram_guard.report.html import page_to_keep, where_to_read_on
     from vram_guard.report.text import show
 
     check_pictures(options)
+    if options.annotations is not None:
+        checked_annotations(options.annotations)
     budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
     required = required_releases(options)
     cards = listed(options.cards or "")
@@ -107,7 +118,13 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:
-        show(made)
+        show(made, verbose=bool(options.verbose))
+        if not options.verbose and not options.html:
+            say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
+    if options.annotations is not None:
+        found = [] if made.fits else [finding(f"{name}: {made.verdict()}", "", options.config or "")]
+        if lines := annotate(found, options.annotations):
+            say(lines, sys.stderr)
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

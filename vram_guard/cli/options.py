@@ -49,11 +49,12 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "step": _Option("NAME", marked("module:function that makes the TrainingStep")),
     "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
     "train": _Option("NAMES", marked('components to train ("none": inference)')),
+    "verbose": _Option("", marked("print the whole report: tables, reasons, alternatives")),
     "width": _Option("N", marked("width of the input")),
 }
 
 #: Other spellings of an option; it is known to the program by its first.
-_ALIASES: Final = {"batch": ("--batch-size",)}
+_ALIASES: Final = {"batch": ("--batch-size",), "verbose": ("-v",)}
 
 #: What the rule of thumb asks for, and the model of which it is asked.
 NETWORK: Final = (

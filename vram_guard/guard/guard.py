@@ -12,6 +12,7 @@ from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.collectives import why_not_recovered
 from vram_guard.language import _
+from vram_guard.report.html import page_to_keep, where_to_read_on
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured
@@ -100,7 +101,10 @@ class Guard:
             self.first_steps = FirstSteps.begin(reader, decision.about, estimate, remember=settings.remember)
         if self.changes:
             training.apply(decision, self.loss_weight, self.applied)
-        training.report(plan, self._report_lines(decision), applied=self.changes)
+        lines = self._report_lines(decision)
+        if training.ranks.rank == 0 and not settings.verbose:
+            lines.append(where_to_read_on(page_to_keep(plan), "verbose=True"))
+        training.report(plan, lines, applied=self.changes, verbose=settings.verbose)
         warning = judge(plan, settings.mode)
         if warning:
             training.warn(warning)

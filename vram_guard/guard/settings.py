@@ -55,6 +55,8 @@ class PlanSettings:
         longest_seconds: that looking for it may take.
         whole_job: predict and plan also for what the training does besides its first steps: resuming, validation,
             saving, steps of later epochs that differ. False: for the first steps alone.
+        verbose: print the whole report: tables, reasons, alternatives. False: about a dozen lines, and the path of a
+            page that has it all.
 
     Raises:
         InvalidInputError: a setting makes no sense.
@@ -74,6 +76,7 @@ class PlanSettings:
     longest: float | str = "largest"
     longest_seconds: float = 2.0
     whole_job: bool = True
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         allow = DEFAULT_ALLOW if self.allow is None else self.allow
@@ -84,7 +87,9 @@ class PlanSettings:
         check_growth(self.target_utilization, self.lr_rule)
         self._keep("longest", checked_longest(self.longest))
         check_seconds("longest_seconds", self.longest_seconds)
-        check_switches(grow=self.grow, ignore_releases=self.ignore_releases, whole_job=self.whole_job)
+        check_switches(
+            grow=self.grow, ignore_releases=self.ignore_releases, whole_job=self.whole_job, verbose=self.verbose
+        )
         if not isinstance(self.releases, str | None):
             raise InvalidInputError(_("releases must be the path of a file, not {value}", value=repr(self.releases)))
 

@@ -117,8 +117,8 @@ class Training(Protocol):
     def scale_learning_rates(self, factor: float) -> Iterable[str]:
         """Multiply every learning rate; what could not be scaled, in words."""
 
-    def report(self, plan: Plan, lines: list[str], *, applied: bool) -> None:
-        """Show the prediction, and these lines after it; once, on the first rank."""
+    def report(self, plan: Plan, lines: list[str], *, applied: bool, verbose: bool) -> None:
+        """Show the prediction, and these lines after it; once, on the first rank. Verbose: all of it."""
 
     def warn(self, message: str) -> None:
         """Show a warning; once, on the first rank."""

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vram_guard.language import Message, _, marked
+from vram_guard.module_names import joined, kind_of, with_class
 from vram_guard.printable import printable
 
 if TYPE_CHECKING:
@@ -140,6 +141,16 @@ class Why(Enum):
     DATA_SET_TOO_SMALL = marked("the data set has {count} samples, and an epoch needs at least one optimizer step")
 
 
+#: Reasons that only explain the figures and the change that a short report shows beside them.
+EXPLANATIONS = frozenset(
+    {
+        *(Why.FITS, Why.SHORTAGE, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
+        *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.SPREAD, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
+        *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
+    }
+)
+
+
 @dataclass(frozen=True, init=False)
 class Reason(Message):
     """A reason with its figures; ``str()`` is the sentence in the reader's language."""
@@ -229,7 +240,7 @@ def offload_words(recipe: Recipe) -> list[str]:
     if recipe.offload_activations:
         words.append(_("activations of {blocks} on the host", blocks=counted(recipe.offload_activations)))
     if recipe.frozen_on_host:
-        words.append(_("{modules} (frozen) on the host", modules=", ".join(recipe.frozen_on_host)))
+        words.append(_("{modules} (frozen) on the host", modules=joined(recipe.frozen_on_host)))
     if recipe.optimizer_on_host:
         words.append(_("optimizer on the host"))
     if recipe.parameters_on_host:
@@ -246,30 +257,15 @@ def counted(modules: tuple[str, ...]) -> str:
     """The names where there are few, else how many, and which."""
     if modules == ("",):
         return _("the whole model")
+    kinds = {kind_of(name) for name in modules}
     if len(modules) == 1:
-        return _("module '{name}'", name=modules[0])
+        return with_class(modules[0], _("module '{name}'", name=modules[0]))
     if len(modules) <= 3:
-        return _("modules {names}", names=", ".join(map(repr, modules)))
-    return _("{count} blocks", count=len(modules))
+        return _("modules {names}", names=", ".join(with_class(name, repr(str(name))) for name in modules))
+    blocks = _("{count} blocks", count=len(modules))
+    return with_class(modules[0], blocks) if len(kinds) == 1 else blocks
 
 
 def ranges(modules: tuple[str, ...]) -> str:
     """The names, runs of numbers joined: "h.0-7, head"."""
-    runs: list[tuple[str, int, int]] = []
-    for name in modules:
-        stem, _, last = name.rpartition(".")
-        number = int(last) if last.isdigit() else -1
-        if runs and number >= 0 and runs[-1][0] == stem and runs[-1][2] == number - 1:
-            runs[-1] = (stem, runs[-1][1], number)
-        elif number >= 0:
-            runs.append((stem, number, number))
-        else:
-            runs.append((name, -1, -1))
-    return printable(", ".join(_run(*run) for run in runs), lines=False)
-
-
-def _run(stem: str, first: int, last: int) -> str:
-    if first < 0:
-        return stem
-    start = f"{stem}.{first}" if stem else str(first)
-    return start if first == last else f"{start}-{last}"
+    return printable(joined(modules), lines=False)

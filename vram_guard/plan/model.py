@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.plan._option import Option, OptionText
 from vram_guard.plan.descriptions import Reason, Why, offload_words, optimizer_words, ranges, sharding_words
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -51,7 +52,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ShownInNotebooks):
     """A way to run the training step within a budget. Where nothing fits, it is the step as written.
 
     Bytes are ints. A loaded batch of ``batch_size`` samples runs as ``batch_size // micro_batch_size``
@@ -102,6 +103,13 @@ class Plan:
     each other."""
     spread: Spread | None = None
     """How the training lies on several GPUs, of which this is the plan of one; None: one GPU was planned for."""
+
+    def __repr__(self) -> str:
+        sizes = f"{self.precision}, {self.splits} x {self.micro_batch_size} samples"
+        names = (one.name for one in fields(self.recipe))
+        techniques = "".join(f", {name}" for name in names if getattr(self.recipe, name) != getattr(AS_WRITTEN, name))
+        held = f"{format_bytes(self.peak)} of {format_bytes(self.budget.usable)}"
+        return f"<Plan that {'fits' if self.fits else 'does not fit'}: {sizes}{techniques}; {held}>"
 
     @property
     def reasons(self) -> tuple[str, ...]:

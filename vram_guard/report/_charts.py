@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.module_names import with_class
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._walk import stack
@@ -187,7 +188,7 @@ def _timeline_chart(
         peak=peak,
         reserved=reserved,
     )
-    first = (_("peak {amount}", amount=peak), str(phase_words(estimate.peak_phase)), estimate.peak_module)
+    first = (_("peak {amount}", amount=peak), str(phase_words(estimate.peak_phase)), with_class(estimate.peak_module))
     second = (estimate.peak_source, estimate.peak_operator)
     lines = [printable(", ".join(filter(None, parts)), lines=False) for parts in (first, second)]
     around = [size for at, size in zip(drawn.events, drawn.reserved, strict=True) if at <= event]

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from vram_guard.language import _, marked
+from vram_guard.module_names import with_class
+from vram_guard.plan.descriptions import EXPLANATIONS
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
+from vram_guard.report._modules import module_rows
 from vram_guard.report.categories import category_name
 from vram_guard.timeline import CATEGORIES, STEP_PHASES, phase_and_step
 from vram_guard.units import format_bytes
@@ -30,6 +33,9 @@ _TIERS = {
     "partly symbolic": marked("partly symbolic (some sizes are bounds, see the notes)"),
     "formula": marked("formula (a lower bound: not known to fit)"),
 }
+
+#: Categories that a short report names.
+BRIEF_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class Content:
         facts = [
             (_("batch size") if steps else _("batch size of training"), str(estimate.batch_size)),
             (_("phase"), str(phase_and_step(estimate.peak_phase))),
-            (_("module"), estimate.peak_module),
+            (_("module"), with_class(estimate.peak_module)),
             (_("source"), estimate.peak_source),
             (_("operator"), estimate.peak_operator),
             (_("answer"), _(_TIERS[estimate.tier])),
@@ -131,16 +137,46 @@ class Content:
             (_("by CUDA stream"), streams_in_words(estimate.by_stream)),
             *range_facts(estimate),
         ]
-        point = estimate.out_of_memory
-        if point is not None:
-            words = _(
-                "{amount} asked for at {place}, {fragmented} fragmented",
-                amount=format_bytes(point.requested),
-                place=point.source or point.operator,
-                fragmented=format_bytes(point.fragmented),
-            )
-            facts.append((_("would fail"), words))
+        return [(name, printable(value, lines=False)) for name, value in (*facts, *self._would_fail()) if value]
+
+    def _would_fail(self) -> list[tuple[str, str]]:
+        point = self.estimate.out_of_memory
+        if point is None:
+            return []
+        words = _(
+            "{amount} asked for at {place}, {fragmented} fragmented",
+            amount=format_bytes(point.requested),
+            place=point.source or point.operator,
+            fragmented=format_bytes(point.fragmented),
+        )
+        return [(_("would fail"), words)]
+
+    def brief_facts(self) -> list[tuple[str, str]]:
+        """(name, value): what there is to know in a dozen lines."""
+        estimate = self.estimate
+        held = sorted(estimate.breakdown.items(), key=lambda item: -item[1])[:BRIEF_PARTS]
+        facts = [
+            *([] if self.budget else [(_("peak reserved"), format_bytes(estimate.peak_reserved))]),
+            *([] if self.budget is None else [(_("budget"), self.budget.explain(brief=True))]),
+            (_("peak"), peak_place(estimate)),
+            (_("at the peak"), ", ".join(f"{category_name(name)} {format_bytes(size)}" for name, size in held if size)),
+            (_("answer"), "" if estimate.tier == "symbolic" else _(_TIERS[estimate.tier])),
+            *range_facts(estimate),
+            *self._would_fail(),
+        ]
+        if self.plan is not None and self.plan.spread is not None:
+            facts += self.plan.spread.facts()
+        if self.plan is not None and not self.plan.changed:
+            facts.append((_("plan"), _("nothing changes")))
+        elif self.plan is not None and self.plan.fits:
+            facts += plan_facts(self.plan)
         return [(name, printable(value, lines=False)) for name, value in facts if value]
+
+    def brief_reasons(self) -> list[str]:
+        """What the figures do not say: why nothing fits, what is not possible, which results change."""
+        return (
+            [] if self.plan is None else [str(one) for one in self.plan.reason_values if one.kind not in EXPLANATIONS]
+        )
 
     def phase_heads(self) -> list[str]:
         """Titles of the columns of :meth:`phase_rows`."""
@@ -155,7 +191,7 @@ class Content:
                 format_bytes(phase.peak_allocated),
                 format_bytes(phase.peak_reserved),
                 *([_(TIER_NAMES[phase.tier])] if self._tiers_differ else []),
-                printable(", ".join(filter(None, (phase.module, phase.source))), lines=False),
+                printable(", ".join(filter(None, (with_class(phase.module), phase.source))), lines=False),
             ]
             for phase in self.estimate.phases
         ]
@@ -169,7 +205,9 @@ class Content:
         lines = []
         for leak in self.estimate.leaks:
             amount = format_bytes(leak.bytes_per_step)
-            place = printable(", ".join(filter(None, (leak.module, leak.source))), lines=False) or leak.operator
+            place = (
+                printable(", ".join(filter(None, (with_class(leak.module), leak.source))), lines=False) or leak.operator
+            )
             line = _("{amount} more with every step: {place}", amount=amount, place=place)
             name = printable(leak.kept_in, lines=False)
             lines.append(_("{line}, kept in {name}", line=line, name=name) if name else line)
@@ -178,11 +216,7 @@ class Content:
 
     def modules(self, most: int) -> list[tuple[str, str, str]]:
         """(name, bytes, share) of the modules that hold most at the peak."""
-        held = [(name, size) for name, size in self.estimate.by_module.items() if size][:most]
-        return [
-            (printable(name, lines=False) or _("(outside any module)"), format_bytes(size), self._share(size))
-            for name, size in held
-        ]
+        return [(row.name, row.size(), self._share(row.total)) for row in module_rows(self.estimate.by_module)[:most]]
 
     def notes(self, most: int | None = None) -> list[str]:
         """The notes of the estimate; None: all of them."""
@@ -192,6 +226,12 @@ class Content:
     def _share(self, size: int) -> str:
         whole = self.estimate.peak_allocated
         return f"{size / whole:.1%}" if size <= whole != 0 else ""
+
+
+def peak_place(estimate: Estimate) -> str:
+    """Where the peak is: its phase, module, and line of the user's code, or else the operator."""
+    place = estimate.peak_source or estimate.peak_operator
+    return ", ".join(filter(None, (str(phase_and_step(estimate.peak_phase)), with_class(estimate.peak_module), place)))
 
 
 _RANGES = {

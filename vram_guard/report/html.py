@@ -8,10 +8,16 @@ missing.
 from __future__ import annotations
 
 import json
+import os
+import warnings
+from datetime import datetime
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from vram_guard.cache import cache_folder, forget_oldest
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, language
+from vram_guard.plan.model import Plan
 from vram_guard.report._charts import batch_chart, timeline_charts
 from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.report._markup import escape
@@ -19,16 +25,14 @@ from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.report._svg import COLUMNS, script_data, svg
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import category_name
-from vram_guard.report.files import write_atomically
+from vram_guard.report.files import NotWrittenWarning, write_atomically
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator, Sequence
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
-    from vram_guard.plan import Plan
     from vram_guard.plan.spread import Spread
     from vram_guard.report._charts import Chart
     from vram_guard.report.batch_curve import BatchCurve
@@ -40,6 +44,8 @@ POLICY = (
 )
 
 MOST_MODULES, MOST_REJECTED, MOST_NOTES = 12, 20, 40
+#: Pages of :func:`where_to_read_on` that are kept.
+MOST_PAGES = 50
 
 
 def html_report(
@@ -69,10 +75,10 @@ def html_report(
     name = title or _("GPU memory of a training step")
     sections = [
         _head(name, content),
+        "" if plan is None else _plan(plan),
         _numbers(content),
         _charts(content, timeline, settings),
         _batch_sizes(content, timeline, gpus, settings),
-        "" if plan is None else _plan(plan),
         _notes(content),
         _foot(),
     ]
@@ -106,6 +112,34 @@ def save_html(
     """
     page = html_report(answer, timeline=timeline, budget=budget, gpus=gpus, settings=settings, title=title)
     return write_atomically(path, page)
+
+
+def page_to_keep(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> str:
+    """The page for :func:`where_to_read_on`: without the batch sizes of other cards, which take time."""
+    timelines = (answer.timeline, answer.timeline_before) if isinstance(answer, Plan) else ()
+    cards = None if any(one is not None and one.retrace is not None for one in timelines) else ()
+    return html_report(answer, budget=budget, gpus=cards, title=title)
+
+
+def where_to_read_on(page: str, how: str) -> str:
+    """The line that ends a short report.
+
+    Args:
+        page: of :func:`page_to_keep`; it is left in the folder of what is remembered, where the newest
+            :data:`MOST_PAGES` stay.
+        how: the option or setting that prints all of it.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return _("Full report: with {how}", how=how)
+    path = folder / "reports" / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}.html"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotWrittenWarning)
+        written = write_atomically(path, page)
+    forget_oldest(path.parent, MOST_PAGES, ("*.html",))
+    return (
+        _("Full report: {page} (here: {how})", page=path, how=how) if written else _("Full report: with {how}", how=how)
+    )
 
 
 # --- sections ------------------------------------------------------------------------------------------------------
@@ -160,7 +194,10 @@ def _numbers(content: Content) -> str:
 def _charts(content: Content, timeline: Timeline | None, settings: AllocatorSettings | None) -> str:
     if timeline is None:
         return ""
-    charts = timeline_charts(content.answer, timeline, content.budget, settings, COLUMNS)
+    try:
+        charts = timeline_charts(content.answer, timeline, content.budget, settings, COLUMNS)
+    except UnsupportedStepError:  # each size is a trace of its own, and the plan came from another process
+        return ""
     return _tag("section", [f"<h2>{escape(_('Over the step'))}</h2>", *map(_figure, charts)])
 
 

@@ -37,8 +37,8 @@ class SymbolicAnswer:
         return self.budget is not None and self.estimate.fits(self.budget)
 
 
-def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
-    """The answer, line by line."""
+def symbolic_lines(answer: SymbolicAnswer, *, verbose: bool = True) -> Iterator[str]:
+    """The answer, line by line; verbose: with the parts of the peak and the releases."""
     estimate, peak = answer.estimate, answer.estimate.peak_reserved
     yield _(
         "🔬 symbolic: the step of this very model, replayed through PyTorch's allocator ({tier})", tier=estimate.tier
@@ -46,9 +46,9 @@ def symbolic_lines(answer: SymbolicAnswer) -> Iterator[str]:
     yield _("   - peak reserved: {peak}", peak=amount(peak))
     for name in ("parameters", "gradients", "optimizer_states", "activations", "batch", "temporaries", "workspace"):
         held = estimate.breakdown.get(name, 0)
-        if held:
+        if held and verbose:
             yield f"     {category_name(name)}: {amount(held)}"
-    if estimate.releases is not None:
+    if estimate.releases is not None and verbose:
         yield _("   - releases: {releases}", releases=estimate.releases)
     for phase in estimate.phases:
         yield f"   - {phase_and_step(phase)}: {amount(phase.peak_reserved)}"

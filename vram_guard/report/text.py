@@ -57,6 +57,7 @@ def render(
     console: Console | None = None,
     width: int | None = None,
     unicode: bool | None = None,
+    verbose: bool = True,
 ) -> str:
     """The report as plain text; with a console it is printed there too, in colour where that can show it.
 
@@ -66,40 +67,68 @@ def render(
         console: where to print.
         width: columns; None: the console's, else 80.
         unicode: whether to draw with more than ASCII; None: where the console, or standard output, is UTF.
+        verbose: False: about a dozen lines.
     """
     if unicode is None:
         unicode = is_unicode(console.encoding if console else None)
-    report = _report(answer, budget, unicode=unicode)
+    report = _report(answer, budget, unicode=unicode, verbose=verbose)
     if console is not None:
         console.print(report, width=width)
         width = width or console.width
     return as_text(report, width or DEFAULT_WIDTH)
 
 
-def show(answer: Plan | Estimate, *, budget: Budget | None = None, file: TextIO | None = None) -> bool:
+def show(
+    answer: Plan | Estimate, *, budget: Budget | None = None, file: TextIO | None = None, verbose: bool = True
+) -> bool:
     """Print the report whatever the stream is: no terminal, another encoding than UTF-8, a closed pipe.
+
+    Args:
+        answer: a plan, or an estimate.
+        budget: what an estimate is compared with; a plan brings its own.
+        file: the stream; None: standard output.
+        verbose: False: about a dozen lines.
 
     Returns:
         False where the stream is no longer read; training must not end because of that.
     """
-    return show_report(lambda unicode: _report(answer, budget, unicode=unicode), DEFAULT_WIDTH, file)
+    return show_report(lambda unicode: _report(answer, budget, unicode=unicode, verbose=verbose), DEFAULT_WIDTH, file)
 
 
-def _report(answer: Plan | Estimate, budget: Budget | None, *, unicode: bool) -> Group:
-    return Group(*_parts(Content.of(answer, budget), _UNICODE if unicode else _ASCII))
+def _report(answer: Plan | Estimate, budget: Budget | None, *, unicode: bool, verbose: bool) -> Group:
+    parts = _parts if verbose else _brief
+    return Group(*parts(Content.of(answer, budget), _UNICODE if unicode else _ASCII))
+
+
+def _brief(content: Content, signs: _Signs) -> Iterator[RenderableType]:
+    """The verdict, the step as written, the change in one line, its cost, and what makes the answer uncertain."""
+    yield from _verdict(content)
+    yield from _bars(content, signs)
+    yield _grid(content.brief_facts())
+    yield from _bullets(_("Memory that grows"), content.leaks(), signs)
+    yield from _bullets("", content.brief_reasons(), signs)
+
+
+def _verdict(content: Content) -> Iterator[RenderableType]:
+    if content.budget is not None:
+        kind, head, figures = content.verdict(content.budget)
+        if line := content.headline(content.budget):
+            yield words(line, "bold")
+        yield words(f"{head.upper()}  {figures}", _STYLES[kind])
+
+
+def _bars(content: Content, signs: _Signs) -> Iterator[RenderableType]:
+    if content.budget is not None:
+        for name, peak in content.bars():
+            yield _bar(name, peak, content.budget, signs)
 
 
 def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     budget, plan = content.budget, content.plan
-    if budget is not None:
-        kind, head, figures = content.verdict(budget)
-        if line := content.headline(budget):
-            yield words(line, "bold")
-        yield words(f"{head.upper()}  {figures}", _STYLES[kind])
+    yield from _verdict(content)
     yield _table(content, signs)
     if budget is not None:
-        for name, peak in content.bars():
-            yield _bar(name, peak, budget, signs)
+        yield from _bars(content, signs)
         yield words(_("Budget: {budget}", budget=budget.explain()), "dim")
     yield _heading(_("Peak"))
     yield _grid(content.peak_facts())
@@ -186,7 +215,8 @@ def _grid(rows: Iterable[Sequence[str]], *, right: bool = False) -> Table:
 def _bullets(title: str, lines: Sequence[str], signs: _Signs) -> Iterator[RenderableType]:
     if not lines:
         return
-    yield _heading(title)
+    if title:
+        yield _heading(title)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(width=3, justify="right")
     table.add_column(overflow="fold")

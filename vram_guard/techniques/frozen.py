@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.module_names import ModuleName
 from vram_guard.techniques.host_modules import keep_parameters_in_place, shared_parameter
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def frozen_candidates(model: nn.Module, *, at_least: int = WORTH_MOVING) -> tupl
         if not parameters or any(p.requires_grad for p in parameters) or shared_parameter(model, name):
             continue
         if sum(p.numel() * p.element_size() for p in parameters) >= at_least:
-            found.append(name)
+            found.append(ModuleName(name, type(module).__name__))
     return tuple(found)
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vram_guard.budget.margins import Network
+from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.releases.installed import Releases
 from vram_guard.timeline._values import Category, CudnnAnswers, Leak, Note, Phase, PhasePeak, Tier, UpperReason
+from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -35,7 +37,7 @@ class OutOfMemoryPoint:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(ShownInNotebooks):
     """The memory that one training step takes at one batch size.
 
     Example:
@@ -86,6 +88,10 @@ class Estimate:
     """The peak of each phase of the run, in order; empty where the step has no job, and so no other phases."""
     leaks: tuple[Leak, ...] = ()
     """Memory that grows from one training step to the next, the most first; empty also where that was not asked."""
+
+    def __repr__(self) -> str:
+        held = f"{format_bytes(self.peak_allocated)} allocated, {format_bytes(self.peak_reserved)} reserved"
+        return f"<Estimate of batch size {self.batch_size}: {held}, {self.tier}>"
 
     def fits(self, budget: Budget, correction: float = 1.0) -> bool:
         """True if the step is known to stay within the budget.

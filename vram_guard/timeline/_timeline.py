@@ -13,6 +13,7 @@ from vram_guard.budget.margins import Network, measured_margin
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.releases.installed import Releases
 from vram_guard.scratch import Card
 from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
@@ -54,7 +55,7 @@ def _untraceable(batch_size: int) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(ShownInNotebooks):
     """Two consecutive training steps as a sequence of allocations and frees, affine in the batch size.
 
     Example:
@@ -105,6 +106,10 @@ class Timeline:
     """Where parts of it begin and end; None where that was not asked for."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
+
+    def __repr__(self) -> str:
+        sizes = " and ".join(map(str, self.traced))
+        return f"<Timeline of batch sizes {sizes}: {len(self.blocks)} allocations, {self.precision}, {self.tier}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process, where the step cannot be traced."""

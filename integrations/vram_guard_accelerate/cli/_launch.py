@@ -13,6 +13,7 @@ from vram_guard.codec import to_json
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.releases.required import RequiredReleases
+from vram_guard.report.html import where_to_read_on
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
@@ -73,7 +74,12 @@ def launch(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
         return _signals.EXIT_BASE + signal.SIGINT
-    show(prediction, as_json=given.options.json, remarks=required.remarks(prediction.answer.releases))
+    show(
+        prediction,
+        as_json=given.options.json,
+        verbose=given.settings.verbose,
+        remarks=required.remarks(prediction.answer.releases),
+    )
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
@@ -92,12 +98,13 @@ def _again(status: Status, options: str) -> None:
     status.update(_("vram-guard: running the script symbolically once more, launched with {options}", options=options))
 
 
-def show(prediction: Prediction, *, as_json: bool, remarks: Sequence[str] = ()) -> None:
+def show(prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Sequence[str] = ()) -> None:
     """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own.
 
     Args:
         prediction: of the launch.
         as_json: for programs.
+        verbose: the whole report.
         remarks: on this launch, after the plan's own notes.
     """
     answer = prediction.answer
@@ -113,9 +120,12 @@ def show(prediction: Prediction, *, as_json: bool, remarks: Sequence[str] = ()) 
         }
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
-    lines = [answer.text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks))]
+    text = answer.text if verbose else answer.brief
+    lines = [text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks))]
     if prediction.remembered:
         lines.append(_("vram-guard: the plan of an equal launch before (--fresh plans anew)"))
+    if not verbose:
+        lines.append(where_to_read_on(answer.page, "-v"))
     say("\n".join(lines))
 
 

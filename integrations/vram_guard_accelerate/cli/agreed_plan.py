@@ -67,7 +67,7 @@ def _planned(
         budget = budget_for(settings, local, "all")
         added = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         prediction = predict(DryRunRequest(tuple(command), module, settings, budget, ranks, added, local))
-        show(prediction, as_json=False)
+        show(prediction, as_json=False, verbose=settings.verbose)
         if not prediction.answer.fits or prediction.answer.only_told:
             raise DoesNotFitError(_("it does not fit, and is not started"))
     except VramGuardError as error:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vram_guard.language import _
+from vram_guard.settings import AMOUNTS, disabled, settings
 
 
 def add(commands: Any) -> None:
@@ -22,6 +25,24 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    _find_memory(options.arguments)
     from vram_guard_accelerate.cli._launch import launch
 
     return launch(options.arguments)
+
+
+def _find_memory(arguments: Sequence[str]) -> None:
+    """Say that there is no GPU to plan for before torch and Accelerate are imported, which takes seconds.
+
+    Raises:
+        NoDeviceError: no budget, no GPU's name, and no GPU here.
+        DeviceQueryError: the GPU here cannot be read.
+    """
+    from vram_guard.budget import Budget
+
+    given = {word.partition("=")[0] for word in arguments}
+    script_is_there = "-m" in given or "--module" in given or any(Path(word).is_file() for word in arguments)
+    if not script_is_there or not given.isdisjoint(("--budget", "--gpu", "--help", "-h")):
+        return  # the parsers know more
+    if not disabled() and AMOUNTS.isdisjoint(settings()):
+        Budget.resolve()

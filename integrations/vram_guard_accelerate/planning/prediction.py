@@ -107,7 +107,8 @@ def key_of(request: DryRunRequest) -> str:
     digest = hashlib.sha256()
     variables = {**os.environ, **request.environment}
     kept = sorted((name, value) for name, value in variables.items() if name.startswith("ACCELERATE_"))
-    settings = replace(request.settings, releases=None, ignore_releases=False)  # compared with the answer afterwards
+    # Releases are compared with the answer afterwards, and how much of it is shown is no part of it.
+    settings = replace(request.settings, releases=None, ignore_releases=False, verbose=False)
     launch = (request.command, request.module, settings, kept, str(Path.cwd()))
     budget = (request.budget.usable, request.budget.compute_capability)
     digest.update(repr((launch, budget, request.ranks, request.local_ranks, sys.version)).encode())

@@ -70,6 +70,10 @@ class DryRunAnswer:
     """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
     releases: Releases
     """Those that the script ran with."""
+    brief: str = ""
+    """The text in about a dozen lines."""
+    page: str = ""
+    """All of it, as a page."""
 
     @property
     def slowdown(self) -> float:

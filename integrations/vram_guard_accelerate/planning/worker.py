@@ -14,6 +14,7 @@ from vram_guard.codec import from_json, to_json
 from vram_guard.language import _
 from vram_guard.releases.installed import Releases
 from vram_guard.report.as_json import as_dict
+from vram_guard.report.html import page_to_keep
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._script_files import imported_files
@@ -60,6 +61,8 @@ def _follow(
             DryRunAnswer(
                 plan=as_dict(found.plan),
                 text=render(found.plan, unicode=True),
+                brief=render(found.plan, unicode=True, verbose=False),
+                page=page_to_keep(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
                 notes=found.notes,
                 relaunches=found.relaunches,

@@ -17,6 +17,7 @@ from torch import nn
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.language import Message, _
+from vram_guard.module_names import ModuleName
 from vram_guard.parallel.deepspeed import STAGES, check_config
 from vram_guard.parallel.install import check as check_layout
 from vram_guard.parallel.spec import Parallel
@@ -487,7 +488,9 @@ def _check_layout(model: nn.Module, step: TrainingStep, parallel: Parallel) -> N
 @contextlib.contextmanager
 def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """While the block runs, the recorder knows which module's forward is running."""
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths: dict[int, str] = {
+        id(module): ModuleName(path, type(module).__name__) for path, module in model.named_modules()
+    }
     stack, borders, events, on_host = recorder.modules, recorder.borders, recorder.events, recorder.host.events
     original = nn.Module.__call__
 

@@ -1,0 +1,55 @@
+"""Answers in notebooks: their HTML, and progress in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vram_guard.printable import printable
+
+
+class ShownInNotebooks:
+    """An answer that a notebook shows as HTML, and everything else as one line."""
+
+    def _repr_html_(self) -> str:
+        return _Renderer.html_of(self)
+
+
+class _Renderer:
+    """The function that makes HTML of answers. It lies in a room above theirs, so it is handed down to them."""
+
+    html_of: Callable[[Any], str] = staticmethod(repr)
+
+
+def render_with(html_of: Callable[[Any], str]) -> None:
+    """From now on notebooks show answers as this function has them."""
+    _Renderer.html_of = staticmethod(html_of)
+
+
+@contextmanager
+def one_line() -> Iterator[Callable[[str], None]]:
+    """A callback for ``progress=``: each line replaces the one before, at a terminal and in a notebook's output.
+
+    Where standard error is neither (a log file), nothing is written.
+    """
+    stream: Any = sys.stderr
+    if not (stream.isatty() or type(stream).__module__.startswith("ipykernel.")):
+        yield lambda _line: None
+        return
+    width = 0
+
+    def show(line: str) -> None:
+        nonlocal width
+        text = printable(line, lines=False)
+        stream.write(f"\r{text.ljust(width)}")
+        stream.flush()
+        width = len(text)
+
+    try:
+        yield show
+    finally:
+        if width:
+            stream.write(f"\r{' ' * width}\r")
+            stream.flush()
