@@ -55,6 +55,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "log.txt").write_text("kept\n")
         (folder / "settings.json").write_text('{"kept": true}')
         (folder / "raw.bin").write_bytes(b"kept")
+        (folder / "tokenizer.json").write_text("kept")
+        (folder / "vocab.json").write_text("kept")
         (folder / "mapped.bin").write_bytes(bytes(64))
         (folder / "linked.txt").write_text("kept")
         save_file({"weight": torch.ones(1)}, folder / "weights.safetensors")

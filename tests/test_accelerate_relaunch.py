@@ -57,6 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     cases.request(asked / "trainer", TRAINER, *words, budget="80MiB", allow=("accumulate",))
     words = [word for name, value in given.items() if "compile" not in name for word in (f"--{name}", str(value))]
     cases.request(asked / "trainer_mixed", TRAINER, *words, budget="90MiB", allow=("precision",))
+    cases.request(asked / "by_items", TRAINER, *words, "--by_items", "true", budget="80MiB", allow=("accumulate",))
     settings = folder / "settings.json"
     settings.write_text(json.dumps(given))
     cases.request(asked / "from_a_file", TRAINER, settings, budget="80MiB", allow=("accumulate",))
@@ -121,6 +122,15 @@ def test_transformers_trainer_sets_its_own_options_where_it_cannot_be_sliced(ans
     given = from_plain(LaunchPlan, answer["launch_plan"]).script_arguments()
     assert given == ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
     assert answer["fits"]
+
+
+def test_losses_that_a_trainer_divides_by_the_items_of_a_step_are_cut_by_its_options(answers: Any) -> None:
+    """Halves have labels in different numbers: each counts for its share of them."""
+    answer = answers["by_items"]
+    assert "error" not in answer, answer
+    given = from_plain(LaunchPlan, answer["launch_plan"]).script_arguments()
+    assert given == ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"], answer["notes"]
+    assert "smaller batches: proven by running 4 samples, whole and in halves" in answer["notes"]
 
 
 def test_transformers_trainer_takes_the_precision_of_its_environment(answers: Any) -> None:

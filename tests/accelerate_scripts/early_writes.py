@@ -96,6 +96,7 @@ def describes_and_links(run):
         assert (run / name).read_text() == "through a link"
     save_file({"weight": torch.zeros(2)}, folder / "weights.safetensors")
     assert load_file(folder / "weights.safetensors")["weight"].shape == (2,)
+    saves_tokenizers(run)
     below = os.open(folder, os.O_RDONLY)
     os.close(os.open("raw.bin", os.O_WRONLY | os.O_TRUNC, dir_fd=below))
     os.close(os.open("below.txt", os.O_WRONLY | os.O_CREAT, dir_fd=below))
@@ -103,6 +104,21 @@ def describes_and_links(run):
     mapped[:] = 7
     mapped.flush()
     os.close(below)
+
+
+def saves_tokenizers(run):
+    """In Rust: over a file that is there, beside it, and by what Transformers calls; the model alone too."""
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
+    for path in (folder / "tokenizer.json", run / "tokenizer.json"):
+        words.save(str(path))
+        assert Tokenizer.from_file(str(path)).get_vocab_size() == 2
+    words.save(str(run / "flat.json"), pretty=False)
+    assert len((run / "flat.json").read_text().splitlines()) == 1
+    written = words.model.save(str(folder))
+    assert written == [str(folder / "vocab.json")]
+    assert json.loads((folder / "vocab.json").read_text()) == {"[UNK]": 0, "word": 1}
 
 
 def removes():

@@ -22,6 +22,7 @@ if habit == "parallel":
 else:
     device = torch.device("cuda" if torch.cuda.is_available() and habit != "cpu" else "cpu")
 print("device:", device.type)
+place = 0 if habit == "by_hand" and device.type == "cuda" else device  # as PyTorch's tutorials name a GPU
 torch.manual_seed(0)
 
 
@@ -61,7 +62,7 @@ class Net(nn.Module):
 inputs, labels = torch.randn(256, 32, 64), torch.randint(0, 10, (256,))
 if habit in ("waits", "forks"):
     globals()[habit]()
-model = Net().to(device)
+model = Net().to(place)
 criterion = nn.CrossEntropyLoss().to(device)
 if habit == "compiles":
     model = torch.compile(model)

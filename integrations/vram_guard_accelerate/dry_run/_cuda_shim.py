@@ -85,6 +85,8 @@ class CudaShim(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in ("to", "_parse_to"):  # a number is that of a GPU
+            args = tuple(map(_numbered, args))
         if func is torch.device or name == "_parse_to":  # names only: nothing moves yet
             return func(*args, **kwargs)
         if name == "cuda":
@@ -105,6 +107,10 @@ class CudaShim(TorchFunctionMode):
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
             # The storage is kept alive, or its address could be given to another one.
             self._moved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+
+def _numbered(value: Any) -> Any:
+    return torch.device("cuda", value) if type(value) is int else value
 
 
 def _loading_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._real_samples import few_samples
 from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
 from vram_guard_accelerate.dry_run.first_batch import root_of
+from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
 
@@ -73,6 +74,8 @@ class ProofStep:
 
     observed: Observed
     draws: Mapping[int, Any]
+    items: float | None
+    """That a Trainer has counted in the batch, to divide its loss by; None: it counts none."""
 
 
 class ProvingPhase(Phase):
@@ -195,7 +198,7 @@ class ProvingPhase(Phase):
                 self._parent.send(self._weights.found())
             # Observations travel by torch's own function: a dry run has put one in its place that saves nothing.
             replace_attributes(torch, {"save": getattr(torch.save, "__wrapped__", torch.save)})
-            self._parent.send(ProofStep(self._observe(), self._draws.layout))
+            self._parent.send(ProofStep(self._observe(), self._draws.layout, self.run.observer.items))
 
     def _observe(self) -> Observed:
         root = root_of(tuple(self._models))
@@ -205,8 +208,11 @@ class ProvingPhase(Phase):
             before=self._before,
             loss=losses[0] if losses else None,
             logged={str(at): loss for at, loss in enumerate(losses[1:], 1)},
-            # What stands in place of forwards is the plan's own.
-            closed=tuple({type(vars(module)["forward"]) for module in root.modules() if "forward" in vars(module)}),
+            # The observer is ours, and what stands in place of forwards is the plan's own.
+            closed=(
+                LoopObserver,
+                *{type(vars(module)["forward"]) for module in root.modules() if "forward" in vars(module)},
+            ),
         )
 
     def failed(self, error: BaseException, script: str) -> None:

@@ -3,8 +3,8 @@
 Until then it runs for real. New files and folders are made, and noted in a journal, by which the launcher removes them
 when the dry run is over. A file that is there already is never written: what would go into it goes into a copy, which
 is read in its place from then on. What would remove, move or replace a file of the user's ends the dry run. Python's
-audit events (PEP 578) see all of it but what libraries do in C; ``torch.save``, safetensors and sqlite are watched by
-themselves. Times and rights of the user's files are left as they are.
+audit events (PEP 578) see all of it but what libraries do in C; ``torch.save``, safetensors, tokenizers and sqlite are
+watched by themselves. Times and rights of the user's files are left as they are.
 
 The caches of libraries are left alone: they read back what they wrote, and the real launch needs them too.
 """
@@ -38,6 +38,9 @@ LARGEST_COPY = 2**30
 _REMOVING: Final = {"os.remove": (0, 1), "os.rmdir": (0, 1), "shutil.rmtree": (0, 1), "os.rename": (0, 2)}
 _MAKING: Final = {"os.mkdir": (0, 2), "os.symlink": (1, 2), "os.link": (1, 3), "os.rename": (1, 3)}
 
+#: The part of the library in Rust.
+_TOKENIZERS: Final = "tokenizers.tokenizers"
+
 #: Functions that change what the system keeps about a file; nothing of a training depends on it.
 _DESCRIBING: Final = ("utime", "chmod", "chown", "setxattr", "removexattr")
 
@@ -58,6 +61,7 @@ class EarlyWrites:
         self._made: set[str] = set()
         self._copies: dict[str, str] = {}
         self._busy = False
+        self._watches_tokenizers = False
         self._journal = os.open(folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.watches = True
         """Until ``prepare``; from then on nothing is written at all."""
@@ -95,6 +99,7 @@ class EarlyWrites:
             wrap(sys.modules.get(library), "safe_open", self._open_tensors, optional=True)
         for module in (sqlite3, sqlite3.dbapi2):
             wrap(module, "connect", self._connect)
+        self._watch_tokenizers()
         sys.addaudithook(self._audit)
 
     # --- files that are there -----------------------------------------------------------------------------------
@@ -122,6 +127,27 @@ class EarlyWrites:
     def _serialize(self, original: Any, tensors: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         """Safetensors opens files in Rust."""
         return original(tensors, self._written(file), *args, **kwargs)
+
+    def _watch_tokenizers(self) -> None:
+        """As soon as they are loaded; they write files in Rust."""
+        library = sys.modules.get(_TOKENIZERS)
+        if library is None or self._watches_tokenizers:
+            return
+        self._watches_tokenizers = True
+        wrap(library.Tokenizer, "save", _save_tokenizer)
+        wrap(library.Tokenizer, "from_file", lambda original, path: original(self._read(path)))
+        models = library.models
+        for kind in (models.Model, *models.Model.__subclasses__()):
+            if "save" in vars(kind):
+                wrap(kind, "save", self._save_vocabulary)
+
+    def _save_vocabulary(self, original: Any, model: Any, folder: Any, *args: Any, **kwargs: Any) -> list[str]:
+        scratch = Path(self._folder, "vocabulary")
+        self._quietly(lambda: scratch.mkdir(exist_ok=True))
+        found = [Path(written).name for written in original(model, str(scratch), *args, **kwargs)]
+        for name in found:
+            shutil.copyfile(scratch / name, Path(folder) / name)
+        return [str(Path(folder) / name) for name in found]
 
     def _open_tensors(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._read(file), *args, **kwargs)
@@ -155,6 +181,8 @@ class EarlyWrites:
     # --- what is made, and what would go away -------------------------------------------------------------------
 
     def _audit(self, event: str, values: tuple[Any, ...]) -> None:
+        if event == "import" and str(values[0]).startswith("tokenizers."):
+            self._watch_tokenizers()
         if not self.watches or self._busy:
             return
         if event == "open" and isinstance(values[2], int) and values[2] & WRITING:
@@ -218,6 +246,11 @@ class EarlyWrites:
             act()
         finally:
             self._busy = False
+
+
+def _save_tokenizer(_original: Any, tokenizer: Any, path: Any, pretty: bool = True) -> None:
+    """The same text, written in Python."""
+    Path(path).write_text(tokenizer.to_str(pretty), encoding="utf-8")
 
 
 def _below(descriptor: int | None, file: Any) -> str:

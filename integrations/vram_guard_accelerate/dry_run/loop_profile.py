@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
 from vram_guard.language import marked
+from vram_guard.simulate.device.constants import compute
 from vram_guard_accelerate._patching import wrap
 
 if TYPE_CHECKING:
@@ -65,6 +67,11 @@ class LoopProfile:
     counts_items: bool
     """Losses are divided by the number of items of the whole optimizer step (Transformers' Trainer)."""
 
+    @property
+    def by_items(self) -> bool:
+        """True where the graph of every loss shows that division."""
+        return bool(self.losses) and all(term.by_items for terms in self.losses for term in terms)
+
 
 class _Event(NamedTuple):
     kind: str
@@ -83,6 +90,8 @@ class LoopObserver:
         self._bars: list[int] = []
         self._scaled: tuple[Any, Any] = (None, None)
         self._inside = Counter[str]()
+        self._items: torch.Tensor | int | None = None
+        """Of the batches of this optimizer step, where a Trainer counts them."""
         self.reads_losses = False
         """Off where techniques are on: to look at what is saved for the backward pass would bring it back from the
         host."""
@@ -98,6 +107,26 @@ class LoopObserver:
         bars = sys.modules.get("tqdm.std")
         if bars is not None:
             self._around(bars.tqdm, "__init__", self._bar_made)
+
+    @property
+    def items(self) -> float | None:
+        """The number of items of this optimizer step; None where nobody counts them, or a trace does not know it."""
+        with _disable_current_modes():
+            count = compute(self._items) if isinstance(self._items, torch.Tensor) else self._items
+            return None if count is None else float(count)
+
+    def watch_items(self, trainer: type) -> None:
+        """Know the number by which a Trainer divides its losses, however it does so.
+
+        Args:
+            trainer: Transformers' own; a class that counts otherwise is not believed.
+        """
+
+        def counted(original: Any, *args: Any, **kwargs: Any) -> Any:
+            batches, self._items = original(*args, **kwargs)
+            return batches, self._items
+
+        wrap(trainer, "get_batch_samples", counted, optional=True)
 
     def _around(self, owner: Any, name: str, told: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Call back after every call that is not inside another call of the same function.
@@ -146,7 +175,7 @@ class LoopObserver:
         given = given if self.reads_losses else None
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             loss = self._scaled[1] if root is self._scaled[0] else root
-            self._events.append(_Event("loss", loss_terms(loss)))
+            self._events.append(_Event("loss", loss_terms(loss, items=self.items)))
             self.returned.differentiated(loss)
         self._scaled = (None, None)
 

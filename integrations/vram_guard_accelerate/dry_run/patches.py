@@ -79,6 +79,8 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
         run.sharding.configure(made, sharded)
     asker = sys._getframe(2).f_locals.get("self")
     if any(kind.__module__ == "transformers.trainer" for kind in type(asker).__mro__):
+        if not run.script.by_trainer:
+            run.observer.watch_items(sys.modules["transformers.trainer"].Trainer)
         run.script.by_trainer = True
         run.sharding.start_server(made)
 

@@ -64,6 +64,7 @@ class Proofs:
         self._seconds = seconds
         self._why_not = ""
         self._halved: Proof | None = None
+        self._by_items = look.profile.by_items
         self._steps: _Steps | None = None
         size = first.sample.batch_size
         of_each = seconds_on_cpu(look.timeline, size) / (size * look.facts.batches_per_step)
@@ -104,18 +105,26 @@ class Proofs:
         def run(steps: _Steps, deadline: float) -> list[str]:
             small = _small(plan, steps.samples)
             (changed,) = steps.run(deadline, {"plan": small})
-            return steps.differences(changed, small.micro_batch_size)
+            return steps.differences(changed.observed, small.micro_batch_size)
 
         return self._compared(run)
 
     def of_halves(self) -> Proof:
-        """Compare the script's step with the mean, or the sum, of its steps on both halves of the samples; once."""
+        """Compare the script's step with its steps on both halves of the samples, once.
+
+        These are added as they are or as a mean; where losses are divided by the number of items of a whole optimizer
+        step, each half by its share of the items.
+        """
 
         def run(steps: _Steps, deadline: float) -> list[str]:
             steps = steps.up_to_the_first_backward()
             half, samples = steps.samples // 2, steps.samples
             halves = steps.run(deadline, {"part": (0, half)}, {"part": (half, samples)})
-            return min((steps.differences(_added(halves, weight), half) for weight in (0.5, 1.0)), key=len)
+            weights: list[tuple[float, ...]] = [(0.5, 0.5), (1.0, 1.0)]
+            items = [step.items for step in halves]
+            if self._by_items and steps.items and None not in items:
+                weights = [tuple((one or 0.0) / steps.items for one in items)]
+            return min((steps.differences(_added(halves, one), half) for one in weights), key=len)
 
         if self._halved is None:
             self._halved = self._compared(run)
@@ -150,6 +159,8 @@ class _Steps:
         self._server = server
         self._task = task
         self._written: Observed | None = None
+        self.items: float | None = None
+        """Of the step as written, where a Trainer counts them; None: it has not been run, or counts none."""
 
     @property
     def samples(self) -> int:
@@ -192,19 +203,20 @@ class _Steps:
                 if not step.observed.is_telling:
                     raise UnsupportedStepError(_("its gradients are zero or not finite"))
                 self._written, self._task = step.observed, replace(self._task, draws=step.draws)
+                self.items = step.items
             elif self._task.precise:
                 self._task = replace(self._task, precise=False)
             elif isinstance(step, DryRunFailure):
                 raise UnsupportedStepError(step.message)
 
-    def run(self, deadline: float, *changes: dict[str, Any]) -> list[Observed]:
+    def run(self, deadline: float, *changes: dict[str, Any]) -> list[ProofStep]:
         """What comes out under changes of the task, each by itself."""
         self._run_as_written(deadline)
         steps = self._answers(deadline, *(replace(self._task, **change) for change in changes))
         for step in steps:
             if isinstance(step, DryRunFailure):
                 raise _FailedStepError(step.message)
-        return [step.observed for step in steps if isinstance(step, ProofStep)]
+        return [step for step in steps if isinstance(step, ProofStep)]
 
     def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | WeightFound | DryRunFailure]:
         copies = [self._server.fork(task) for task in tasks]
@@ -212,16 +224,18 @@ class _Steps:
             return [copy.answer(max(0.0, deadline - time.monotonic())) for copy in copies]
 
 
-def _added(parts: Sequence[Observed], weight: float) -> Observed:
-    """Gradients and losses of several steps, added up with this weight; of the rest, the last one's."""
+def _added(steps: Sequence[ProofStep], weights: Sequence[float]) -> Observed:
+    """Gradients and losses of several steps, added up with these weights; of the rest, the last one's."""
+    parts = [step.observed for step in steps]
     last = parts[-1]
     with without_modes():
         gradients = {
-            name: torch.stack([part.gradients[name] * weight for part in parts]).sum(0)
+            name: torch.stack([part.gradients[name] * one for part, one in zip(parts, weights, strict=True)]).sum(0)
             for name in last.gradients
             if all(name in part.gradients for part in parts)
         }
-        return replace(last, gradients=gradients, loss=sum(part.loss or 0.0 for part in parts) * weight)
+        loss = sum((part.loss or 0.0) * one for part, one in zip(parts, weights, strict=True))
+        return replace(last, gradients=gradients, loss=loss)
 
 
 def _backwards(look: FirstLook) -> int:

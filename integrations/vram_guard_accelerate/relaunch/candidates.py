@@ -139,9 +139,12 @@ class RelaunchCandidates:
                 return []
             why = self._halved().refutation
         if found is None or why:
-            note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=why)
             counted = not why_not_counted(self._look.profile, self._first.shape.ranks)
-            if counted and why_not_weighed(self._look.profile) and size % 2 == 0:
+            unread = counted and bool(why_not_weighed(self._look.profile)) and size % 2 == 0
+            refuted = self._halved().refutation if unread else ""
+            reason = "; ".join(filter(None, (why, refuted)))
+            note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=reason)
+            if unread and not refuted:
                 note = _(
                     "{note}. Where it is a mean over samples, or is divided by what all batches of a step hold (as the "
                     "trainers of Transformers and TRL divide it), you can type half the batch yourself: {options}",

@@ -59,11 +59,14 @@ def _unequal(profile: LoopProfile) -> Iterator[str]:
     """Losses whose parts would not have the same weight in smaller batches."""
     for terms in profile.losses:
         for term in terms:
-            if not term.known and not profile.counts_items:
+            by_items = profile.counts_items or term.by_items
+            if not term.known and not by_items:
                 yield _(
                     "its loss comes out of {operator}, which may be a mean or a sum or neither", operator=term.reduction
                 )
-            elif not profile.counts_items and (term.weighed or (term.labels and term.elements != profile.batch_size)):
+            elif not (profile.counts_items or term.by_items) and (
+                term.weighed or (term.labels and term.elements != profile.batch_size)
+            ):
                 yield _("its loss is a mean over labels of which some may not count, more in one part than in another")
 
 
@@ -167,6 +170,7 @@ def _counted(losses: Sequence[Sequence[Term]], splits: int) -> Counter[tuple[obj
                 f"{term.of_each_element:.6g}",
                 term.labels,
                 term.weighed,
+                term.by_items,
             )
             for term in terms
         )

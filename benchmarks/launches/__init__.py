@@ -1,0 +1,1 @@
+"""Published scripts, trained as they are written and under a plan."""
