@@ -27,6 +27,9 @@ _WHY: dict[str, str] = {
     "offload_optimizer": marked("an optimizer on the host is not possible here: {why}"),
     "reshard": marked("gathered weights cannot be freed at another time here: {why}"),
     "shard": marked("FSDP2 in place of DDP is not possible here: {why}"),
+    "optimizer_in_backward": marked("an optimizer in the backward pass is not possible here: {why}"),
+    "chunked_loss": marked("a loss in chunks is not possible here: {why}"),
+    "expandable_segments": marked("expandable segments are not possible here: {why}"),
 }
 
 
@@ -97,6 +100,9 @@ _PARTS = {
     "frozen_on_host": "offload_frozen",
     "optimizer_on_host": "offload_optimizer",
     "parameters_on_host": "offload_parameters",
+    "optimizer_in_backward": "optimizer_in_backward",
+    "chunked_loss": "chunked_loss",
+    "expandable_segments": "expandable_segments",
 }
 
 

@@ -72,7 +72,7 @@ class _Trial:
             timeline = self.timelines.direct(option, size)
         else:
             timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
-        return Candidate(timeline, timeline.at(size, settings=self.request.settings))
+        return Candidate(timeline, timeline.at(size, settings=self.request.settings_under(option.recipe)))
 
     def say(self, line: str) -> None:
         """A line of progress, once."""

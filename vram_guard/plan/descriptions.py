@@ -181,9 +181,12 @@ _ONE = {
     "offload_optimizer": marked("an optimizer on the host"),
     "reshard": marked("another time at which gathered weights are freed"),
     "shard": marked("FSDP2 in place of DDP"),
+    "optimizer_in_backward": marked("an optimizer in the backward pass"),
+    "chunked_loss": marked("a loss in chunks"),
 }
 _SEVERAL = {
     "accumulate": marked("smaller micro-batches"),
+    "expandable_segments": marked("expandable segments"),
     "offload_parameters": marked("parameters on the host"),
 }
 
@@ -204,6 +207,9 @@ def recipe_words(recipe: Recipe) -> list[str]:
     words += offload_words(recipe)
     if recipe.optimizer != "as-written":
         words.append(_(_FORMS[recipe.optimizer]))
+    words += [_("optimizer in the backward pass")] if recipe.optimizer_in_backward else []
+    words += [_("logits of '{name}' and their loss in chunks", name=recipe.chunked_head)] if recipe.chunked_head else []
+    words += [_("expandable segments")] if recipe.expandable_segments else []
     return words
 
 
@@ -238,8 +244,20 @@ def offload_words(recipe: Recipe) -> list[str]:
 
 
 def optimizer_words(recipe: Recipe) -> str:
-    """The optimizer's form, in a few words."""
-    return _(_FORMS[recipe.optimizer]) if recipe.optimizer in _FORMS else _("as written")
+    """The optimizer's form and place, in a few words."""
+    form = [_(_FORMS[recipe.optimizer])] if recipe.optimizer in _FORMS else []
+    where = [_("in the backward pass")] if recipe.optimizer_in_backward else []
+    return ", ".join([*form, *where]) or _("as written")
+
+
+def loss_words(recipe: Recipe) -> str:
+    """How logits and loss are computed, in a few words."""
+    return _("in chunks, with '{name}'", name=recipe.chunked_head) if recipe.chunked_head else _("as written")
+
+
+def segments_words(recipe: Recipe) -> str:
+    """The allocator's segments, in a word."""
+    return _("expandable") if recipe.expandable_segments else _("as set")
 
 
 def counted(modules: tuple[str, ...]) -> str:
