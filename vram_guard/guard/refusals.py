@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from vram_guard.allocator import with_expandable_segments
 from vram_guard.apply.loss_weight import IGNORED, LossWeight
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, marked
@@ -45,6 +46,12 @@ class Refusal(NamedTuple):
         if self.technique in _WHY:
             return _(_WHY[self.technique], why=self.reason)
         return _("{technique} is not possible here: {why}", technique=self.technique, why=self.reason)
+
+
+def before_the_process() -> str:
+    """The reason why the allocator's settings stay as they are in a process that runs."""
+    name, value = with_expandable_segments()
+    return _("the allocator's settings are read when a process starts; start it with {name}={value}", name=name, value=value)
 
 
 #: Techniques that leave a model divided over its processes as a framework has divided it.

@@ -53,6 +53,7 @@ class Why(Enum):
         "result is close to the unsplit one, not equal."
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
+    EXPANDABLE = marked("Expandable segments are set before the process starts: {setting}.")
     CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
 
     CHANGES_LEAST = marked(
