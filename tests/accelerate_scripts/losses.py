@@ -26,7 +26,7 @@ class Wide(Plain):
 
     def __init__(self):
         super().__init__()
-        self.head = nn.Linear(10, 30_000)
+        self.head = nn.Linear(10, 120_000)
 
     def loss(self, logits, labels):
         return super().loss(self.head(logits), labels)
