@@ -51,7 +51,9 @@ class Refusal(NamedTuple):
 def before_the_process() -> str:
     """The reason why the allocator's settings stay as they are in a process that runs."""
     name, value = with_expandable_segments()
-    return _("the allocator's settings are read when a process starts; start it with {name}={value}", name=name, value=value)
+    return _(
+        "the allocator's settings are read when a process starts; start it with {name}={value}", name=name, value=value
+    )
 
 
 #: Techniques that leave a model divided over its processes as a framework has divided it.

@@ -1,10 +1,10 @@
 """Logits and their cross-entropy in chunks of rows (tokens): the whole of the logits is never there.
 
-The last layer returns a stand-in for its logits, which remembers its input. What changes their rows alone (views, slices
-of tokens) is done to that input, what is done to each number (casts, a scale, a soft cap) is written down, and
-``cross_entropy`` runs layer and loss chunk by chunk, each under ``torch.utils.checkpoint``: its logits are computed again
-in the backward pass. Sums of losses and of gradients are added up in another order, nothing else differs. Whatever else
-is asked of the logits gets them whole, as the layer makes them: right, and without a saving.
+The last layer returns a stand-in for its logits, which remembers its input. What changes their rows alone (views,
+slices of tokens) is done to that input, what is done to each number (casts, a scale, a soft cap) is noted, and
+``cross_entropy`` runs layer and loss chunk by chunk, each under ``torch.utils.checkpoint``: its logits are computed
+again in the backward pass. Sums of losses and of gradients are added up in another order, nothing else differs.
+Whatever else is asked of the logits gets them whole, as the layer makes them: right, and without a saving.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.techniques._patched_forward import PatchedForward, patch_forwards
+from vram_guard.tensors import version_of
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -61,7 +62,7 @@ class _Head(PatchedForward):
             return self.as_written(*args, **kwargs)
         kind = args[0].device.type
         cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        recipe = _Recipe(cast("nn.Linear", layer), self.as_written, cast_to, args[0]._version, _versions(layer))
+        recipe = _Recipe(cast("nn.Linear", layer), self.as_written, cast_to, version_of(args[0]), _versions(layer))
         return _Logits.of(args[0], recipe)
 
 
@@ -97,7 +98,7 @@ class _Recipe(NamedTuple):
 
     def check(self, rows: torch.Tensor) -> None:
         """Refuse logits of weights that have been trained since."""
-        if _versions(self.layer) != self.versions or rows._version != self.version:
+        if _versions(self.layer) != self.versions or version_of(rows) != self.version:
             raise UnsupportedTechniqueError(
                 _(
                     "logits are read after the weights that make them have changed: with a loss in chunks, read them "
@@ -107,7 +108,7 @@ class _Recipe(NamedTuple):
 
 
 def _versions(layer: nn.Module) -> tuple[int, ...]:
-    return tuple(weight._version for weight in layer.parameters())
+    return tuple(version_of(weight) for weight in layer.parameters())
 
 
 class _Logits(torch.Tensor):
@@ -119,8 +120,7 @@ class _Logits(torch.Tensor):
 
     @staticmethod
     def of(rows: torch.Tensor, recipe: _Recipe) -> _Logits:
-        with torch._C.DisableTorchFunctionSubclass():
-            made = rows.detach().as_subclass(_Logits)
+        made = rows.detach().as_subclass(_Logits)
         made.__dict__.update(rows=rows, recipe=recipe, whole=None)
         return made
 
@@ -250,15 +250,19 @@ def _of_rows(rows: torch.Tensor, recipe: _Recipe, name: str, args: tuple[Any, ..
         changed = rows.flatten(*args, **kwargs)
     elif name == "__getitem__" and _keeps_classes(args[0], dims):
         changed = rows[args[0]]
-    elif name in ("transpose", "swapaxes") and dims == 3 and not kwargs:
-        if {place % 3 for place in args} == {1, 2}:
-            return _Logits.of(rows, recipe._replace(moved=True))
-    elif name == "permute" and dims == 3 and not kwargs:
-        if tuple(args[0] if len(args) == 1 else args) in ((0, 2, 1), (0, -1, 1), (0, -1, -2)):
-            return _Logits.of(rows, recipe._replace(moved=True))
+    elif _moves_classes(name, args) and dims == 3 and not kwargs:
+        return _Logits.of(rows, recipe._replace(moved=True))
     if changed is None or changed.dim() < 2:
         return NotImplemented
-    return _Logits.of(changed, recipe._replace(version=changed._version))
+    return _Logits.of(changed, recipe._replace(version=version_of(changed)))
+
+
+def _moves_classes(name: str, args: tuple[Any, ...]) -> bool:
+    """True if the second and the third of three dimensions change places."""
+    if name in ("transpose", "swapaxes"):
+        return {place % 3 for place in args} == {1, 2}
+    places = args[0] if len(args) == 1 else args
+    return name == "permute" and [place % 3 for place in places] == [0, 2, 1]
 
 
 def _flattened(dims: int, start_dim: int = 0, end_dim: int = -1) -> bool:
@@ -288,7 +292,8 @@ def _cross_entropy(
     """``torch.nn.functional.cross_entropy`` over chunks of rows."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    target, weight = given.get("target"), given.get("weight")
+    target: torch.Tensor = given.get("target")  # type: ignore[assignment]
+    weight = given.get("weight")
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
     plain = given.get("size_average") is None and given.get("reduce") is None
     at_rows = isinstance(target, torch.Tensor) and target.shape == rows.shape[:-1] and not target.is_floating_point()

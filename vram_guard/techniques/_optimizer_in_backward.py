@@ -59,8 +59,7 @@ def cannot_step_in_backward(optimizer: torch.optim.Optimizer) -> str:
     eight_bit = kind.__module__.partition(".")[0] in ("bitsandbytes", "torchao") and kind.__name__ != name
     if name not in EACH_BY_ITSELF or not (own or eight_bit):
         return not_by_itself(kind.__name__)
-    hooks: Any = optimizer
-    if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+    if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         return _("{name} has hooks around its step, which would run after it", name=kind.__name__)
     return ""
 

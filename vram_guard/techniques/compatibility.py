@@ -175,5 +175,7 @@ def _chunked(
     if ranks > 1 or recipe.sharding is not None:
         return _("the weights of the last layer, which chunks use several times, are gathered or reduced by others")
     if recipe.parameters_on_host:
-        return _("parameters on the host come to the GPU for one forward of their layer, and chunks run it several times")
+        return _(
+            "parameters on the host come to the GPU for one forward of their layer, and chunks run it several times"
+        )
     return ""
