@@ -175,6 +175,8 @@ def test_a_plan_takes_it_where_it_is_allowed_and_a_cross_entropy_follows() -> No
     assert made.fits
     assert made.recipe == IN_CHUNKS
     assert ("loss", "as written", "in chunks, with 'head'") in made.changes()
+    assert made.slowdown is not None
+    assert made.slowdown > 1, "the layer runs twice"
     other = _step(lambda logits, _tokens: logits.square().mean())
     assert not plan(other, 256, "30MiB", margin=0, allow=["chunked_loss"]).fits
     with pytest.raises(InvalidInputError, match="no layer was found"):

@@ -102,7 +102,8 @@ class CostModel:
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += sum(forward.values(), StepTime()).times(rounds)
         if recipe.chunked_head:  # the layer's forward once more, chunk by chunk
-            time += self._recomputed(base, size, (recipe.chunked_head,)).times(rounds)
+            forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
+            time += forward.get(recipe.chunked_head, StepTime()).times(rounds)
         if recipe.offload_activations:
             saved = sum(self._saved_by(base, size, recipe.offload_activations).values())
             time += offload_seconds(saved, self._gpu).times(rounds)

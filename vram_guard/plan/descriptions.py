@@ -109,8 +109,8 @@ class Why(Enum):
     WARM_UP = marked("Warm the learning rate up over the first 5 epochs or so (Goyal et al. 2017, section 2.2).")
     FOUND_FOR_SGD = marked(
         "Published for SGD: the linear rule with warm-up lost no accuracy on ImageNet up to 8,192 images a step, "
-        "weight decay and all else unchanged (Goyal et al. 2017, arXiv:1706.02677, section 2.1); such rules do not hold for "
-        "every problem or every batch size (Shallue et al. 2019, JMLR 20(112), arXiv:1811.03600)."
+        "weight decay and all else unchanged (Goyal et al. 2017, arXiv:1706.02677, section 2.1); such rules do not "
+        "hold for every problem or every batch size (Shallue et al. 2019, JMLR 20(112), arXiv:1811.03600)."
     )
     FOUND_FOR_ADAM = marked(
         "Published for Adam-like optimizers: rates grow with the square root of the batch, and 1 - beta1 and 1 - beta2 "

@@ -292,7 +292,7 @@ def _cross_entropy(
     """``torch.nn.functional.cross_entropy`` over chunks of rows."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    target: torch.Tensor = given.get("target")  # type: ignore[assignment]
+    target: Any = given.get("target")
     weight = given.get("weight")
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
     plain = given.get("size_average") is None and given.get("reduce") is None
