@@ -29,6 +29,7 @@ LOSSES = cases.HERE / "accelerate_scripts" / "losses.py"
 SEGMENTATION = cases.HERE / "accelerate_scripts" / "segmentation.py"
 RUN = "the plan: proven by running {} samples"
 BY_GRAPH = "slices of a batch: proven by the loss graph"
+WIDE: dict[str, Any] = {"budget": "76MiB", "allow": ("chunked_loss",)}
 AS_SAID = "slices of a batch: as you said (--loss-weight mean)"
 
 
@@ -41,6 +42,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name in ("Plain", "Dropping", "Contrastive", "Weighted", "Ignoring", "Masked", "Counting", "Queued"):
         cases.request(asked / name, LOSSES, name, **sliced)
     cases.request(asked / "segmentation", SEGMENTATION, budget="26MiB", allow=("accumulate",))
+    cases.request(asked / "Wide", LOSSES, "Wide", **WIDE)
+    cases.request(asked / "Wide_heavy", LOSSES, "Wide", **WIDE, proof_seconds=1e-4)
+    cases.request(asked / "Wide_running", LOSSES, "Wide", budget="1MiB", allow=("expandable_segments",))
     for name in ("Plain", "Counting", "Contrastive", "Weighted", "Ignoring"):  # no time to run anything
         cases.request(asked / f"{name}_heavy", LOSSES, name, **sliced, proof_seconds=1e-4)
     cases.request(asked / "Contrastive_said", LOSSES, "Contrastive", **sliced, loss_weight="mean")
@@ -120,6 +124,33 @@ def test_what_neither_proves_is_not_cut(answers: Any) -> None:
     assert "changes state that the model keeps: calls" in refusals[0]
     assert "--loss-weight" in refusals[0]
     assert not answers["Counting_heavy"]["changed"]
+
+
+def test_a_loss_in_chunks_is_used_where_a_run_has_proven_it_alone(answers: Any) -> None:
+    answer = answers["Wide"]
+    assert answer["launch_plan"]["recipe"]["chunked_head"] == "head", answer["notes"]
+    assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
+    unproven = answers["Wide_heavy"]
+    assert not unproven["changed"]
+    assert any("a loss in chunks is not possible here: it would take" in note for note in unproven["notes"])
+
+
+def test_expandable_segments_are_proposed_where_the_process_runs_already(answers: Any) -> None:
+    notes = answers["Wide_running"]["notes"]
+    assert any("start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in note for note in notes), notes
+
+
+def test_a_launch_computes_its_loss_in_chunks_and_expands_its_segments(tmp_path: Path, cache: Path) -> None:
+    own = ("Wide", "--batch_size", 64, "--samples", 128)
+    written, changed = tmp_path / "written.pt", tmp_path / "changed.pt"
+    plain = launch(*ONE, LOSSES, *own, "--out", written, cache=cache, guarded=False)
+    options = ("--budget", "161MiB", "--margin", "0", "--allow", "chunked_loss,expandable_segments")
+    guarded = launch(*ONE, *options, LOSSES, *own, "--out", changed, cache=cache)
+    assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
+    print(guarded.stderr)
+    one, other = torch.load(written), torch.load(changed)
+    assert difference(one, other) < 1e-6
+    assert (one["allocator"], other["allocator"]) == ("", "expandable_segments:True")
 
 
 def test_what_the_user_says_is_done_and_said(answers: Any) -> None:

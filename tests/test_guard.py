@@ -27,6 +27,7 @@ from vram_guard.guard.training import CapturedTraining
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+from vram_guard.techniques import Recipe
 
 # --- settings -----------------------------------------------------------------------------------------------
 
@@ -392,11 +393,17 @@ class FakeTraining:
 
 
 def begun(
-    training: FakeTraining, *, fits: bool = True, refused: Any = (), on_host: bool = False, **given: Any
+    training: FakeTraining,
+    *,
+    fits: bool = True,
+    refused: Any = (),
+    on_host: bool = False,
+    in_backward: bool = False,
+    **given: Any,
 ) -> Guard:
     """A guard whose decision was made."""
     guard = Guard(training, GuardSettings(budget="1GiB", **given))
-    recipe = SimpleNamespace(parameters_on_host=False, optimizer_on_host=on_host, sharding=None)
+    recipe = Recipe(optimizer_on_host=on_host, optimizer_in_backward=in_backward)
     plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
     guard.decision = SimpleNamespace(plan=plan, refused=dict(refused), unproven="", collectives=())  # type: ignore[assignment]
     return guard
@@ -408,6 +415,7 @@ def begun(
         ({}, ""),
         ({"on_host": True, "fits": False}, ""),
         ({"on_host": True}, "weights or optimizer state on the host are changed"),
+        ({"in_backward": True}, "weights have stepped already"),
         ({"refused": {"accumulate": "one sample"}}, "one sample"),
         ({"allow": "precision"}, "smaller micro-batches are not allowed"),
         ({"recover": False}, "it is switched off"),

@@ -92,6 +92,7 @@ def resident(timeline: Any) -> int:
         {"checkpoint": 2, "offload_activations": ("blocks.4",)},
         {"optimizer": "for-loop"},
         {"optimizer": "fused"},
+        {"optimizer_in_backward": True, "checkpoint": 2},
     ],
 )
 def test_weights_are_those_of_the_unguarded_training(tmp_path: Any, namespace: str, pin: dict[str, Any]) -> None:
@@ -194,3 +195,75 @@ def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_pat
     tight = VramGuard(budget=guard.plan.before.peak_reserved - 1, margin=0, pin=pin, mode="strict")
     with pytest.raises(DoesNotFitError, match="does not fit as written"):
         fit(tmp_path, tight)
+
+
+def test_an_optimizer_in_the_backward_pass_is_proven_and_taken_off(tmp_path: Any, capsys: Any) -> None:
+    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True}, remember=False)
+    guarded = fit(tmp_path, guard)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "in the backward pass" in said
+    assert "proven by running 4 samples" in said
+    assert "would not be recovered from: weights have stepped already" in said
+    assert not any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in guarded.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("on_after_backward", "on_after_backward of Deep would find gradients gone"),
+        ("on_before_optimizer_step", "on_before_optimizer_step of Deep would"),
+    ],
+)
+def test_hooks_that_come_between_refuse_an_optimizer_in_the_backward_pass(tmp_path: Any, name: str, why: str) -> None:
+    module = make_module(INSTALLED[0])
+    setattr(type(module), name, lambda *_args: None)
+    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True})
+    trainer = cases.make_trainer(INSTALLED[0], tmp_path, [guard])
+    with pytest.warns(UserWarning, match=why):
+        trainer.fit(module, cases.loader(40))
+
+
+def test_clipping_refuses_an_optimizer_in_the_backward_pass(tmp_path: Any) -> None:
+    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True})
+    with pytest.warns(UserWarning, match="gradients are clipped once all of them are there"):
+        fit(tmp_path, guard, gradient_clip_val=1.0)
+
+
+def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any, capsys: Any) -> None:
+    pl = importlib.import_module(INSTALLED[0])
+
+    class Classes(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, *, reads: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head, self.reads = nn.Linear(6, 8), nn.Linear(8, 5000), reads
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            logits = self.head(self.body(batch[0]).tanh())
+            labels = (batch[1].sum(1).abs() * 1000).long() % 5000
+            if self.reads:
+                self.log("top", logits.argmax(-1).float().mean())
+            return nn.functional.cross_entropy(logits, labels)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def fitted(guard: Any, *, reads: bool = False) -> Any:
+        module = Classes(reads=reads)
+        cases.make_trainer(INSTALLED[0], tmp_path, [guard] if guard else []).fit(module, cases.loader(40))
+        return module
+
+    for reads in (False, True):
+        guard = VramGuard(budget="4GiB", pin={"chunked_loss": True}, remember=False)
+        torch.testing.assert_close(
+            cases.weights(fitted(guard, reads=reads)), cases.weights(fitted(None, reads=reads)), rtol=1e-5, atol=1e-6
+        )
+        assert guard.plan is not None
+        assert guard.plan.recipe.chunked_head == "head"
+        assert "proven by running 4 samples" in " ".join(capsys.readouterr().out.split())
+
+
+def test_expandable_segments_are_proposed_where_a_process_runs(tmp_path: Any) -> None:
+    guard = VramGuard(budget="4GiB", pin={"expandable_segments": True})
+    with pytest.warns(UserWarning, match="start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
+        fit(tmp_path, guard)

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness.records import NotReproducible
 from benchmarks.published import xmem
 
 # Ten rows over five models, three optimizers and three GPUs. Not all rows are this near: the benchmark prints every
@@ -33,3 +34,14 @@ def test_a_measured_peak_is_predicted_within_five_percent(model: str, optimizer:
         r for r in xmem.rows() if (r["model"], r["optimizer"], r["batch_size"]) == (model, optimizer, batch_size)
     )
     assert abs(xmem.predict(row).error) <= 0.05
+
+
+def test_the_eager_row_of_torchtunes_flags_is_met_and_the_others_are_known() -> None:
+    from benchmarks.published.torchtune import TORCHTUNE, WAYS
+
+    rows = {row["recipe"][row["recipe"].find("[") :]: row for row in TORCHTUNE.rows()}
+    assert WAYS.keys() <= rows.keys()
+    (packed,) = TORCHTUNE.predict(rows["[+ Packed Dataset]"])
+    assert abs(packed.predicted / packed.measured - 1) < 0.02
+    with pytest.raises(NotReproducible, match="compiled"):
+        TORCHTUNE.predict(rows["[+ Compile]"])

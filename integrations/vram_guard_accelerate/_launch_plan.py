@@ -12,6 +12,9 @@ from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 #: Where the processes of a launch find their plan, as :mod:`vram_guard.codec` writes it.
 VARIABLE = "VRAM_GUARD_LAUNCH_PLAN"
 
+#: Tells a dry run that it runs before the processes of its launch: what they read when they start may still be set.
+BEFORE_START = "VRAM_GUARD_BEFORE_START"
+
 #: Tells a dry run whether the launch will train on the CPU: ``ACCELERATE_USE_CPU`` as the launch has it.
 ON_CPU = "VRAM_GUARD_ON_CPU"
 
@@ -82,7 +85,8 @@ class LaunchPlan:
     @property
     def within(self) -> bool:
         """True if something is changed inside the processes, not by their options alone."""
-        return self.slices or bool(self.recipe) or bool(self.sharding.kind) or bool(self.precision)
+        recipe = self.recipe.with_(expandable_segments=False)
+        return self.slices or bool(recipe) or bool(self.sharding.kind) or bool(self.precision)
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""

@@ -29,10 +29,11 @@ NOT_HERE: dict[str, str] = {
         "(offload_parameters); DeepSpeed, which can separate them, is set up by the launch itself"
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
+    "optimizer_in_backward": marked("a script may do anything with its gradients before it steps"),
 }
 
 #: Techniques whose plans are run in copies before they are used.
-PROVEN = ("accumulate", "checkpoint", "offload_activations")
+PROVEN = ("accumulate", "checkpoint", "offload_activations", "chunked_loss")
 
 #: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
 #: checkpoints and state dicts hold.

@@ -8,7 +8,7 @@ from vram_guard.language import _
 from vram_guard.parallel.resharding import set_resharding
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
-from vram_guard.techniques.placement import optimizer_for, place
+from vram_guard.techniques.placement import optimizer_for, place, step_where
 from vram_guard_lightning import _closure, _deepspeed, _dividing, _growth, _layouts, _namespaces
 from vram_guard_lightning._precision import plugin
 
@@ -58,6 +58,7 @@ def after_setup(trainer: Trainer, recipe: Recipe, applied: Applied) -> None:
             if new is not old and config.scheduler.optimizer is old:
                 repoint(config.scheduler, new)
     strategy.optimizers = made  # Lightning wraps them anew for the user's hooks
+    applied.callback(step_where(made, recipe))
 
 
 def _set_precision(trainer: Trainer, precision: str, applied: Applied) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.guard.collectives import static_graph
-from vram_guard.guard.refusals import Refusal, beside_layout
+from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.in_place_of_ddp import why_not_optimizer
 from vram_guard_lightning import _deepspeed, _dividing, _growth, _hooks, _layouts, _namespaces, _recovery, private_api
+from vram_guard_lightning._namespaces import is_lightnings
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -61,11 +62,39 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         yield Refusal("offload_optimizer", _("every rank would update its own copy of the weights on the host"))
     elif trainer.strategy.root_device.type == "cpu":
         yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
+    yield Refusal("optimizer_in_backward", _why_not_in_backward(trainer, module))
+    yield Refusal("expandable_segments", before_the_process())
     if not _deepspeed.used(trainer):
         yield Refusal("shard", _dividing.why_not(trainer, module))
     yield Refusal("grow", _growth.why_not(trainer, growable))
     if not _layouts.whole(trainer):
         yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))
+
+
+#: Hooks that run between the backward pass and the optimizer step.
+_BETWEEN = (
+    *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping"),
+    *("on_before_zero_grad", "optimizer_zero_grad", "backward"),
+)
+
+
+def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str:
+    """The reason why the optimizer may not step in the backward pass; "" for none."""
+    if not module.automatic_optimization:
+        return _("manual optimization does its own backward and steps")
+    if trainer.gradient_clip_val:
+        return _("gradients are clipped once all of them are there, and each would have stepped by then")
+    if _deepspeed.used(trainer):
+        return _("DeepSpeed's engine steps by itself")
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for owner in (module, *callbacks):
+        if _namespaces.is_a(owner, "callbacks.GradientAccumulationScheduler"):
+            return _("batches of an optimizer step change with the epoch")
+        for name in _BETWEEN:
+            if hasattr(type(owner), name) and not is_lightnings(owner, name):
+                kind = type(owner).__name__
+                return _("{name} of {kind} would find gradients gone, and weights changed", name=name, kind=kind)
+    return ""
 
 
 def by_optimizer(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:

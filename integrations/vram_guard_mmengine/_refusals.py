@@ -9,7 +9,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 
 from vram_guard.apply.backward_hooks import of_package, why_whole
 from vram_guard.guard.collectives import static_graph
-from vram_guard.guard.refusals import Refusal, beside_layout
+from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.language import _
 from vram_guard_mmengine import _dividing, _layouts, _recovery
 
@@ -43,12 +43,21 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
         "offload_optimizer",
         _("MMEngine loads weights after the optimizer is built, which would step from older ones"),
     )
+    yield Refusal("optimizer_in_backward", _why_not_in_backward(facts))
+    yield Refusal("expandable_segments", before_the_process())
     yield Refusal("offload_parameters", _("MMEngine loads weights after the optimizer is built"))
     yield Refusal("shard", _dividing.why_not(runner, facts))
     yield Refusal("grow", growable)
     if _layouts.layout_of(runner) is not None:
         own = runner.strategy.activation_checkpointing is not None
         yield from beside_layout(_layouts.SHARDED, *(() if own else ("checkpoint",)))
+
+
+def _why_not_in_backward(facts: OptimFacts) -> str:
+    """The reason why the optimizer may not step in the backward pass; "" for none."""
+    if facts.kind is not OptimWrapper:
+        return _("the optimizer wrapper {kind} looks at all gradients before it steps", kind=facts.kind.__name__)
+    return ""
 
 
 def _why_whole(runner: Any, facts: OptimFacts) -> str:

@@ -103,6 +103,8 @@ class _StepHook(Hook):  # type: ignore[misc]
         if rehearsal.splitter is not None:
             step.applied.callback(_split_step.install(model, rehearsal.splitter, rehearsal.loss_weight))
         step.applied.callback(techniques.install(model, rehearsal.recipe))
+        if rehearsal.recipe.optimizer_in_backward:
+            step.applied.callback(techniques.step_where([runner.optim_wrapper.optimizer], rehearsal.recipe))
         step.follow([runner.optim_wrapper.optimizer])
         step.begin()
 

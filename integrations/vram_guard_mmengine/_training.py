@@ -236,3 +236,5 @@ def install_techniques(runner: Any, recipe: Recipe, applied: Applied) -> None:
     if _layouts.layout_of(runner) is None:
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         applied.callback(techniques.install(model, recipe))
+    if recipe.optimizer_in_backward:
+        applied.callback(techniques.step_where([runner.optim_wrapper.optimizer], recipe))

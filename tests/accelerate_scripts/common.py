@@ -69,7 +69,8 @@ def write(accelerator, path, **facts) -> None:
     """What a run came to, from the first process; and that the script came to its end."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        torch.save({"processes": accelerator.num_processes, "precision": accelerator.mixed_precision, **facts}, path)
+        how = {"processes": accelerator.num_processes, "precision": accelerator.mixed_precision}
+        torch.save({**how, "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), **facts}, path)
 
 
 def weights(accelerator, *models):

@@ -21,6 +21,17 @@ class Plain(WithLoss):
         return {"loss": None if labels is None else self.loss(logits, labels), "logits": logits}
 
 
+class Wide(Plain):
+    """Many more classes than features, as in a model of language."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(10, 120_000)
+
+    def loss(self, logits, labels):
+        return super().loss(self.head(logits), labels)
+
+
 class Dropping(Plain):
     """Random numbers for every sample, in every block, and normalisation over the batch."""
 

@@ -5,7 +5,7 @@ from vram_guard.allocator._comparison import Difference, RecordingComparison, Se
 from vram_guard.allocator._host import host_peak, pinned_size
 from vram_guard.allocator._recording import Recording, read_recording, read_recordings
 from vram_guard.allocator._replaying import Replay, ReplayFailure, StretchPeak, replay
-from vram_guard.allocator._settings import AllocatorSettings
+from vram_guard.allocator._settings import AllocatorSettings, with_expandable_segments
 from vram_guard.allocator.blocks import Segment, SegmentBlock, SegmentEvent, TraceEntry
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "read_recording",
     "read_recordings",
     "replay",
+    "with_expandable_segments",
 ]

@@ -137,6 +137,8 @@ class Guard:
         plan = self.plan
         if plan is not None and plan.fits and (plan.recipe.parameters_on_host or plan.recipe.optimizer_on_host):
             return _("weights or optimizer state on the host are changed while backward and the step still run")
+        if plan is not None and plan.fits and plan.recipe.optimizer_in_backward:
+            return _("weights have stepped already where memory runs out in the backward pass")
         if plan is not None and plan.fits and plan.recipe.sharding is not None:
             return _("the ranks would wait for a rank's part of the weights, where it ran out of memory")
         if self.decision is not None and (why := why_not_recovered(self.decision.collectives)):

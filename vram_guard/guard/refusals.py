@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from vram_guard.allocator import with_expandable_segments
 from vram_guard.apply.loss_weight import IGNORED, LossWeight
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, marked
@@ -27,6 +28,9 @@ _WHY: dict[str, str] = {
     "offload_optimizer": marked("an optimizer on the host is not possible here: {why}"),
     "reshard": marked("gathered weights cannot be freed at another time here: {why}"),
     "shard": marked("FSDP2 in place of DDP is not possible here: {why}"),
+    "optimizer_in_backward": marked("an optimizer in the backward pass is not possible here: {why}"),
+    "chunked_loss": marked("a loss in chunks is not possible here: {why}"),
+    "expandable_segments": marked("expandable segments are not possible here: {why}"),
 }
 
 
@@ -42,6 +46,14 @@ class Refusal(NamedTuple):
         if self.technique in _WHY:
             return _(_WHY[self.technique], why=self.reason)
         return _("{technique} is not possible here: {why}", technique=self.technique, why=self.reason)
+
+
+def before_the_process() -> str:
+    """The reason why the allocator's settings stay as they are in a process that runs."""
+    name, value = with_expandable_segments()
+    return _(
+        "the allocator's settings are read when a process starts; start it with {name}={value}", name=name, value=value
+    )
 
 
 #: Techniques that leave a model divided over its processes as a framework has divided it.
@@ -97,6 +109,9 @@ _PARTS = {
     "frozen_on_host": "offload_frozen",
     "optimizer_on_host": "offload_optimizer",
     "parameters_on_host": "offload_parameters",
+    "optimizer_in_backward": "optimizer_in_backward",
+    "chunked_loss": "chunked_loss",
+    "expandable_segments": "expandable_segments",
 }
 
 

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
 
 #: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
-_NOT_SPREAD = frozenset({"offload_frozen", "offload_optimizer", "offload_parameters", "8bit"})
+_NOT_SPREAD = frozenset(
+    {"offload_frozen", "offload_optimizer", "offload_parameters", "8bit", "optimizer_in_backward", "chunked_loss"}
+)
 
 #: What is assumed of an unnamed GPU: Ampere, the oldest generation with bfloat16.
 ASSUMED_COMPUTE_CAPABILITY = (8, 0)
@@ -332,7 +334,12 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
             # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
             return _("FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it")
         return incompatible(
-            option.recipe, clip=source.clips, precision=option.precision, ranks=source.ranks, sharded=source.sharded
+            option.recipe,
+            clip=source.clips,
+            precision=option.precision,
+            ranks=source.ranks,
+            sharded=source.sharded,
+            accumulate=source.accumulate * option.splits,
         )
 
     return why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vram_guard.allocator import with_expandable_segments
 from vram_guard.plan.descriptions import Reason, RecipeText, Why
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected, nearest
@@ -102,6 +103,8 @@ def changed(
             why.append(Reason(Why.BATCH_NORM, samples=samples, batch=request.batch_size))
     if option.recipe:
         why.append(Reason(Why.RECIPE, recipe=RecipeText(option.recipe)))
+    if option.recipe.expandable_segments:
+        why.append(Reason(Why.EXPANDABLE, setting="=".join(with_expandable_segments())))
     why += request.why_not_checkpointed
     cheaper = any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in rejected)
     kind = Why.CHANGES_LEAST if cheaper else Why.CHEAPEST

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 #: An 8-bit state is a quarter of a 32-bit one (its scales come on top).
 EIGHT_BIT_SHARE = 0.25
 
+#: Matrix products, as a layer makes its result of its input.
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.matmul.", "aten.linear.")
+
 
 def _whole(option: Option) -> Option:
     """The step in this precision and divided so over its processes, on whole batches and otherwise as written."""
@@ -98,6 +101,9 @@ class CostModel:
         if option.splits > 1 and self._source.forward_again:
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += sum(forward.values(), StepTime()).times(rounds)
+        if recipe.chunked_head:  # the layer's forward once more, chunk by chunk
+            forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
+            time += forward.get(recipe.chunked_head, StepTime()).times(rounds)
         if recipe.offload_activations:
             saved = sum(self._saved_by(base, size, recipe.offload_activations).values())
             time += offload_seconds(saved, self._gpu).times(rounds)
@@ -152,8 +158,8 @@ class CostModel:
         return self._source.ranks if _by_engine(recipe) or (self._source.sharded and recipe.parameters_on_host) else 1
 
     def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
-        """Without foreach, the host starts each operator of the step for each parameter by itself."""
-        if recipe.optimizer != "for-loop":
+        """Without foreach, or in the backward pass, the host starts each operator of the step for each parameter."""
+        if recipe.optimizer != "for-loop" and not recipe.optimizer_in_backward:
             return StepTime()
         operators = sum(work.phase == "optimizer" for work in timeline.work)
         return StepTime(dispatch=operators * self._trained * HOST_PER_OPERATOR)
@@ -185,6 +191,20 @@ class CostModel:
             self._saved[key] = whole
         return {name: self._saved[key].get(name, 0) for name in names}
 
+    def logits_layer(self) -> str:
+        """The layer whose result is the last product before the only cross-entropy; "" where there is none, or more."""
+        forward = [work for work in self._timeline(Option(self._source.precision, 1)).work if work.phase == "forward"]
+        losses = [at for at, work in enumerate(forward) if work.operator.startswith("aten.nll_loss_forward")]
+        first = forward[0].micro_batch if forward else 0
+        if sum(forward[at].micro_batch == first for at in losses) != 1:
+            return ""
+        products = [work.module for work in forward[: losses[0]] if work.operator.startswith(_PRODUCTS)]
+        layers = dict(self._source.model.named_modules())
+        layer = layers.get(products[-1]) if products else None
+        # Fewer classes than features: the logits are smaller than what they are made of.
+        is_wide = type(layer).__name__ == "Linear" and layer.out_features > layer.in_features  # type: ignore[union-attr]
+        return products[-1] if is_wide else ""
+
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def lower_bound(self, option: Option) -> LowerBound:
@@ -195,13 +215,15 @@ class CostModel:
         return LowerBound(stepping, Why.NEEDS_STATES)
 
     def _when_stepping(self, option: Option) -> int:
-        return self._state(option, gradients=True)
+        return self._state(option, gradients=not option.recipe.optimizer_in_backward)
 
     def _when_forward_ends(self, option: Option) -> int:
         """Treated blocks count nothing here, though some of what they save stays (their inputs): a lower bound."""
         recipe, size = option.recipe, self._batch_size // option.splits
         if recipe.parameters_on_host and self._source.sharded and option.precision.endswith("-mixed"):
             return 0  # who shards by other means may compute wholly in half precision, and save less than autocast does
+        if recipe.chunked_head:
+            return 0  # what the logits and their loss save is not told apart from what stands beside them
         every = (_whole(option), size)
         treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
         saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())

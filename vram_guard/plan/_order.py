@@ -34,6 +34,9 @@ def kinds(option: Option, precision: str) -> int:
         recipe.optimizer_on_host,
         recipe.parameters_on_host,
         recipe.sharding is not None,
+        recipe.optimizer_in_backward,
+        recipe.chunked_head,
+        recipe.expandable_segments,
     )
     return sum(map(bool, changes))
 

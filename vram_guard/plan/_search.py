@@ -79,7 +79,7 @@ class _Trial:
             timeline = self.timelines.direct(option, size)
         else:
             timeline = self.timelines.exact(option, size) if exact else self.timelines(option)
-        found = Candidate(timeline, timeline.at(size, settings=self.request.settings))
+        found = Candidate(timeline, timeline.at(size, settings=self.request.settings_under(option.recipe)))
         self.candidates[option, exact or proof] = found
         return found
 

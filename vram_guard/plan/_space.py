@@ -40,6 +40,8 @@ class Parts:
     """Frozen modules, the largest first."""
     impure: frozenset[str] = frozenset()
     """Blocks whose forward must not run twice."""
+    head: str = ""
+    """The layer whose logits, and their loss, may be computed in chunks; "": there is none."""
 
     @property
     def saving(self) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ def parts_of(
     found = find_blocks(model) if blocks is None else named_blocks(model, blocks)
     names = tuple(block.name for block in found)
     frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
-    return Parts(names, *cost_model.of_blocks(names), tuple(frozen), impure)
+    return Parts(names, *cost_model.of_blocks(names), tuple(frozen), impure, cost_model.logits_layer())
 
 
 def space_of(
@@ -138,7 +140,13 @@ def _recipes(techniques: frozenset[str], parts: Parts, pins: Pins, *, trains: bo
     forms = [pins.optimizer] if pins.optimizer else _forms(techniques, trains=trains)
     on_host = _switch(pins.optimizer_on_host, allowed=trains and "offload_optimizer" in techniques)
     sharded = _switch(pins.parameters_on_host, allowed=trains and "offload_parameters" in techniques)
-    for frozen, form, optimizer, parameters in product(_frozen(techniques, parts, pins), forms, on_host, sharded):
+    others = (
+        _switch(pins.optimizer_in_backward, allowed=trains and "optimizer_in_backward" in techniques),
+        _switch(_pinned_head(pins, parts), allowed=bool(parts.head) and "chunked_loss" in techniques),
+        _switch(pins.expandable_segments, allowed="expandable_segments" in techniques),
+    )
+    choices = (_frozen(techniques, parts, pins), forms, on_host, sharded, *others)
+    for frozen, form, optimizer, parameters, in_backward, chunked, expandable in product(*choices):
         if parameters and form == "for-loop" and pins.optimizer is None:
             continue  # the optimizer steps on the host: without foreach nothing on the GPU would be less
         yield base.with_(
@@ -146,7 +154,21 @@ def _recipes(techniques: frozenset[str], parts: Parts, pins: Pins, *, trains: bo
             optimizer=form,
             optimizer_on_host=optimizer,
             parameters_on_host=(parts.blocks or ("",)) if parameters else (),
+            optimizer_in_backward=in_backward,
+            chunked_head=parts.head if chunked else "",
+            expandable_segments=expandable,
         )
+
+
+def _pinned_head(pins: Pins, parts: Parts) -> bool | None:
+    if pins.chunked_loss and not parts.head:
+        raise InvalidInputError(
+            _(
+                "pin: chunked_loss is True, but no layer was found whose logits go into a cross-entropy over as many "
+                "classes"
+            )
+        )
+    return pins.chunked_loss
 
 
 def _forms(techniques: frozenset[str], *, trains: bool) -> list[str]:

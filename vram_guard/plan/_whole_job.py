@@ -70,7 +70,7 @@ def with_whole_job(
         if option == request.as_written:
             raise
         return search(request, whole, costs, progress)  # which passes over what the job fails under
-    estimate = timeline.at(size, settings=request.settings)
+    estimate = timeline.at(size, settings=request.settings_under(option.recipe))
     fits = request.fits(estimate)
     if fits and size <= request.batch_size:
         return _as_followed(made, option, timeline, estimate, request, whole)

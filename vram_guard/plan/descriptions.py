@@ -54,6 +54,7 @@ class Why(Enum):
         "result is close to the unsplit one, not equal."
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
+    EXPANDABLE = marked("Expandable segments are set before the process starts: {setting}.")
     CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
 
     CHANGES_LEAST = marked(
@@ -108,9 +109,9 @@ class Why(Enum):
     )
     WARM_UP = marked("Warm the learning rate up over the first 5 epochs or so (Goyal et al. 2017, section 2.2).")
     FOUND_FOR_SGD = marked(
-        "Published for SGD: the linear rule with warm-up kept the accuracy of ImageNet up to 8,192 images a step, the "
-        "weight decay unchanged (Goyal et al. 2017, arXiv:1706.02677); no rule held for every task (Shallue et al. "
-        "2019, arXiv:1811.03600)."
+        "Published for SGD: the linear rule with warm-up lost no accuracy on ImageNet up to 8,192 images a step, "
+        "weight decay and all else unchanged (Goyal et al. 2017, arXiv:1706.02677, section 2.1); such rules do not "
+        "hold for every problem or every batch size (Shallue et al. 2019, JMLR 20(112), arXiv:1811.03600)."
     )
     FOUND_FOR_ADAM = marked(
         "Published for Adam-like optimizers: rates grow with the square root of the batch, and 1 - beta1 and 1 - beta2 "
@@ -192,9 +193,12 @@ _ONE = {
     "offload_optimizer": marked("an optimizer on the host"),
     "reshard": marked("another time at which gathered weights are freed"),
     "shard": marked("FSDP2 in place of DDP"),
+    "optimizer_in_backward": marked("an optimizer in the backward pass"),
+    "chunked_loss": marked("a loss in chunks"),
 }
 _SEVERAL = {
     "accumulate": marked("smaller micro-batches"),
+    "expandable_segments": marked("expandable segments"),
     "offload_parameters": marked("parameters on the host"),
 }
 
@@ -215,6 +219,9 @@ def recipe_words(recipe: Recipe) -> list[str]:
     words += offload_words(recipe)
     if recipe.optimizer != "as-written":
         words.append(_(_FORMS[recipe.optimizer]))
+    words += [_("optimizer in the backward pass")] if recipe.optimizer_in_backward else []
+    words += [_("logits of '{name}' and their loss in chunks", name=recipe.chunked_head)] if recipe.chunked_head else []
+    words += [_("expandable segments")] if recipe.expandable_segments else []
     return words
 
 
@@ -249,8 +256,20 @@ def offload_words(recipe: Recipe) -> list[str]:
 
 
 def optimizer_words(recipe: Recipe) -> str:
-    """The optimizer's form, in a few words."""
-    return _(_FORMS[recipe.optimizer]) if recipe.optimizer in _FORMS else _("as written")
+    """The optimizer's form and place, in a few words."""
+    form = [_(_FORMS[recipe.optimizer])] if recipe.optimizer in _FORMS else []
+    where = [_("in the backward pass")] if recipe.optimizer_in_backward else []
+    return ", ".join([*form, *where]) or _("as written")
+
+
+def loss_words(recipe: Recipe) -> str:
+    """How logits and loss are computed, in a few words."""
+    return _("in chunks, with '{name}'", name=recipe.chunked_head) if recipe.chunked_head else _("as written")
+
+
+def segments_words(recipe: Recipe) -> str:
+    """The allocator's segments, in a word."""
+    return _("expandable") if recipe.expandable_segments else _("as set")
 
 
 def counted(modules: tuple[str, ...]) -> str:

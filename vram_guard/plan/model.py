@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 from vram_guard.language import _
 from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.plan._option import Option, OptionText
-from vram_guard.plan.descriptions import Reason, Why, offload_words, optimizer_words, ranges, sharding_words
+from vram_guard.plan.descriptions import (
+    Reason,
+    Why,
+    loss_words,
+    offload_words,
+    optimizer_words,
+    ranges,
+    segments_words,
+    sharding_words,
+)
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
@@ -165,6 +174,8 @@ class Plan(ShownInNotebooks):
             (_("checkpointed modules"), _("none"), ranges(self.checkpointed_modules) or _("none")),
             (_("on the host"), _("nothing"), ", ".join(self.offload) or _("nothing")),
             (_("optimizer"), _("as written"), optimizer_words(self.recipe)),
+            (_("loss"), _("as written"), loss_words(self.recipe)),
+            (_("segments of the allocator"), _("as set"), segments_words(self.recipe)),
         )
         return tuple(change for change in sizes if change[1] != change[2])
 

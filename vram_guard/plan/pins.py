@@ -14,6 +14,8 @@ from vram_guard.plan.techniques import BFLOAT16_SINCE
 from vram_guard.step import PRECISIONS, checked_count
 from vram_guard.techniques.recipe import OPTIMIZER_FORMS
 
+_SWITCHES = ("optimizer_on_host", "parameters_on_host", "optimizer_in_backward", "chunked_loss", "expandable_segments")
+
 
 @dataclass(frozen=True)
 class Pins:
@@ -28,6 +30,9 @@ class Pins:
         optimizer: one of :data:`vram_guard.techniques.OPTIMIZER_FORMS`.
         optimizer_on_host: whether the optimizer lives in host memory.
         parameters_on_host: whether the parameters do.
+        optimizer_in_backward: whether each parameter steps in the backward pass.
+        chunked_loss: whether logits and their loss are computed in chunks.
+        expandable_segments: whether the allocator's segments grow.
     """
 
     precision: str | None = None
@@ -38,6 +43,9 @@ class Pins:
     optimizer: str | None = None
     optimizer_on_host: bool | None = None
     parameters_on_host: bool | None = None
+    optimizer_in_backward: bool | None = None
+    chunked_loss: bool | None = None
+    expandable_segments: bool | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | Pins | None) -> Pins:
@@ -66,7 +74,7 @@ class Pins:
             checked_count("pin: micro_batch_size", self.micro_batch_size)
         for name in ("checkpoint", "offload_activations", "frozen_on_host"):
             object.__setattr__(self, name, _modules(name, getattr(self, name), counts=name != "frozen_on_host"))
-        for name in ("optimizer_on_host", "parameters_on_host"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool | None):
                 check_switches(**{f"pin: {name}": getattr(self, name)})
         if self.optimizer_on_host and self.parameters_on_host:

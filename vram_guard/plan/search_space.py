@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from vram_guard.budget.margins import NETWORKS, USUAL_TIER
@@ -177,6 +177,14 @@ class Request:
     """True: where timelines are composed, the option that is taken and the nearest miss are traced."""
     correction: float = 1.0
     """The factor for predicted peaks, at least 1: earlier runs took more than predicted."""
+
+    def settings_under(self, recipe: Recipe) -> AllocatorSettings | None:
+        """The allocator's settings for a training by this recipe."""
+        if not recipe.expandable_segments:
+            return self.settings
+        from vram_guard.allocator import AllocatorSettings
+
+        return replace(self.settings or AllocatorSettings(), expandable_segments=True)
 
     @property
     def samples_per_batch(self) -> int:

@@ -27,6 +27,9 @@ TECHNIQUES: dict[str, str] = {
     "shard": "FSDP2 in place of DistributedDataParallel: weights, gradients and optimizer states divided",
     "fused": "the fused optimizer: no temporaries, results differ in the last bits",
     "8bit": "8-bit optimizer states",
+    "optimizer_in_backward": "each weight steps when its gradient is there, which is freed then",
+    "chunked_loss": "logits and their cross-entropy in chunks of tokens, through the model's own last layer",
+    "expandable_segments": "the allocator's expandable segments: set before the process starts",
 }
 OFFLOADS = ("offload_activations", "offload_frozen", "offload_optimizer", "offload_parameters")
 

@@ -108,7 +108,8 @@ class Traces:
 
     def _request(self, option: Option, size: int = 0) -> TraceRequest:
         """The request that has to be traced for an option."""
-        return self.source.request(option.precision, option.splits, option.unordered.recipe, size)
+        recipe = option.unordered.recipe.with_(expandable_segments=False)  # no matter of what is allocated
+        return self.source.request(option.precision, option.splits, recipe, size)
 
     def _composed(self, option: Option, size: int) -> Timeline | None:
         return self._compose(self._composable(self._request(option, size)))

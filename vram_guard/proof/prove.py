@@ -129,7 +129,10 @@ class _Prover:
         sharding = plan.recipe.sharding
         shown = sharding is not None and captured.rehearses(sharding)
         self._recipe = plan.recipe.with_(
-            optimizer="as-written", parameters_on_host=(), sharding=sharding if shown else None
+            optimizer="as-written",
+            parameters_on_host=(),
+            sharding=sharding if shown else None,
+            expandable_segments=False,
         )
         self._unseen = None if shown else sharding
 
@@ -302,6 +305,8 @@ class _Prover:
             ("offload_frozen", AS_WRITTEN.with_(frozen_on_host=self._recipe.frozen_on_host)),
             ("offload_activations", AS_WRITTEN.with_(offload_activations=self._recipe.offload_activations)),
             ("checkpoint", AS_WRITTEN.with_(checkpoint=self._recipe.checkpoint)),
+            ("optimizer_in_backward", AS_WRITTEN.with_(optimizer_in_backward=self._recipe.optimizer_in_backward)),
+            ("chunked_loss", AS_WRITTEN.with_(chunked_head=self._recipe.chunked_head)),
         )
 
     def _words(self, samples: int, weight: LossWeight) -> str:
@@ -317,6 +322,8 @@ class _Prover:
     def _by_graph(self, reason: str) -> Proof | Disproof:
         if self._recipe.sharding is not None:
             return Disproof(self._parts()[0][0], reason)
+        if self._recipe.optimizer_in_backward or self._recipe.chunked_head:  # nothing but a run shows what reads them
+            return Disproof("optimizer_in_backward" if self._recipe.optimizer_in_backward else "chunked_loss", reason)
         if not self._splits:
             return Proof(
                 _("not proven by running ({reason}); the trace found nothing that the plan changes", reason=reason)

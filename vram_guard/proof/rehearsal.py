@@ -109,6 +109,8 @@ class RehearsedStep(ExitStack):
         self._generators = RandomState(of_torch=False)
         self._opened: Counter[str] = Counter()
         self.enter_context(cpu_as_gpu(rehearsal.recipe))
+        if rehearsal.recipe.optimizer_in_backward:
+            self._keep_gradients()
         # No other process takes part, whatever this one's copy was connected to.
         self.applied.replace(torch.distributed, "is_initialized", lambda: False)
         refuse_connections()
@@ -159,6 +161,17 @@ class RehearsedStep(ExitStack):
         for optimizer in optimizers:
             self._waiting.add(id(optimizer))
             optimizer.register_step_post_hook(self._after_step)  # forward and backward may run inside of the step
+
+    def _keep_gradients(self) -> None:
+        """Take down gradients when they are complete: hooks that step and drop them come after these."""
+        for name, weight in self._model.named_parameters():
+            if weight.requires_grad:
+
+                def keep(weight: torch.Tensor, name: str = name) -> None:
+                    if weight.grad is not None:
+                        self._gradients[name] = weight.grad.detach().clone()
+
+                weight.register_post_accumulate_grad_hook(keep)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         own = {id(weight) for group in optimizer.param_groups for weight in group["params"]}

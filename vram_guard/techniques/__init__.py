@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.techniques.blocks import ModelBlock, find_blocks, named_blocks
 from vram_guard.techniques.compatibility import incompatible
-from vram_guard.techniques.placement import optimizer_for, place
+from vram_guard.techniques.placement import optimizer_for, place, step_where
 from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, OptimizerForm, Recipe, Sharding
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "named_blocks",
     "optimizer_for",
     "place",
+    "step_where",
 ]
 
 
@@ -55,6 +56,10 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
             from vram_guard.techniques._activation_offload import offload_activations
 
             undo.append(offload_activations(model, recipe.offload_activations))
+        if recipe.chunked_head:
+            from vram_guard.techniques._chunked_loss import chunk_loss
+
+            undo.append(chunk_loss(model, recipe.chunked_head))
     except BaseException:
         take_off()
         raise

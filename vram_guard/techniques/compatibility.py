@@ -15,6 +15,13 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 #: Those whose 8-bit kin has this name in torchao and in bitsandbytes: ``Adam`` -> ``Adam8bit``.
 EIGHT_BIT = ("Adam", "AdamW")
 
+#: torch's optimizers whose update of a parameter depends on nothing but that parameter and its own state
+#: (``torch/optim``: each ``step`` walks the parameters of a group one by one, or as lists of equal operations).
+EACH_BY_ITSELF = (
+    *("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
+    *("Adafactor", "Muon"),
+)
+
 
 def incompatible(
     recipe: Recipe,
@@ -25,6 +32,7 @@ def incompatible(
     ranks: int = 1,
     torch_version: tuple[int, int] | None = None,
     sharded: bool = False,
+    accumulate: int = 1,
 ) -> str:
     """The reason why a recipe cannot run in this step; "" if nothing is known against it.
 
@@ -39,8 +47,11 @@ def incompatible(
         ranks: processes that share the work.
         torch_version: (major, minor); None: the installed one is not asked.
         sharded: whether parameters on the host are sharded over the processes.
+        accumulate: backward passes of an optimizer step.
     """
-    for check in (_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host):
+    if recipe.optimizer_in_backward and accumulate > 1:
+        return _("a step has {count} backward passes, and the optimizer would step after each", count=accumulate)
+    for check in (_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked):
         among = 1 if sharded and check is _parameters_on_host else ranks
         reason = check(recipe, clip, precision, optimizer_name, among, torch_version)
         if reason:
@@ -135,4 +146,36 @@ def _parameters_on_host(
         return _("parameters_on_host supports one process, not several")
     if version is not None and version < (2, 6):
         return _("parameters on the host need torch 2.6 or later (torch.distributed.fsdp.fully_shard)")
+    return ""
+
+
+def _in_backward(
+    recipe: Recipe, clip: bool, precision: str, name: str, ranks: int, _version: tuple[int, int] | None
+) -> str:
+    if not recipe.optimizer_in_backward:
+        return ""
+    if clip:
+        return _("gradients are clipped once all of them are there, and each would have stepped by then")
+    if precision == "16-mixed":
+        return _("the GradScaler looks at all gradients before it lets any weight step")
+    if ranks > 1 or recipe.sharding is not None:
+        return _("the processes add up their gradients after the hooks in which each process would have stepped")
+    if recipe.optimizer_on_host or recipe.parameters_on_host:
+        return _("an optimizer on the host takes the gradients there by itself, and steps when it is told to")
+    if name and name.removesuffix("8bit") not in EACH_BY_ITSELF:
+        return _("{name} is not known to step each parameter by itself", name=name)
+    return ""
+
+
+def _chunked(
+    recipe: Recipe, _clip: bool, _precision: str, _name: str, ranks: int, _version: tuple[int, int] | None
+) -> str:
+    if not recipe.chunked_head:
+        return ""
+    if ranks > 1 or recipe.sharding is not None:
+        return _("the weights of the last layer, which chunks use several times, are gathered or reduced by others")
+    if recipe.parameters_on_host:
+        return _(
+            "parameters on the host come to the GPU for one forward of their layer, and chunks run it several times"
+        )
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +66,22 @@ def optimizer_for(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opt
 
         optimizer = on_host(optimizer)
     return optimizer
+
+
+def step_where(optimizers: Iterable[torch.optim.Optimizer], recipe: Recipe) -> Callable[[], None]:
+    """Let the finished optimizers step in the backward pass, where the recipe wants that.
+
+    Returns:
+        A function after which they step as before.
+
+    Raises:
+        UnsupportedTechniqueError: an optimizer that cannot; nothing was changed.
+    """
+    if not recipe.optimizer_in_backward:
+        return _nothing
+    from vram_guard.techniques._optimizer_in_backward import step_in_backward
+
+    return step_in_backward(optimizers)
 
 
 def import_libraries(recipe: Recipe) -> None:

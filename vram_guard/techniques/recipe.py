@@ -61,6 +61,10 @@ class Recipe:
         parameters_on_host: modules whose parameters, gradients and optimizer states live in host memory and come to
             the GPU one module at a time (FSDP2).
         sharding: how the training is divided over its processes, where that is not as written; None: as written.
+        optimizer_in_backward: each parameter steps as soon as its gradient is complete, which is freed then.
+        chunked_head: the layer that makes the logits of a cross-entropy: logits and loss are computed in chunks; "":
+            as written.
+        expandable_segments: the allocator grows segments, in place of reserving ones of a fixed size.
     """
 
     checkpoint: tuple[str, ...] = ()
@@ -70,6 +74,9 @@ class Recipe:
     optimizer_on_host: bool = False
     parameters_on_host: tuple[str, ...] = ()
     sharding: Sharding | None = None
+    optimizer_in_backward: bool = False
+    chunked_head: str = ""
+    expandable_segments: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_FORMS:

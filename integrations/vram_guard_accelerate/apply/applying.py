@@ -142,15 +142,16 @@ class PlanInstaller:
         """Of several models, names begin with the model's number in the order of ``prepare``."""
         recipe = self.plan.recipe
         if self.plan.models == 1:
-            return recipe if model is self._models[0] else recipe.with_(checkpoint=(), offload_activations=())
+            nothing = recipe.with_(checkpoint=(), offload_activations=(), chunked_head="")
+            return recipe if model is self._models[0] else nothing
         number = self._number_of(model)
         names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
-        return recipe.with_(
-            **{
-                key: tuple(name.removeprefix(f"{number}.") for name in value if name.startswith(f"{number}."))
-                for key, value in names.items()
-            }
-        )
+        own = {
+            key: tuple(name.removeprefix(f"{number}.") for name in value if name.startswith(f"{number}."))
+            for key, value in names.items()
+        }
+        head = recipe.chunked_head if recipe.chunked_head.startswith(f"{number}.") else ""
+        return recipe.with_(**own, chunked_head=head.removeprefix(f"{number}."))
 
     # --- a larger batch ---------------------------------------------------------------------------------------
 

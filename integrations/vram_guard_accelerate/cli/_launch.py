@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vram_guard.allocator import with_expandable_segments
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.codec import to_json
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
@@ -16,7 +17,7 @@ from vram_guard.releases.required import RequiredReleases
 from vram_guard.report.html import where_to_read_on
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _signals
-from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+from vram_guard_accelerate._launch_plan import BEFORE_START, VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate.cli import _launchers
 from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
@@ -64,7 +65,8 @@ def launch(arguments: Sequence[str]) -> int:
     budget = budget_for(given.settings, local, target.gpu_ids)
     required = RequiredReleases.find(given.settings.releases, ignore=given.settings.ignore_releases)
     command = (given.script, *given.arguments)
-    request = DryRunRequest(command, given.module, given.settings, budget, target.ranks, target.environment, local)
+    environment = {**target.environment, BEFORE_START: "1"}
+    request = DryRunRequest(command, given.module, given.settings, budget, target.ranks, environment, local)
     _launchers.say_what_is_ignored()
     try:
         # A sign of life on a terminal, nothing elsewhere.
@@ -143,6 +145,9 @@ def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> 
     command = [*(["-m"] if given.module else []), given.script, *given.arguments]
     if plan is not None:
         os.environ[VARIABLE] = to_json(plan)
+        if plan.recipe.expandable_segments:
+            name, value = with_expandable_segments()
+            os.environ[name] = value
         precision = ["--mixed_precision", plan.precision] if plan.precision else []
         command = [*precision, "-m", "vram_guard_accelerate", *command]
     options = [word for word in given.accelerate if word not in ("-m", "--module")]

@@ -256,6 +256,10 @@ def _small(plan: LaunchPlan, samples: int) -> LaunchPlan:
         batch_option="",
         learning_rate_factor=1.0,
         resumes_grown=False,
-        recipe=AS_WRITTEN.with_(checkpoint=plan.recipe.checkpoint, offload_activations=plan.recipe.offload_activations),
+        recipe=AS_WRITTEN.with_(
+            checkpoint=plan.recipe.checkpoint,
+            offload_activations=plan.recipe.offload_activations,
+            chunked_head=plan.recipe.chunked_head,
+        ),
         sharding=AS_LAUNCHED,  # a copy that proves is alone
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from vram_guard_accelerate._launch_plan import LaunchPlan
     from vram_guard_accelerate._settings import Settings
     from vram_guard_accelerate.dry_run.proofs import Proof, Proofs
+
+
+#: Fields of a recipe that are proven by running, and the techniques that they belong to.
+_FIELDS = {
+    "checkpoint": "checkpoint",
+    "offload_activations": "offload_activations",
+    "chunked_head": "chunked_loss",
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class Judge:
         whole = _whole(plan, with_slices=not said)
         proof = self._proofs.of(whole)
         if proof.why_not:
+            if plan.recipe.chunked_head:  # nothing but a run shows what else the script does with its logits
+                return Verdict({"chunked_loss": proof.why_not})
             return self._by_graph(proof, slices=whole.slices, notes=notes)
         if not proof.difference:
             return Verdict(notes=(*notes, _proven_by_running(proof)))
@@ -70,15 +81,15 @@ class Judge:
 
 def _parts(plan: LaunchPlan, *, with_slices: bool) -> list[tuple[str, LaunchPlan]]:
     """The plan technique by technique."""
-    alone = {name: getattr(plan.recipe, name) for name in ("checkpoint", "offload_activations")}
-    nothing: dict[str, tuple[str, ...]] = dict.fromkeys(alone, ())
+    alone = {name: getattr(plan.recipe, name) for name in _FIELDS}
+    nothing = {name: getattr(AS_WRITTEN, name) for name in _FIELDS}
     found = []
     if plan.slices and with_slices:
         found.append(("accumulate", replace(plan, recipe=plan.recipe.with_(**nothing))))
     whole = _whole(plan, with_slices=False)
-    for name, blocks in alone.items():  # the techniques are called as the recipe's fields
-        if blocks:
-            found.append((name, replace(whole, recipe=plan.recipe.with_(**{**nothing, name: blocks}))))
+    for name, treated in alone.items():
+        if treated:
+            found.append((_FIELDS[name], replace(whole, recipe=plan.recipe.with_(**{**nothing, name: treated}))))
     return found
 
 

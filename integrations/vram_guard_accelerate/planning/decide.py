@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,14 +11,14 @@ from typing import Literal
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
-from vram_guard.guard.refusals import Refusal, beside_layout, splitting_notes
+from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout, splitting_notes
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.simulate import TRACED_SIZES
-from vram_guard_accelerate._launch_plan import LaunchPlan, LoaderPlace
+from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import NOT_HERE, Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
@@ -264,6 +265,7 @@ def _refused(
     reasons = {
         **{name: _(why) for name, why in NOT_HERE.items()},
         "offload_parameters": why_not_on_host(first),
+        "expandable_segments": "" if os.environ.get(BEFORE_START) == "1" else before_the_process(),
         "precision": _why_not_mixed(first),
         "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",

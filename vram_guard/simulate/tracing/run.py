@@ -56,7 +56,7 @@ from vram_guard.state.containers import leaves
 from vram_guard.state.reached import ReachedState, reached_kept
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
-from vram_guard.techniques.placement import import_libraries, optimizer_for, place
+from vram_guard.techniques.placement import import_libraries, optimizer_for, place, step_where
 from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Border, Growth, Note, Timeline
 
@@ -415,6 +415,7 @@ class _Run:
             )
         if self.step.parallel is not None and self.step.parallel.kind == "zero1":
             return replicas.states_of_the_fullest(optimizer, mesh, self.rank)
+        step_where((optimizer,), self.step.recipe)
         return optimizer
 
     def _lower_bound(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, why: str) -> None:
