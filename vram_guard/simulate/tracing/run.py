@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -59,6 +59,9 @@ from vram_guard.techniques.placement import import_libraries, optimizer_for, pla
 from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Border, Growth, Note, Timeline
 
+if TYPE_CHECKING:
+    from vram_guard.simulate.compiler.following import Followed
+
 #: Where torch's compiler keeps its results; torch's own default where nobody has set it.
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -79,6 +82,7 @@ def run_step(
     *,
     marked: bool = False,
     steps: int = 2,
+    compiled: bool = False,
 ) -> Timeline:
     """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
 
@@ -90,6 +94,8 @@ def run_step(
         rank: of the ranks that the step's layout has, the one that is traced; None: one that holds most.
         marked: whether the result has marks.
         steps: optimizer steps; one is a part of a timeline alone.
+        compiled: whether code under ``torch.compile`` is compiled and followed, or runs uncompiled. What this process
+            has compiled before is forgotten then.
 
     Raises:
         InvalidInputError: the setting ``cudnn`` makes no sense.
@@ -98,12 +104,12 @@ def run_step(
     """
     with asked_as_chosen(capability), _alone() as interrupts:
         try:
-            return _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps).timeline()
+            return _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled).timeline()
         except replicas.UnusedParametersError:
             if step.parallel is not None:
                 raise
         found = step.with_(ddp_options={**step.ddp_options, "find_unused_parameters": True})
-        timeline = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps).timeline()
+        timeline = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps, compiled).timeline()
         return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
 
 
@@ -184,6 +190,7 @@ class _Run:
         rank: int | None = None,
         marked: bool = False,
         steps: int = 2,
+        compiled: bool = False,
     ) -> None:
         self.written = step
         self.step = as_an_engine_takes_it(step)
@@ -197,6 +204,7 @@ class _Run:
         self.capability = capability
         self.interrupts = interrupts
         self.steps = steps
+        self.compiled = compiled
         self.recorder = Recorder()
         self.recorder.borders = [] if marked else None
         self.device = FakeCudaState(self.recorder)
@@ -226,6 +234,7 @@ class _Run:
                 _check_layout(model, step, step.parallel)
             self._note_hooks(model)
             note_absent_kernels(model, self.recorder)
+            module_call = nn.Module.__call__
             self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
@@ -233,14 +242,24 @@ class _Run:
                     model, TRUE_DTYPES.get(step.precision), self.recorder if step.parallel is None else None
                 ) as moved,
                 module_paths(model, self.recorder),
-                _eager(model, self.recorder),
+                self._compiler(model, module_call) as followed,
                 synchronised_norms(self.recorder),
                 self.mode,
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
         timeline = self.mode.timeline(self.batch_size, self.written.precision)
-        return replace(timeline, parallel=step.layout, growth=self.growth)
+        code = None if followed is None else followed.code
+        return replace(timeline, parallel=step.layout, growth=self.growth, compiled=code)
+
+    def _compiler(
+        self, model: nn.Module, module_call: Callable[..., Any]
+    ) -> contextlib.AbstractContextManager[Followed | None]:
+        if not self.compiled:
+            return _eager(model, self.recorder)
+        from vram_guard.simulate.compiler.following import compiler_followed
+
+        return compiler_followed(self.device, self.mode, self.capability, module_call)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
