@@ -94,9 +94,14 @@ def fake_tensors_on_cuda(state: FakeCudaState) -> Iterator[None]:
         "is_cuda": property(_on_cuda),
         "__torch_dispatch__": classmethod(dispatched),
     }
+    of_all = {
+        "from_tensor": made_of,
+        "__torch_dispatch__": dispatched_by_mode,
+        "avoid_device_init": property(lambda _self: True),  # constants are copied to no real GPU
+    }
     with (
         replaced(FakeTensor, answers),
-        replaced(FakeTensorMode, {"from_tensor": made_of, "__torch_dispatch__": dispatched_by_mode}),
+        replaced(FakeTensorMode, of_all),
         replaced(torch.Tensor, {"_make_subclass": staticmethod(make_subclass)}),
         _composites_decompose(),
     ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,9 @@ import torch._dynamo.guards
 import torch._dynamo.utils
 import torch._inductor.compile_fx
 from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._dynamo.types import ConvertFrameReturn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from vram_guard.errors import UnsupportedStepError
@@ -28,10 +33,16 @@ if TYPE_CHECKING:
 
 #: Batch sizes and shapes are those of the traced step: a second shape is compiled by itself, as the first was.
 _DYNAMO = {
-    "automatic_dynamic_shapes": False,
     "suppress_errors": False,
     "force_compile_during_fx_trace": False,
 }
+
+
+#: The folder of what a trace runs around the user's code.
+_OWN = str(Path(__file__).parents[1]) + os.sep
+
+#: Functions there that call a module's forward.
+_AROUND_MODULES = frozenset({"called", "marked"})
 
 
 class Followed:
@@ -45,6 +56,10 @@ class Followed:
     def code(self) -> CompiledCode | None:
         """What a timeline says of it; None: nothing was compiled."""
         return CompiledCode(self.graphs, self.breaks) if self.graphs else None
+
+
+def _skipped(beneath: FrameAction) -> ConvertFrameReturn:
+    return ConvertFrameReturn(frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, beneath))
 
 
 @contextlib.contextmanager
@@ -87,9 +102,13 @@ def compiler_followed(
         finally:
             state.in_kernel = before
 
-    def compile_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code.co_filename.startswith(_OWN):
+            # Between a break and the next graph Dynamo looks at all that runs. Of ours, modules alone lie around more.
+            around = frame.f_code.co_name in _AROUND_MODULES
+            return _skipped(FrameAction.DEFAULT if around else FrameAction.SKIP)
         with outside_the_trace():
-            return compiled_frame(self, *args, **kwargs)
+            return compiled_frame(self, frame, *args, **kwargs)
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cudagraphs"):

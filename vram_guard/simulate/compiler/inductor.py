@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -192,13 +193,34 @@ def inductor_without_gpu(state: FakeCudaState, capability: tuple[int, int]) -> I
             *_passes(state),
         ):
             stack.enter_context(replaced(target, values))
+        stack.enter_context(_constants_on_host())
         stack.enter_context(torch._inductor.config.patch({n: v for n, v in _CONFIG.items() if _has(n)}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         torch._inductor.runtime.hints.DeviceProperties.create.cache_clear()
         stack.callback(torch._inductor.runtime.hints.DeviceProperties.create.cache_clear)
-        torch._C._set_only_lift_cpu_tensors(True)
-        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         yield
+
+
+@contextlib.contextmanager
+def _constants_on_host() -> Iterator[None]:
+    """Inside the block a real tensor that is made on CUDA lies on the host: the compiler computes some constants."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on a machine with a GPU there is a kernel already
+            for name in ("empty.memory_format", "empty_strided"):
+                packet, _dot, overload = name.partition(".")
+                library.impl(name, _on_host(getattr(getattr(torch.ops.aten, packet), overload or "default")), "CUDA")
+        yield
+    finally:
+        library._destroy()
+
+
+def _on_host(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return operator(*args, **{**kwargs, "device": _CPU, "pin_memory": False})
+
+    return made
 
 
 def _has(name: str) -> bool:
@@ -213,28 +235,12 @@ def _passes(state: FakeCudaState) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Passes over graphs, as they are for CUDA."""
     joint, post = torch._inductor.fx_passes.joint_graph, torch._inductor.fx_passes.post_grad
     compile_fx = torch._inductor.compile_fx
-    folder = joint.UniformValueConstantFolder
-    joint_passes, deduced = compile_fx._recursive_joint_graph_passes, folder._deduce_value
-    peephole = folder._add_peephole_patterns
+    joint_passes = compile_fx._recursive_joint_graph_passes
 
     def passes(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         graph_on_cuda(graph)
         named = {name: on_cuda(value) for name, value in kwargs.items()}
         return joint_passes(graph, *map(on_cuda, args), **named)
-
-    def deduced_on_host(self: Any, node: torch.fx.Node) -> Any:
-        """Constants are folded by computing them."""
-        before = node.kwargs
-        node.kwargs = {n: _CPU if isinstance(v, torch.device) else v for n, v in before.items()}
-        try:
-            return deduced(self, node)
-        finally:
-            node.kwargs = before
-
-    def peephole_on_host(self: Any) -> Any:
-        full = torch.full
-        with replaced(torch, {"full": lambda *args, **kwargs: full(*args, **{**kwargs, "device": _CPU})}):
-            return peephole(self)
 
     def patterns(original: Callable[..., Any]) -> Callable[..., Any]:
         """The passes' patterns are traced of functions on the CPU, once for the process."""
@@ -249,7 +255,6 @@ def _passes(state: FakeCudaState) -> Iterator[tuple[Any, dict[str, Any]]]:
 
         return made
 
-    yield folder, {"_deduce_value": deduced_on_host, "_add_peephole_patterns": peephole_on_host}
     yield joint, {"lazy_init": patterns(joint.lazy_init)}
     yield post, {"lazy_init": patterns(post.lazy_init)}
     yield compile_fx, {"_recursive_joint_graph_passes": passes}
