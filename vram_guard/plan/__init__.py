@@ -140,9 +140,10 @@ def plan(
         dataset_size = checked_count("dataset_size", dataset_size)
     correction = _checked_correction(correction)
     from vram_guard.budget.host import host_share
+    from vram_guard.simulate.compiled import allowed_seconds
     from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
 
-    choice = checked_choice(cudnn)
+    choice, seconds = checked_choice(cudnn), allowed_seconds()
     over = None
     if gpus is not None:
         from vram_guard.plan.gpus_request import GpusRequest, check_step
@@ -264,17 +265,23 @@ def plan(
     made = search(request, traces, cost_model, report)
     uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
     made = replace(made, uneven=uneven)
-    if source.job is None or source.whole is None:
+    planned, whole = (lambda asked: search(asked, traces, cost_model, report)), source
+    if source.job is not None and source.whole is not None:
+        job = whole_job(source.job, source.whole, batch_size * source.batch_slices)
+        whole = replace(source, trace=under(choice, job))
+        followed = Traces(whole, batch_size, report, resolved.multiprocessors)
+        smaller = smaller_evaluation(whole, request, lambda run: under(choice, run))
+
+        def beside_its_job(made: Plan, asked: Request) -> Plan:
+            return with_whole_job(made, asked, followed, cost_model, smaller, report)
+
+        made = beside_its_job(made, request)
+        planned = lambda asked: beside_its_job(search(asked, traces, cost_model, report), asked)  # noqa: E731
+    if not source.compiles:
         return made
-    whole = replace(source, trace=under(choice, whole_job(source.job, source.whole, batch_size * source.batch_slices)))
-    return with_whole_job(
-        made,
-        request,
-        Traces(whole, batch_size, report, resolved.multiprocessors),
-        cost_model,
-        smaller_evaluation(whole, request, lambda run: under(choice, run)),
-        report,
-    )
+    from vram_guard.plan._compiled import with_compiled
+
+    return with_compiled(made, request, whole, planned, seconds, report)
 
 
 def _spread_over(

@@ -21,6 +21,7 @@ from vram_guard.parallel.deepspeed import STAGES, check_config
 from vram_guard.parallel.install import check as check_layout
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
+from vram_guard.simulate.compiled import EAGER, compiles
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -535,10 +536,9 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 @contextlib.contextmanager
 def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Compiled models run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
-    compiled = [m for m in model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None]
     set_stance = getattr(torch.compiler, "set_stance", None)
-    if compiled:
-        recorder.note(Message("torch.compile is not followed: counted as eager"), tier="partly symbolic")
+    if compiles(model):
+        recorder.note(EAGER, tier="partly symbolic")
         if set_stance is None:
             raise UnsupportedStepError(
                 _("compiled models need torch 2.6 or later here; give vram_guard the eager model")

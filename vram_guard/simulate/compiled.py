@@ -1,0 +1,105 @@
+"""Steps whose model ``torch.compile`` compiles, followed as compiled in a copy of the process, within a time limit."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from vram_guard.errors import InvalidInputError, LostCopyError, VramGuardError
+from vram_guard.forks.fork import run_in_fork
+from vram_guard.language import Message, _
+from vram_guard.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from vram_guard.timeline import Timeline
+
+#: Seconds that the compiler may take where the setting ``compile_seconds`` does not say: GPT-2 small, ViT-B/16,
+#: ResNet-50 and a U-Net as whole models take 40 to 170 s on two cores.
+USUAL_SECONDS: Final = 300.0
+
+
+#: What a trace says that lets compiled code run uncompiled.
+EAGER: Final = Message("torch.compile is not followed: counted as eager")
+
+
+class NotCompiledError(VramGuardError):
+    """The compiled step could not be followed; the message says why."""
+
+
+def compiles(model: nn.Module) -> bool:
+    """True if ``torch.compile`` compiles the model, or modules of it."""
+    parts = model.modules()
+    # Lightning keeps what it has compiled beside the module (LightningModule._compiler_ctx).
+    return any(
+        hasattr(part, "_orig_mod")
+        or part._compiled_call_impl is not None
+        or getattr(part, "_compiler_ctx", None) is not None
+        for part in parts
+    )
+
+
+def allowed_seconds() -> float:
+    """Seconds that the compiler may take, by the setting ``compile_seconds``; 0: it is not asked.
+
+    Raises:
+        InvalidInputError: the setting is negative or not finite.
+    """
+    found = settings().get("compile_seconds")
+    seconds = USUAL_SECONDS if found is None else float(found.value)
+    if not 0 <= seconds < float("inf"):
+        raise InvalidInputError(
+            _("compile_seconds must be 0 or more seconds, not {value}", value=repr(found and found.value))
+        )
+    return seconds
+
+
+def followed_as_compiled(run: Callable[[], Timeline], seconds: float) -> Timeline:
+    """The timeline of ``run``, which follows compiled code; nothing of it stays in this process.
+
+    Args:
+        run: called in a copy of the process.
+        seconds: when to give up.
+
+    Raises:
+        NotCompiledError: it was not followed.
+    """
+    from vram_guard.simulate.private_api import COMPILER_NAMES
+    from vram_guard.private_names import missing_names
+
+    if not seconds:
+        raise NotCompiledError(_("compile_seconds is 0"))
+    missing = missing_names(COMPILER_NAMES)
+    if missing:
+        import torch
+
+        names = ", ".join(name.dotted for name in missing)
+        raise NotCompiledError(_("torch {version} has no {names}", version=torch.__version__, names=names))
+    begun = time.monotonic()
+    try:
+        made = run_in_fork(lambda _progress: run(), most_seconds=seconds)
+    except LostCopyError as error:
+        if time.monotonic() - begun >= seconds:
+            raise NotCompiledError(
+                _("the compiler took longer than {seconds} s (compile_seconds)", seconds=f"{seconds:g}")
+            ) from error
+        raise NotCompiledError(str(error)) from error
+    except Exception as error:
+        raise NotCompiledError(_first_line(error)) from error
+    if made.compiled is None:
+        raise NotCompiledError(_("Dynamo compiled nothing of it"))
+    return made
+
+
+def not_followed(why: object) -> Message:
+    """What a report says of a compiled step that was counted as eager."""
+    return Message("torch.compile is not followed: counted as eager ({why})", why=why)
+
+
+def _first_line(error: BaseException) -> str:
+    """The words of the innermost error: Dynamo and Inductor wrap what went wrong, and add advice."""
+    words = next((line for line in str(error).strip().splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {words}"[:300]
