@@ -80,7 +80,7 @@ def followed_as_compiled(run: Callable[[], Timeline], seconds: float) -> Timelin
         raise NotCompiledError(_("torch {version} has no {names}", version=torch.__version__, names=names))
     begun = time.monotonic()
     try:
-        made = run_in_fork(lambda _progress: run(), most_seconds=seconds)
+        return run_in_fork(lambda _progress: run(), most_seconds=seconds)
     except LostCopyError as error:
         if time.monotonic() - begun >= seconds:
             raise NotCompiledError(
@@ -89,9 +89,6 @@ def followed_as_compiled(run: Callable[[], Timeline], seconds: float) -> Timelin
         raise NotCompiledError(str(error)) from error
     except Exception as error:
         raise NotCompiledError(_first_line(error)) from error
-    if made.compiled is None:
-        raise NotCompiledError(_("Dynamo compiled nothing of it"))
-    return made
 
 
 def not_followed(why: object) -> Message:

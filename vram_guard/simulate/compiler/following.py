@@ -53,9 +53,9 @@ class Followed:
         self.breaks: tuple[str, ...] = ()
 
     @property
-    def code(self) -> CompiledCode | None:
-        """What a timeline says of it; None: nothing was compiled."""
-        return CompiledCode(self.graphs, self.breaks) if self.graphs else None
+    def code(self) -> CompiledCode:
+        """What a timeline says of it."""
+        return CompiledCode(self.graphs, self.breaks)
 
 
 def _skipped(beneath: FrameAction) -> ConvertFrameReturn:
