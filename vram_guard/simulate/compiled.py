@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import TYPE_CHECKING, Final
 
 from vram_guard.errors import InvalidInputError, LostCopyError, VramGuardError
-from vram_guard.forks.fork import run_in_fork
+from vram_guard.forks.fork import ForkRefusedError, run_in_fork
 from vram_guard.language import Message, _
+from vram_guard.private_names import missing_names
 from vram_guard.settings import settings
 
 if TYPE_CHECKING:
@@ -67,28 +69,37 @@ def followed_as_compiled(run: Callable[[], Timeline], seconds: float) -> Timelin
     Raises:
         NotCompiledError: it was not followed.
     """
-    from vram_guard.simulate.private_api import COMPILER_NAMES
-    from vram_guard.private_names import missing_names
-
     if not seconds:
         raise NotCompiledError(_("compile_seconds is 0"))
-    missing = missing_names(COMPILER_NAMES)
-    if missing:
-        import torch
-
-        names = ", ".join(name.dotted for name in missing)
-        raise NotCompiledError(_("torch {version} has no {names}", version=torch.__version__, names=names))
     begun = time.monotonic()
     try:
-        return run_in_fork(lambda _progress: run(), most_seconds=seconds)
+        return run_in_fork(lambda _progress: _checked(run), most_seconds=seconds)
     except LostCopyError as error:
         if time.monotonic() - begun >= seconds:
             raise NotCompiledError(
                 _("the compiler took longer than {seconds} s (compile_seconds)", seconds=f"{seconds:g}")
             ) from error
         raise NotCompiledError(str(error)) from error
-    except Exception as error:
-        raise NotCompiledError(_first_line(error)) from error
+    except ForkRefusedError as error:
+        raise NotCompiledError(str(error)) from error
+
+
+def _checked(run: Callable[[], Timeline]) -> Timeline:
+    """Called in the copy, which alone imports the compiler."""
+    from vram_guard.simulate.private_api import COMPILER_NAMES
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own, which the training will show
+        missing = missing_names(COMPILER_NAMES)
+        if missing:
+            import torch
+
+            names = ", ".join(name.dotted for name in missing)
+            raise NotCompiledError(_("torch {version} has no {names}", version=torch.__version__, names=names))
+        try:
+            return run()
+        except Exception as error:
+            raise NotCompiledError(_cause(error)) from error
 
 
 def not_followed(why: object) -> Message:
@@ -96,7 +107,9 @@ def not_followed(why: object) -> Message:
     return Message("torch.compile is not followed: counted as eager ({why})", why=why)
 
 
-def _first_line(error: BaseException) -> str:
-    """The words of the innermost error: Dynamo and Inductor wrap what went wrong, and add advice."""
-    words = next((line for line in str(error).strip().splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {words}"[:300]
+def _cause(error: Exception) -> str:
+    """The innermost error in a line: Dynamo and Inductor wrap what went wrong, and add advice."""
+    while isinstance(inner := getattr(error, "inner_exception", None), Exception):
+        error = inner
+    words = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return words if isinstance(error, VramGuardError) else f"{type(error).__name__}: {words}"
