@@ -18,7 +18,7 @@ from vram_guard.plan import plan
 from vram_guard.private_names import missing_names
 from vram_guard.report import text
 from vram_guard.report.as_json import as_dict
-from vram_guard.simulate.compiled import NotCompiledError, allowed_seconds, followed_as_compiled
+from vram_guard.simulate.compiled import Compiler, NotCompiledError, allowed_seconds
 from vram_guard.simulate.private_api import COMPILER_NAMES
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.timeline import CompiledCode, Timeline
@@ -79,7 +79,7 @@ def bytes_of(timeline: Timeline, category: str) -> int:
 
 
 def followed(step: TrainingStep, size: int = SAMPLES) -> Timeline:
-    return followed_as_compiled(lambda: run_step(step, size, CAPABILITY, compiled=True), 300)
+    return Compiler(lambda size: run_step(step, size, CAPABILITY, compiled=True), 300)(size)
 
 
 def eager(step: TrainingStep) -> Timeline:
@@ -213,7 +213,7 @@ def compiled_by_nothing() -> nn.Module:
 
 def test_the_compiler_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotCompiledError, match="longer than 0.01 s"):
-        followed_as_compiled(lambda: threading.Event().wait(), 0.01)  # type: ignore[arg-type,return-value]
+        Compiler(lambda _size: threading.Event().wait(), 0.01)(1)  # type: ignore[arg-type,return-value]
     monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "0")
     made = plan(step_of(compiled_blocks()), SAMPLES, "1GiB")
     assert made.compiled is not None

@@ -140,7 +140,7 @@ def plan(
         dataset_size = checked_count("dataset_size", dataset_size)
     correction = _checked_correction(correction)
     from vram_guard.budget.host import host_share
-    from vram_guard.simulate.compiled import allowed_seconds
+    from vram_guard.simulate.compiled import Compiler, allowed_seconds
     from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
 
     choice, seconds = checked_choice(cudnn), allowed_seconds()
@@ -217,7 +217,12 @@ def plan(
         techniques -= _NOT_SPREAD
         # The memory of this machine says nothing of the nodes that are planned for.
         host_usable = None if host_budget is None else host_share(host_budget, source.topology.node)
-    source = replace(source, trace=under(choice, source.trace))
+    source = whole = replace(source, trace=under(choice, source.trace))
+    if source.job is not None and source.whole is not None:
+        job = whole_job(source.job, source.whole, batch_size * source.batch_slices)
+        whole = replace(source, trace=under(choice, job))
+    # Before the first backward pass, after which autograd may not be copied any more.
+    compiler = Compiler(whole.trace, seconds) if source.compiles else None
     traces = Traces(source, batch_size, report, resolved.multiprocessors)
     # Errors of the step as written come before all others.
     changes = traces(Option(source.precision, 1)).changes
@@ -262,26 +267,23 @@ def plan(
         correction=correction,
         thorough=source.thorough,
     )
-    made = search(request, traces, cost_model, report)
-    uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
-    made = replace(made, uneven=uneven)
-    planned, whole = (lambda asked: search(asked, traces, cost_model, report)), source
-    if source.job is not None and source.whole is not None:
-        job = whole_job(source.job, source.whole, batch_size * source.batch_slices)
-        whole = replace(source, trace=under(choice, job))
+
+    def searched(asked: Request) -> Plan:
+        made = search(asked, traces, cost_model, report)
+        uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
+        made = replace(made, uneven=uneven)
+        if whole is source:
+            return made
         followed = Traces(whole, batch_size, report, resolved.multiprocessors)
-        smaller = smaller_evaluation(whole, request, lambda run: under(choice, run))
+        smaller = smaller_evaluation(whole, asked, lambda run: under(choice, run))
+        return with_whole_job(made, asked, followed, cost_model, smaller, report)
 
-        def beside_its_job(made: Plan, asked: Request) -> Plan:
-            return with_whole_job(made, asked, followed, cost_model, smaller, report)
-
-        made = beside_its_job(made, request)
-        planned = lambda asked: beside_its_job(search(asked, traces, cost_model, report), asked)  # noqa: E731
-    if not source.compiles:
+    made = searched(request)
+    if compiler is None:
         return made
     from vram_guard.plan._compiled import with_compiled
 
-    return with_compiled(made, request, whole, planned, seconds, report)
+    return with_compiled(made, request, whole, searched, compiler, report)
 
 
 def _spread_over(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from vram_guard.language import Message, _
@@ -13,7 +12,7 @@ from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.model import CompiledStep, Plan
 from vram_guard.plan.search_space import Candidate
 from vram_guard.plan.tracing import Traces
-from vram_guard.simulate.compiled import EAGER, NotCompiledError, followed_as_compiled, not_followed
+from vram_guard.simulate.compiled import EAGER, NotCompiledError, not_followed
 from vram_guard.units import Amount
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from vram_guard.plan.search_space import Request
     from vram_guard.plan.source import Source, TraceRequest
+    from vram_guard.simulate.compiled import Compiler
     from vram_guard.timeline import Estimate, Timeline
 
 
@@ -29,7 +29,7 @@ def with_compiled(
     request: Request,
     source: Source,
     search: Callable[[Request], Plan],
-    seconds: float,
+    compiler: Compiler[TraceRequest],
     progress: Callable[[str], None],
 ) -> Plan:
     """The plan for the step as ``torch.compile`` compiles it; for the eager one, where that cannot be followed.
@@ -37,16 +37,16 @@ def with_compiled(
     Args:
         made: for the eager step.
         request: what was asked.
-        source: of timelines, eager and compiled.
+        source: of the step, with its job where it has one.
         search: for a plan of the eager step under another request.
-        seconds: that the compiler may take for each of at most four steps that are followed.
+        compiler: follows the source's compiled steps, at most three of them.
         progress: called with a line of text before each slow part.
     """
-    compiled = _Compiled(source, request, seconds, progress)
+    following = _Compiled(source, request, compiler, progress)
     try:
         if source.topology is not None:
             raise NotCompiledError(_("over several GPUs"))
-        return _followed(made, request, compiled, search)
+        return _followed(made, request, following, search)
     except NotCompiledError as error:
         return replace(made, compiled=CompiledStep(made.estimate, why=str(error)), **_said(made, error))
 
@@ -54,10 +54,12 @@ def with_compiled(
 class _Compiled:
     """Compiled timelines of options, each followed once."""
 
-    def __init__(self, source: Source, request: Request, seconds: float, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, source: Source, request: Request, compiler: Compiler[TraceRequest], progress: Callable[[str], None]
+    ) -> None:
         def trace(asked: TraceRequest) -> Timeline:
-            progress(_("following the compiled step, for at most {seconds} s", seconds=f"{seconds:g}"))
-            return followed_as_compiled(partial(source.trace, replace(asked, compiled=True)), seconds)
+            progress(_("following the compiled step, for at most {seconds} s", seconds=f"{compiler.seconds:g}"))
+            return compiler(replace(asked, compiled=True))
 
         own = replace(source, trace=trace, direct=None, marks=False, one_size=True)
         self._traces = Traces(own, request.batch_size, lambda _line: None, request.budget.multiprocessors)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
 import warnings
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from vram_guard.errors import InvalidInputError, LostCopyError, VramGuardError
-from vram_guard.forks.fork import ForkRefusedError, run_in_fork
+from vram_guard.forks.exclusive import in_copy
+from vram_guard.forks.fork import ForkRefusedError
+from vram_guard.forks.waiting import WaitingCopy
 from vram_guard.language import Message, _
 from vram_guard.private_names import missing_names
 from vram_guard.settings import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
     from vram_guard.timeline import Timeline
+
+A = TypeVar("A")
 
 #: Seconds that the compiler may take where the setting ``compile_seconds`` does not say: GPT-2 small, ViT-B/16,
 #: ResNet-50 and a U-Net as whole models take 40 to 170 s on two cores.
@@ -59,33 +65,71 @@ def allowed_seconds() -> float:
     return seconds
 
 
-def followed_as_compiled(run: Callable[[], Timeline], seconds: float) -> Timeline:
-    """The timeline of ``run``, which follows compiled code; nothing of it stays in this process.
+class Compiler(Generic[A]):
+    """Follows compiled steps, in copies of this process as it is now: nothing of it stays here.
 
     Args:
-        run: called in a copy of the process.
-        seconds: when to give up.
-
-    Raises:
-        NotCompiledError: it was not followed.
+        trace: what to follow -> its timeline, with compiled code.
+        seconds: when to give up; 0: at once.
     """
-    if not seconds:
-        raise NotCompiledError(_("compile_seconds is 0"))
-    begun = time.monotonic()
+
+    def __init__(self, trace: Callable[[A], Timeline], seconds: float) -> None:
+        self._trace = trace
+        self.seconds = seconds
+        self._copy: WaitingCopy[A, Timeline] | None = None
+        if seconds and not in_copy():
+            with contextlib.suppress(ForkRefusedError):
+                self._copy = WaitingCopy(lambda asked: _checked(lambda: trace(asked)))
+
+    def __call__(self, asked: A) -> Timeline:
+        """The timeline of the compiled step.
+
+        Raises:
+            NotCompiledError: it could not be followed.
+        """
+        if not self.seconds:
+            raise NotCompiledError(_("compile_seconds is 0"))
+        begun = time.monotonic()
+        try:
+            if self._copy is not None:
+                return self._copy(asked, self.seconds)
+            if in_copy():  # nothing of this process goes on
+                with _limited(self.seconds):
+                    return _checked(lambda: self._trace(asked))
+        except NotCompiledError:
+            raise
+        except (_TimeIsUp, LostCopyError) as error:
+            late = isinstance(error, _TimeIsUp) or time.monotonic() - begun >= self.seconds
+            seconds = f"{self.seconds:g}"
+            why = _("the compiler took longer than {seconds} s (compile_seconds)", seconds=seconds) if late else error
+            raise NotCompiledError(str(why)) from error
+        except ForkRefusedError as error:
+            raise NotCompiledError(str(error)) from error
+        raise NotCompiledError(_("this system cannot copy a process (fork)"))
+
+
+class _TimeIsUp(BaseException):
+    """The compiler catches every Exception."""
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """In a copy of the process, whose only thread is here."""
+
+    def late(_number: int, _frame: object) -> None:
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return run_in_fork(lambda _progress: _checked(run), most_seconds=seconds)
-    except LostCopyError as error:
-        if time.monotonic() - begun >= seconds:
-            raise NotCompiledError(
-                _("the compiler took longer than {seconds} s (compile_seconds)", seconds=f"{seconds:g}")
-            ) from error
-        raise NotCompiledError(str(error)) from error
-    except ForkRefusedError as error:
-        raise NotCompiledError(str(error)) from error
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _checked(run: Callable[[], Timeline]) -> Timeline:
-    """Called in the copy, which alone imports the compiler."""
+    """Called in a copy, which alone imports the compiler."""
     from vram_guard.simulate.private_api import COMPILER_NAMES
 
     with warnings.catch_warnings():
