@@ -78,9 +78,7 @@ def _wait_for_work(work: Callable[[Any], Any], asked: Connection, answering: Con
             except Exception as error:  # noqa: BLE001 - the original raises it
                 answer = "error", as_picklable(error)
             answering.send(answer)
-    except BaseException:  # noqa: BLE001 - nothing of a copy may go on in the original's name
-        pass
-    finally:
+    finally:  # nothing of a copy may go on in the original's name
         os._exit(0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import Message, _
 from vram_guard.plan._answer import fits_reasons, unchanged
@@ -43,12 +43,13 @@ def with_compiled(
         progress: called with a line of text before each slow part.
     """
     following = _Compiled(source, request, compiler, progress)
-    try:
-        if source.topology is not None:
-            raise NotCompiledError(_("over several GPUs"))
-        return _followed(made, request, following, search)
-    except NotCompiledError as error:
-        return replace(made, compiled=CompiledStep(made.estimate, why=str(error)), **_said(made, error))
+    why = _("over several GPUs")
+    if source.topology is None:
+        try:
+            return _followed(made, request, following, search)
+        except NotCompiledError as error:
+            why = str(error)
+    return replace(made, compiled=CompiledStep(made.estimate, why=why), **_said(made, why))
 
 
 class _Compiled:
@@ -115,7 +116,7 @@ def _beside(eager: Estimate, compiled: Candidate) -> CompiledStep:
     return CompiledStep(eager) if code is None else CompiledStep(eager, code.graphs, code.breaks)
 
 
-def _said(made: Plan, why: object) -> dict[str, Estimate]:
+def _said(made: Plan, why: str) -> dict[str, Any]:
     """The estimates, which say why compiled code was counted as eager."""
     return {name: _with_reason(getattr(made, name), not_followed(why)) for name in ("estimate", "before")}
 

@@ -221,6 +221,7 @@ class Deferred(NamedTuple):
 #: Why a reserved peak has a range. "workspaces": cuDNN's are of unknown size; "streams": frees wait for other streams.
 UpperReason = Literal["workspaces", "streams"]
 
+
 class CompiledCode(NamedTuple):
     """What ``torch.compile`` made of the step."""
 

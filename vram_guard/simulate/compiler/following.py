@@ -144,6 +144,7 @@ def compiler_followed(
             replaced(compile_fx, {"_compile_fx_inner": compile_graph}),
             replaced(torch._dynamo.guards.CheckFunctionManager, {"__init__": make_checks}),
             torch._dynamo.config.patch(dynamo),
+            torch.compiler.set_stance("default"),  # a framework's adapter has all else run uncompiled
         ):
             yield followed
             followed.breaks = tuple(str(reason).strip().partition("\n")[0] for reason in breaks)

@@ -1,7 +1,7 @@
 """Inductor for a CUDA device that is not there: it writes its code as always, and its kernels do nothing.
 
-The code that it writes lies in a folder of the trace. No kernel is compiled, no process is started and nothing is measured: what
-torch would find out by measuring (the padding of matrix products) is left as it is written.
+The code that it writes lies in a folder of the trace. No kernel is compiled, no process is started and nothing is
+measured: what torch would find out by measuring (the padding of matrix products) is left as it is written.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Codes:
         self._folder = Path(folder)
         self._count = 0
 
-    def write(self, source_code: str, extra: str = "") -> tuple[str, str]:
+    def write(self, source_code: str, **_extra: str) -> tuple[str, str]:
         key, self._count = f"graph{self._count}", self._count + 1
         path = self._folder / f"{key}.py"
         path.write_text(source_code, encoding="utf-8")
