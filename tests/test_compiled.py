@@ -150,6 +150,21 @@ def test_batch_normalisation_convolutions_dropout_and_autocast_are_followed() ->
     assert sum(size for block, size in zip(made.blocks, made.sizes(8), strict=True) if block.category == "gradients")
 
 
+class Flex(nn.Module):
+    """Attention whose kernel is made of one of Inductor's templates."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        heads = x.view(1, 4, -1, WIDTH)
+        return flex_attention(heads, heads, heads).reshape(x.shape)  # type: ignore[union-attr]
+
+
+def test_flex_attention_is_followed_where_it_is_compiled() -> None:
+    made = followed(step_of(nn.Sequential(Block(), torch.compile(Flex()))), 1024)  # type: ignore[arg-type]
+    assert made.compiled == CompiledCode(graphs=2)
+
+
 # --- plans and reports ----------------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,15 @@ class _Codes:
         return made
 
 
+    def template(self, source_code: str) -> ModuleType:
+        """The module of a kernel that is made of a template (flex_attention's): its caller asks for its file."""
+        key, path = self.write(source_code)
+        made = _Anything(key)
+        made.__file__ = path
+        vars(made)["key"] = key
+        return made
+
+
 @contextlib.contextmanager
 def _triton_importable() -> Iterator[None]:
     names = ("triton", "triton.language")
@@ -180,6 +189,7 @@ def inductor_without_gpu(state: FakeCudaState, capability: tuple[int, int]) -> I
                 codecache.PyCodeCache,
                 {
                     "write": staticmethod(codes.write),
+                    "load": classmethod(lambda _cls, text, *_args, **_kwargs: codes.template(text)),
                     "load_by_key_path": classmethod(lambda _cls, *args, **kwargs: codes.load(*args, **kwargs)),
                 },
             ),
