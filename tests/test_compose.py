@@ -70,6 +70,16 @@ class Hourglass(nn.Module):
         return self.head(x)
 
 
+class InPlace(Convolutions):
+    """A residual block as torchvision's: its activations write over what they are given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.relu(self.one(self.first(x)), inplace=True)
+        y = self.other(self.second(y))
+        y += x
+        return nn.functional.relu(y, inplace=True)
+
+
 def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 128), *(Layer(128) for _ in range(5)), nn.Linear(128, 8))
 
@@ -78,9 +88,14 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 24, 3), *(Convolutions(24) for _ in range(4)), nn.Flatten(), nn.Linear(21600, 8))
 
 
+def in_place() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 24, 3), *(InPlace(24) for _ in range(4)), nn.Flatten(), nn.Linear(21600, 8))
+
+
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "layers": (layers, (40, 32)),
     "convolutions": (convolutions, (3, 32, 32)),
+    "in_place": (in_place, (3, 32, 32)),
     "hourglass": (Hourglass, (40, 96)),
 }
 
@@ -180,6 +195,28 @@ def test_activations_on_the_host_are_composed_of_a_chain(count: int) -> None:
         assert composed == direct
         assert traces.exact(option, BATCH).host_peak(BATCH) > 0
     assert traces.exact(offloaded, BATCH).host_peak(BATCH) == traces.direct(offloaded, BATCH).host_peak(BATCH)
+
+
+@pytest.mark.parametrize("made", ["convolutions", "in_place", "hourglass"])
+def test_a_tensor_that_two_blocks_save_stays_while_one_of_them_needs_it(made: str) -> None:
+    """A block's result is saved by its own activation and by the next block; one of the two copies it to the host."""
+    traces, blocks = ready(step(*MODELS[made]))
+    for offloaded in (blocks[::2], blocks[1::2], blocks[:2]):
+        for precision in ("32-true", "16-mixed"):
+            option = Option(precision, 1, Recipe(offload_activations=offloaded))
+            composed, direct = compared(traces, option)
+            assert composed == direct
+
+
+def test_blocks_that_work_in_place_are_composed_in_any_way() -> None:
+    """The backward of an operator that allocates nothing forwards belongs to the module that called it."""
+    traces, blocks = ready(step(*MODELS["in_place"]))
+    for checkpoint in (blocks, blocks[1::2]):
+        option = Option("32-true", 2, Recipe(checkpoint=checkpoint))
+        composed, direct = compared(traces, option)
+        assert composed == direct
+    modules = {block.module for block in traces.direct(option, 6).blocks if "threshold_backward" in block.operator}
+    assert modules == {*blocks}
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp", "zero1"])

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from vram_guard.compose._alignment import aligned
 from vram_guard.compose._errors import CannotComposeError
-from vram_guard.compose._segments import Cut
+from vram_guard.compose._segments import Cut, Place
 from vram_guard.compose._steps import repeated
 from vram_guard.timeline import Block, Marks, Phase, Timeline
 
-#: Added to a block's number where its gradient is stored or added up: events have smaller numbers.
+#: Added to a block's number where its gradient is stored or added up, and where a backward pass reads it: events have
+#: smaller numbers.
 _ACCUMULATED = 1 << 40
+_READ = 1 << 41
 
 
 class BlockMixture:
@@ -20,7 +22,7 @@ class BlockMixture:
 
     Each segment of a treated block comes from the one trace, all others from the other. Tensors that pass from one
     segment to another are in both: they are paired by their order, size, operator and stream. Where both traces free
-    one, it lives until the last of these frees.
+    one, it lives until the last of these frees, and until the last backward pass that reads it.
 
     Args:
         plain: no block is treated.
@@ -91,36 +93,52 @@ class BlockMixture:
         made: list[list[int | None]] = [list(run) for run in runs]
         allocated: dict[int, int] = {}
         freed: dict[int, tuple[list[int | None], int]] = {}
+        read: dict[int, tuple[int, int]] = {}
         for index, run in enumerate(made):
             for at, event in enumerate(run):
-                if event is None or event >= _ACCUMULATED:
+                if event is None or _ACCUMULATED <= event < _READ:
                     continue
-                if event >= 0:
+                if event >= _READ:
+                    run[at] = None
+                    read[event - _READ] = index, at
+                    if event - _READ in freed:
+                        earlier, since = freed.pop(event - _READ)
+                        earlier[since] = None
+                elif event >= 0:
                     allocated[event] = index
                 elif ~event not in allocated:
                     run[at] = None  # a tensor that only the other way makes
                 else:
                     if ~event in freed:
-                        earlier, place = freed[~event]
-                        earlier[place] = None
+                        earlier, since = freed[~event]
+                        earlier[since] = None
                     freed[~event] = run, at
         for block, index in allocated.items():
-            if block not in freed:
-                self._free(block, chosen[index], made)
+            if block in freed:
+                continue
+            place = self._place(block, chosen[index])
+            if place is None:
+                continue
+            reader, at = read.get(block, (-1, 0))
+            if place.segment <= reader:
+                made[reader][at] = ~block
+            else:
+                self._free(block, place, made[place.segment])
         return made
 
-    def _free(self, block: int, own: bool, made: Sequence[list[int | None]]) -> None:
-        """Free a tensor where the trace that it comes from does, though that segment comes from the other one.
+    def _place(self, block: int, own: bool) -> Place | None:
+        """Where the trace that a tensor comes from frees it; None where it never does.
 
         Where a block does that in its backward pass, which in the other way does not need the tensor: where the program
         lets it go there.
         """
         place, other = self._freed[own].get(block), self._freed[not own].get(block)
-        if place is None:
-            return
-        if self._segments[place.segment].unit and other is not None and not self._segments[other.segment].unit:
-            place = other
-        run = made[place.segment]
+        if place is None or other is None:
+            return place
+        return other if self._segments[place.segment].unit and not self._segments[other.segment].unit else place
+
+    def _free(self, block: int, place: Place, run: list[int | None]) -> None:
+        """Free a tensor at a place of one trace, though that segment comes from the other one."""
         if self._segments[place.segment].unit:
             run.append(~block)
             return
@@ -166,15 +184,17 @@ def _kind(cut: Cut, block: int) -> tuple[object, ...]:
 
 
 def _renumbered(cut: Cut, numbers: Sequence[int]) -> Iterator[list[int]]:
-    """The events of each segment, with the places where gradients are accumulated among them."""
-    accumulated = iter(sorted(cut.accumulated))
-    following = next(accumulated, None)
+    """The events of each segment, with the places where gradients are accumulated and where blocks are read."""
+    marked = [(at, _ACCUMULATED + numbers[block]) for at, block in cut.accumulated]
+    marked += ((at, _READ + numbers[block]) for at, block in cut.used)
+    marks = iter(sorted(marked))
+    following = next(marks, None)
     for segment in cut.segments:
         run: list[int] = []
         for at in range(segment.start, segment.end):
             event = cut.timeline.events[at]
             run.append(numbers[event] if event >= 0 else ~numbers[~event])
             while following is not None and following[0] <= at + 1:
-                run.append(_ACCUMULATED + numbers[following[1]])
-                following = next(accumulated, None)
+                run.append(following[1])
+                following = next(marks, None)
         yield run

@@ -47,7 +47,7 @@ class DepthLaw:
         template = self._template
         marks = None
         if template.marks is not None:
-            marks = Marks(tuple(made["borders"]), tuple(made["accumulated"]))
+            marks = Marks(tuple(made["borders"]), tuple(made["accumulated"]), tuple(made["used"]))
         return replace(
             template,
             blocks=tuple(block for _event, block in made["events"] if block is not None),
@@ -201,10 +201,10 @@ def _sequences(timeline: Timeline, names: _Names) -> dict[str, list[Item]]:
             for one in timeline.deferred
         ],
         "borders": borders,
-        "accumulated": [
-            Item((bisect_right(starts, at), blocks[block][0]), (at, block), (at, block))
-            for at, block in marks.accumulated
-        ],
+        **{
+            name: [Item((bisect_right(starts, at), blocks[block][0]), (at, block), (at, block)) for at, block in places]
+            for name, places in (("accumulated", marks.accumulated), ("used", marks.used))
+        },
     }
 
 
@@ -296,4 +296,5 @@ _KINDS: dict[str, _Kind] = {
         )
     ),
     "accumulated": _Kind(lambda _value, numbers, _names: tuple(numbers)),
+    "used": _Kind(lambda _value, numbers, _names: tuple(numbers)),
 }

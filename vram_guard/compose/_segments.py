@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import pairwise
@@ -52,7 +53,7 @@ class Cut:
         self._owners: dict[str, str] = {}
         self._borders = _borders_by_phase(timeline, marks)
         self.segments = tuple(self._numbered())
-        self.accumulated = marks.accumulated
+        self.accumulated, self.used = marks.accumulated, marks.used
         self.freed: dict[int, Place] = {}
         """Block of the timeline -> where it is freed."""
         for index, segment in enumerate(self.segments):
@@ -62,6 +63,11 @@ class Cut:
                     allocations += 1
                 else:
                     self.freed[~event] = Place(index, allocations)
+        starts = [segment.start for segment in self.segments]
+        self._readers: dict[int, set[str]] = {}
+        """Block of the timeline -> the units whose backward passes read it."""
+        for at, block in marks.used:
+            self._readers.setdefault(block, set()).add(self.segments[bisect_left(starts, at) - 1].unit)
 
     @property
     def called_once(self) -> bool:
@@ -72,13 +78,14 @@ class Cut:
         )
 
     def crossing(self, index: int) -> list[int]:
-        """The blocks that a segment allocates and that live on in segments of other units, in order."""
+        """The blocks that a segment allocates and that other units free or read in their backward pass, in order."""
         segment = self.segments[index]
         found = []
         for event in self.timeline.events[segment.start : segment.end]:
             if event >= 0:
                 freed = self.freed.get(event)
-                if not segment.unit or freed is None or self.segments[freed.segment].unit != segment.unit:
+                readers = self._readers.get(event, set()) - {segment.unit}
+                if not segment.unit or freed is None or self.segments[freed.segment].unit != segment.unit or readers:
                     found.append(event)
         return found
 

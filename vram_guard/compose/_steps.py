@@ -38,7 +38,10 @@ def repeated(timeline: Timeline) -> Timeline:
         phases=(*timeline.phases, *second),
         marks=Marks(
             (*marks.borders, *(one._replace(at=at[one.at]) for one in marks.borders if one.at >= start)),
-            (*marks.accumulated, *((at[place], again.get(block, block)) for place, block in marks.accumulated)),
+            *(
+                (*places, *((at[place], again.get(block, block)) for place, block in places if place >= start))
+                for places in (marks.accumulated, marks.used)
+            ),
         ),
     )
 

@@ -207,6 +207,8 @@ class Marks(NamedTuple):
     borders: tuple[Border, ...]
     accumulated: tuple[tuple[int, int], ...]
     """Where a gradient is stored or added up: events that precede it, and its block."""
+    used: tuple[tuple[int, int], ...] = ()
+    """Where the backward pass of a module last reads what a forward made: events that precede it, and the block."""
 
 
 class Deferred(NamedTuple):

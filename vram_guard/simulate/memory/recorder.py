@@ -117,6 +117,10 @@ class Recorder:
         self.borders: list[Border] | None = None
         """Where forwards of modules begin and end; None: that is not asked for."""
         self._accumulated: list[tuple[int, int]] = []
+        self._used: dict[tuple[int, str, int], int] = {}
+        """(phase, module, block) -> where a backward pass last reads the block; in that order."""
+        self._before_backward = 0
+        """Blocks that were there when the backward pass began."""
         self._closed = False
 
     # --- phases -------------------------------------------------------------------------------------------
@@ -129,6 +133,7 @@ class Recorder:
         self.phases.append(Phase(name, step, len(self.events), self.label, self._from_start))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"
+        self._before_backward = len(self._sizes)
         self._backward_on = self.streams.current
 
     def _count_micro_batches(self, name: str, step: int) -> None:
@@ -457,10 +462,25 @@ class Recorder:
             blocks = (self.block_of(tensor.untyped_storage()._cdata) for tensor in tensors)
             self._accumulated += [(len(self.events), block) for block in blocks if block is not None]
 
+    def read_by_backward(self, tensors: Iterable[object]) -> None:
+        """An operator of a backward pass has read these."""
+        module: str | None = None
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                block = self.block_of(tensor.untyped_storage()._cdata)
+                if block is not None and block < self._before_backward:
+                    module = self.module_now() if module is None else module
+                    key = len(self.phases), module, block
+                    self._used.pop(key, None)
+                    self._used[key] = len(self.events)
+
     @property
     def marks(self) -> Marks | None:
         """Where parts of the timeline begin and end, where that is asked for."""
-        return None if self.borders is None else Marks(tuple(self.borders), tuple(self._accumulated))
+        if self.borders is None:
+            return None
+        used = tuple((at, block) for (_phase, _module, block), at in self._used.items())
+        return Marks(tuple(self.borders), tuple(self._accumulated), used)
 
     # --- host tensors -------------------------------------------------------------------------------------
 
@@ -536,6 +556,16 @@ class Recorder:
         """Path of the module whose forward, or whose backward, is running; "" outside any."""
         origin = self._origin_of_node() if self.in_backward else None
         return self.modules[-1] if origin is None else origin[0]
+
+    def module_changes(self) -> None:
+        """The forward of a module begins or ends: autograd's nodes until now are of the module that was running.
+
+        Also those of operators that allocated nothing in the forward pass (``relu_``), but do in the backward pass.
+        """
+        if not self.in_backward and torch.is_grad_enabled() and self.events:
+            node = torch._C._autograd._get_sequence_nr() - 1
+            if self._nodes and node > self._nodes[-1]:
+                self._remember_node((self.modules[-1], self.source()))
 
     def _origin(self) -> tuple[str, str]:
         origin = self._origin_of_node() if self.in_backward else None

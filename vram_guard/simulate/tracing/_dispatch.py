@@ -113,6 +113,8 @@ class SymbolicMode(TorchDispatchMode):
             if self._notes.open:
                 self._notes.runs(func, args, kwargs or {})
             out = plan(func, args, kwargs or {})
+            if self.recorder.in_backward and self.recorder.borders is not None:
+                self.recorder.read_by_backward(args)
             if self.waiting and func._schema.name == "aten::_to_copy":
                 self._weights_arrive(args[0], out)
             if self.recorder.measured:

@@ -515,10 +515,12 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         path = paths.get(id(self))
         if path is None:
             path = type(self).__name__
+        recorder.module_changes()
         stack.append(path)
         try:
             return original(self, *args, **kwargs)
         finally:
+            recorder.module_changes()
             stack.pop()
 
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
