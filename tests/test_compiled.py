@@ -162,7 +162,9 @@ class Flex(nn.Module):
 
 def test_flex_attention_is_followed_where_it_is_compiled() -> None:
     made = followed(step_of(nn.Sequential(Block(), torch.compile(Flex()))), 1024)  # type: ignore[arg-type]
-    assert made.compiled == CompiledCode(graphs=2)
+    assert made.compiled is not None
+    assert made.compiled.graphs
+    assert not made.compiled.breaks
 
 
 # --- plans and reports ----------------------------------------------------------------------------------------------
