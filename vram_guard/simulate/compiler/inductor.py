@@ -118,7 +118,6 @@ class _Codes:
         vars(made).update(attributes or {})
         return made
 
-
     def template(self, source_code: str) -> ModuleType:
         """The module of a kernel that is made of a template (flex_attention's): its caller asks for its file."""
         key, path = self.write(source_code)
