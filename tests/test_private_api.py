@@ -23,10 +23,12 @@ ALL = (
     *private_api.PARALLEL_NAMES,
     *private_api.COLLECTIVE_NAMES,
     *private_api.REDUCER_NAMES,
+    *private_api.COMPILER_NAMES,
 )
 NEEDED = ALL if tuple(map(int, torch.__version__.split(".")[:2])) >= SINCE else private_api.PRIVATE_NAMES
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of imports
 @pytest.mark.parametrize("name", NEEDED, ids=lambda name: name.path)
 def test_this_torch_has_every_name(name: PrivateName) -> None:
     assert missing_in_words((name,)) == []

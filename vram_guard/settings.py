@@ -36,6 +36,7 @@ KINDS: Final[Mapping[str, str]] = {
     "allow": "names",
     "blocks": "names",
     "budget": "amount",
+    "compile_seconds": "number",
     "cudnn": "text",
     "disable": "switch",
     "gpu": "text",

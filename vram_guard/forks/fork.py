@@ -148,7 +148,7 @@ def _outcome(work: Callable[[Progress], Any], home: Connection, buffers: list[pi
         return "error", (error, traceback.format_exc())
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         text = "".join(traceback.format_exception(caught))
-        return "error", (_picklable(caught), text)
+        return "error", (as_picklable(caught), text)
 
 
 def write_all(pipe: int, content: memoryview) -> None:
@@ -157,7 +157,7 @@ def write_all(pipe: int, content: memoryview) -> None:
         content = content[os.write(pipe, content) :]
 
 
-def _picklable(error: Exception) -> Exception:
+def as_picklable(error: Exception) -> Exception:
     """The error, or one of its name and words where it does not survive pickling."""
     with contextlib.suppress(Exception):  # constructors of the user's errors may raise anything
         again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own

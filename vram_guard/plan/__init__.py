@@ -153,9 +153,10 @@ def plan(
         dataset_size = checked_count("dataset_size", dataset_size)
     correction = _checked_correction(correction)
     from vram_guard.budget.host import host_share
+    from vram_guard.simulate.compiled import Compiler, allowed_seconds
     from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
 
-    choice = checked_choice(cudnn)
+    choice, seconds = checked_choice(cudnn), allowed_seconds()
     over = None
     if gpus is not None:
         from vram_guard.plan.gpus_request import GpusRequest, check_step
@@ -229,7 +230,12 @@ def plan(
         techniques -= _NOT_SPREAD
         # The memory of this machine says nothing of the nodes that are planned for.
         host_usable = None if host_budget is None else host_share(host_budget, source.topology.node)
-    source = replace(source, trace=under(choice, source.trace))
+    source = whole = replace(source, trace=under(choice, source.trace))
+    if source.job is not None and source.whole is not None:
+        job = whole_job(source.job, source.whole, batch_size * source.batch_slices)
+        whole = replace(source, trace=under(choice, job))
+    # Before the first backward pass, after which autograd may not be copied any more.
+    compiler = Compiler(whole.trace, seconds) if source.compiles else None
     earlier = None if source.explored is None else source.explored.get(batch_size)
     known = earlier if isinstance(earlier, _Explored) else None
     traces = Traces(source, batch_size, report, resolved.multiprocessors) if known is None else known.traces
@@ -276,23 +282,26 @@ def plan(
         correction=correction,
         thorough=source.thorough,
     )
-    known = known or _Explored(traces, cost_model, {})
+    explored = known or _Explored(traces, cost_model, {})
     if source.explored is not None:
-        source.explored[batch_size] = known
-    made = search(request, traces, cost_model, report, known.candidates)
-    uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
-    made = replace(made, uneven=uneven)
-    if source.job is None or source.whole is None:
+        source.explored[batch_size] = explored
+
+    def searched(asked: Request) -> Plan:
+        made = search(asked, traces, cost_model, report, explored.candidates)
+        uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
+        made = replace(made, uneven=uneven)
+        if whole is source:
+            return made
+        followed = Traces(whole, batch_size, report, resolved.multiprocessors)
+        smaller = smaller_evaluation(whole, asked, lambda run: under(choice, run))
+        return with_whole_job(made, asked, followed, cost_model, smaller, report)
+
+    made = searched(request)
+    if compiler is None:
         return made
-    whole = replace(source, trace=under(choice, whole_job(source.job, source.whole, batch_size * source.batch_slices)))
-    return with_whole_job(
-        made,
-        request,
-        Traces(whole, batch_size, report, resolved.multiprocessors),
-        cost_model,
-        smaller_evaluation(whole, request, lambda run: under(choice, run)),
-        report,
-    )
+    from vram_guard.plan._compiled import with_compiled
+
+    return with_compiled(made, request, whole, searched, compiler, report)
 
 
 def _spread_over(

@@ -72,6 +72,7 @@ class Why(Enum):
         "{phase} needs {peak} beside the step that fits by itself, {missing} more than may be used."
     )
     STEP_DOES_NOT_HELP = marked("No change of the training step makes the whole run fit.")
+    COMPILED_TOO_LARGE = marked("Compiled, the step needs {missing} more than may be used.")
     SMALLER_EVALUATION = marked(
         "With batches of {size} in place of {batch}, {phase} fits beside the step; what is learned stays the same. "
         "It is not applied."

@@ -61,6 +61,20 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class CompiledStep:
+    """A step that ``torch.compile`` compiles, beside the same step uncompiled."""
+
+    eager: Estimate
+    """The step as it would be without the compiler."""
+    graphs: int = 0
+    """Graphs that Inductor compiled, forward and backward; equal blocks share theirs."""
+    breaks: tuple[str, ...] = ()
+    """Why Dynamo ended a graph and went on in another."""
+    why: str = ""
+    """Why the compiled step was not followed, so that the plan's estimate is the eager one; "" where it was."""
+
+
+@dataclass(frozen=True)
 class Plan(ShownInNotebooks):
     """A way to run the training step within a budget. Where nothing fits, it is the step as written.
 
@@ -112,6 +126,8 @@ class Plan(ShownInNotebooks):
     each other."""
     spread: Spread | None = None
     """How the training lies on several GPUs, of which this is the plan of one; None: one GPU was planned for."""
+    compiled: CompiledStep | None = None
+    """What ``torch.compile`` makes of the step, whose ``estimate`` is then the compiled one; None: it is not used."""
 
     def __repr__(self) -> str:
         sizes = f"{self.precision}, {self.splits} x {self.micro_batch_size} samples"

@@ -46,6 +46,8 @@ class TraceRequest:
     """True if slices run their forward once more in the backward pass."""
     part: Part = "whole"
     """Others than the whole are asked of a source with marks alone."""
+    compiled: bool = False
+    """True: code under ``torch.compile`` is compiled and followed, of a source that ``compiles``."""
 
     @property
     def slices_of_model(self) -> int:
@@ -98,6 +100,8 @@ class Source:
     """As ``trace``, with the steps' job, or another like it; None where there is none."""
     batch_slices: int = 1
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
+    compiles: bool = False
+    """True if ``torch.compile`` compiles the model or parts of it, and its timelines can show that."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
     explored: dict[int, object] | None = None
@@ -126,6 +130,7 @@ def source_of(
         topology: what connects the GPUs of a step that is spread over several.
     """
     from vram_guard.simulate import TRACED_SIZES
+    from vram_guard.simulate.compiled import compiles
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
     built = with_built_model(step, capability)
@@ -151,6 +156,7 @@ def source_of(
             watched(built.model) if is_first else (),
             marked=job is None,
             steps=1 if request.part == "first" else 2,
+            compiled=request.compiled,
         )
 
     return Source(
@@ -166,6 +172,7 @@ def source_of(
         job=step.job,
         whole=None if step.job is None else lambda job: partial(run, job=job),
         batch_slices=step.accumulate if step.whole_batch else 1,
+        compiles=compiles(built.model),  # type: ignore[arg-type]
         shardings=step.shardings,
     )
 

@@ -295,6 +295,23 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
     return facts
 
 
+def compiled_facts(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value): the compiled step beside the eager one, and where Dynamo ended graphs; none without a compiler."""
+    compiled = plan.compiled
+    if compiled is None:
+        return []
+    eager = (_("uncompiled"), _peaks(compiled.eager))
+    if compiled.why:
+        return [eager, (_("compiled"), _("not followed: {why}", why=printable(compiled.why, lines=False)))]
+    facts = [eager, (_("compiled"), _peaks(plan.estimate)), (_("graphs"), str(compiled.graphs))]
+    return facts + [(_("graph break"), printable(reason, lines=False)) for reason in compiled.breaks]
+
+
+def _peaks(estimate: Estimate) -> str:
+    allocated, reserved = format_bytes(estimate.peak_allocated), format_bytes(estimate.peak_reserved)
+    return _("{allocated} allocated, {reserved} reserved", allocated=allocated, reserved=reserved)
+
+
 def alternatives(plan: Plan, most: int) -> list[str]:
     """The options that were not taken: those that fit too, then those that came closest to the budget."""
     closest = sorted(plan.rejected, key=lambda option: (not option.fits, option.missing == 0, option.missing))

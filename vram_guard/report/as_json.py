@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import os
 
     from vram_guard.budget import Budget
+    from vram_guard.plan.model import CompiledStep
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Estimate, Note, OutOfMemoryPoint, Phase
 
@@ -72,6 +73,17 @@ def _plan(plan: Plan) -> dict[str, Any]:
             for option in plan.rejected
         ],
         **({} if plan.spread is None else {"spread": spread_dict(plan.spread)}),
+        **({} if plan.compiled is None else {"compiled": _compiled(plan.compiled)}),
+    }
+
+
+def _compiled(compiled: CompiledStep) -> dict[str, Any]:
+    return {
+        "followed": not compiled.why,
+        "why": compiled.why,
+        "graphs": compiled.graphs,
+        "breaks": list(compiled.breaks),
+        "eager": _estimate(compiled.eager),
     }
 
 

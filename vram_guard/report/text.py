@@ -14,7 +14,7 @@ from rich.text import Text
 from vram_guard.language import _, display_width
 from vram_guard.report._console import as_text, is_unicode, words
 from vram_guard.report._console import show as show_report
-from vram_guard.report._content import Content, alternatives, plan_facts
+from vram_guard.report._content import Content, alternatives, compiled_facts, plan_facts
 from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.units import format_bytes
 
@@ -145,6 +145,9 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
         changes = [(name, f"{before} {signs.arrow} {after}") for name, before, after in plan.changes()]
         yield _heading(_("Plan"))
         yield _grid([*changes, *plan_facts(plan)])
+        if facts := compiled_facts(plan):
+            yield _heading("torch.compile")
+            yield _grid(facts)
         if plan.spread is not None:
             yield _heading(_("Over several GPUs"))
             yield _grid(plan.spread.facts())

@@ -112,6 +112,51 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
     ),
 )
 
+_COMPILED = "test_compiled_blocks_take_what_inductors_code_allocates"
+_LOSS = "test_a_compiled_loss_keeps_its_gradient"
+_BREAKS = "test_a_graph_break_is_said_and_modules_behind_it_are_compiled"
+
+#: Only for steps whose compiled code is followed; a release without one of them counts such steps as eager.
+COMPILER_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch._C:TensorBase._make_subclass", "fake tensors that C++ takes for meta tensors", _COMPILED),
+    PrivateName("torch._subclasses.fake_tensor:FakeTensor.fake_device", "the compiler sees CUDA tensors", _COMPILED),
+    PrivateName("torch._subclasses.fake_tensor:FakeTensor.__torch_dispatch__", "C++ asks where they lie", _COMPILED),
+    PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.from_tensor", "symbolic tensors become fake", _COMPILED),
+    PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.__torch_dispatch__", "factories on CUDA", _COMPILED),
+    PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init", "constants stay here", _BREAKS),
+    PrivateName("torch._decomp:global_decomposition_table", "composites decompose as for CUDA", _LOSS),
+    PrivateName("torch._ops:OpOverload.py_kernels", "composites decompose as for CUDA", _LOSS),
+    PrivateName("torch._ops:OpOverload._dispatch_cache", "composites decompose as for CUDA", _LOSS),
+    PrivateName("torch._C:_dispatch_has_kernel_for_dispatch_key", "composites decompose as for CUDA", _LOSS),
+    PrivateName("torch._dynamo.convert_frame:CatchErrorsWrapper.__call__", "Dynamo runs outside the trace", _COMPILED),
+    PrivateName(
+        "torch._dynamo.convert_frame:is_in_any_mode_without_ignore_compile_internals",
+        "a trace's mode stops no compiler",
+        _COMPILED,
+    ),
+    PrivateName("torch._dynamo.guards:CheckFunctionManager.__init__", "each graph is compiled once", _COMPILED),
+    PrivateName("torch._dynamo.types:ConvertFrameReturn.frame_exec_strategy", "our frames are skipped", _BREAKS),
+    PrivateName("torch._C._dynamo.eval_frame:_FrameAction.SKIP", "our frames are skipped", _BREAKS),
+    PrivateName("torch._C._dynamo.eval_frame:_FrameExecStrategy", "our frames are skipped", _BREAKS),
+    PrivateName("torch._dynamo.utils:counters", "graph breaks", _BREAKS),
+    PrivateName("torch._dynamo.device_interface:CudaInterface.Worker", "a CUDA device for Inductor", _COMPILED),
+    PrivateName("torch._inductor.compile_fx:_compile_fx_inner", "graphs are counted, and lie on CUDA", _COMPILED),
+    PrivateName("torch._inductor.compile_fx:_recursive_joint_graph_passes", "graphs lie on CUDA", _COMPILED),
+    PrivateName("torch._inductor.fx_passes.joint_graph:lazy_init", "patterns are made without a GPU", _COMPILED),
+    PrivateName("torch._inductor.fx_passes.post_grad:lazy_init", "patterns are made without a GPU", _COMPILED),
+    PrivateName("torch._inductor.scheduler:has_triton", "code for Triton is written", _COMPILED),
+    PrivateName("torch.utils._triton:triton_hash_with_backend", "code for Triton is written", _COMPILED),
+    PrivateName("torch._inductor.codecache:CacheBase.get_system", "no GPU is asked", _COMPILED),
+    PrivateName("torch._inductor.codecache:PyCodeCache.write", "generated code", _COMPILED),
+    PrivateName("torch._inductor.codecache:PyCodeCache.load_by_key_path", "generated code", _COMPILED),
+    PrivateName("torch._inductor.async_compile:AsyncCompile.triton", "kernels are not compiled", _COMPILED),
+    PrivateName("torch._inductor.async_compile:AsyncCompile.wait", "kernels are not compiled", _COMPILED),
+    PrivateName("torch._inductor.async_compile:AsyncCompile.use_process_pool", "no process is started", _COMPILED),
+    PrivateName("torch._inductor.runtime.hints:DeviceProperties.create", "properties are those of a trace", _COMPILED),
+    PrivateName("torch._C._dynamo.guards:_empty_strided_cuda", "what generated code allocates", _COMPILED),
+    PrivateName("torch.cuda:_DeviceGuard", "generated code runs on a device", _COMPILED),
+)
+
 _OWN_GROUP = "test_a_process_with_a_group_of_its_own_keeps_it_and_a_real_model_is_sharded_after_a_trace"
 _DIMENSIONS = "test_collectives_are_written_down_with_bytes_ranks_and_dimension"
 _GENERATORS = "test_draws_of_dtensors_are_traced_and_their_generators_are_as_before"

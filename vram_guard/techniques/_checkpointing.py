@@ -43,7 +43,7 @@ class Checkpointed(PatchedForward):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results; its intermediate tensors are computed again when gradients are asked for."""
-        module, forward = self.module, self.as_written
+        module, forward = self.module, self._forward()
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
@@ -60,6 +60,12 @@ class Checkpointed(PatchedForward):
         # one is changed in place before the forward runs again.
         run = partial(_with_names, forward, len(args), tuple(kwargs))
         return checkpoint(run, *args, *kwargs.values(), **settings)
+
+    def _forward(self) -> Callable[..., Any]:
+        """The forward that was there before, as Dynamo can follow it: it knows no construction of a bound method."""
+        if self.before is None and torch.compiler.is_compiling():
+            return partial(type(self.module).forward, self.module)
+        return self.as_written
 
 
 def _with_names(forward: Callable[..., Any], positional: int, names: tuple[str, ...], *values: Any) -> Any:

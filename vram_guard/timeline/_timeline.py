@@ -24,6 +24,7 @@ from vram_guard.timeline._values import (
     Category,
     Change,
     Collective,
+    CompiledCode,
     CudnnAnswers,
     Deferred,
     Frees,
@@ -102,6 +103,8 @@ class Timeline(ShownInNotebooks):
     """Name of the optimizer's class; "": there is none, or it is not known."""
     growth: tuple[Growth, ...] = ()
     """The blocks that each further step would leave behind, of the last step; empty also where that was not asked."""
+    compiled: CompiledCode | None = None
+    """What ``torch.compile`` made of the step, where that was followed."""
     marks: Marks | None = field(default=None, repr=False, compare=False)
     """Where parts of it begin and end; None where that was not asked for."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)

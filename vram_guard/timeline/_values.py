@@ -224,6 +224,16 @@ class Deferred(NamedTuple):
 #: Why a reserved peak has a range. "workspaces": cuDNN's are of unknown size; "streams": frees wait for other streams.
 UpperReason = Literal["workspaces", "streams"]
 
+
+class CompiledCode(NamedTuple):
+    """What ``torch.compile`` made of the step."""
+
+    graphs: int
+    """Graphs that Inductor compiled, forward and backward; equal blocks share theirs."""
+    breaks: tuple[str, ...] = ()
+    """Why Dynamo ended a graph and went on in another, in the order of the step."""
+
+
 #: The name of what synchronised batch normalisation does with the other processes.
 SYNCHRONISED_NORM = "SyncBatchNorm"
 

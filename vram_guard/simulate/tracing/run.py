@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from vram_guard.parallel.deepspeed import STAGES, check_config
 from vram_guard.parallel.install import check as check_layout
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
+from vram_guard.simulate.compiled import EAGER, compiles
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -60,6 +61,9 @@ from vram_guard.techniques.placement import import_libraries, optimizer_for, pla
 from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Border, Growth, Note, Timeline
 
+if TYPE_CHECKING:
+    from vram_guard.simulate.compiler.following import Followed
+
 #: Where torch's compiler keeps its results; torch's own default where nobody has set it.
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -80,6 +84,7 @@ def run_step(
     *,
     marked: bool = False,
     steps: int = 2,
+    compiled: bool = False,
 ) -> Timeline:
     """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
 
@@ -91,6 +96,8 @@ def run_step(
         rank: of the ranks that the step's layout has, the one that is traced; None: one that holds most.
         marked: whether the result has marks.
         steps: optimizer steps; one is a part of a timeline alone.
+        compiled: whether code under ``torch.compile`` is compiled and followed, or runs uncompiled. What this process
+            has compiled before is forgotten then.
 
     Raises:
         InvalidInputError: the setting ``cudnn`` makes no sense.
@@ -99,12 +106,12 @@ def run_step(
     """
     with asked_as_chosen(capability), _alone() as interrupts:
         try:
-            return _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps).timeline()
+            return _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled).timeline()
         except replicas.UnusedParametersError:
             if step.parallel is not None:
                 raise
         found = step.with_(ddp_options={**step.ddp_options, "find_unused_parameters": True})
-        timeline = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps).timeline()
+        timeline = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps, compiled).timeline()
         return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
 
 
@@ -185,6 +192,7 @@ class _Run:
         rank: int | None = None,
         marked: bool = False,
         steps: int = 2,
+        compiled: bool = False,
     ) -> None:
         self.written = step
         self.step = as_an_engine_takes_it(step)
@@ -198,6 +206,7 @@ class _Run:
         self.capability = capability
         self.interrupts = interrupts
         self.steps = steps
+        self.compiled = compiled
         self.recorder = Recorder()
         self.recorder.borders = [] if marked else None
         self.device = FakeCudaState(self.recorder)
@@ -227,6 +236,7 @@ class _Run:
                 _check_layout(model, step, step.parallel)
             self._note_hooks(model)
             note_absent_kernels(model, self.recorder)
+            module_call = nn.Module.__call__
             self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
@@ -234,14 +244,24 @@ class _Run:
                     model, TRUE_DTYPES.get(step.precision), self.recorder if step.parallel is None else None
                 ) as moved,
                 module_paths(model, self.recorder),
-                _eager(model, self.recorder),
+                self._compiler(model, module_call) as followed,
                 synchronised_norms(self.recorder),
                 self.mode,
                 _fake_tensors_refused(),
             ):
                 self._train(model, moved)
         timeline = self.mode.timeline(self.batch_size, self.written.precision)
-        return replace(timeline, parallel=step.layout, growth=self.growth)
+        code = None if followed is None else followed.code
+        return replace(timeline, parallel=step.layout, growth=self.growth, compiled=code)
+
+    def _compiler(
+        self, model: nn.Module, module_call: Callable[..., Any]
+    ) -> contextlib.AbstractContextManager[Followed | None]:
+        if not self.compiled:
+            return _eager(model, self.recorder)
+        from vram_guard.simulate.compiler.following import compiler_followed
+
+        return compiler_followed(self.device, self.mode, self.capability, module_call)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -522,10 +542,9 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 @contextlib.contextmanager
 def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Compiled models run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
-    compiled = [m for m in model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None]
     set_stance = getattr(torch.compiler, "set_stance", None)
-    if compiled:
-        recorder.note(Message("torch.compile is not followed: counted as eager"), tier="partly symbolic")
+    if compiles(model):
+        recorder.note(EAGER, tier="partly symbolic")
         if set_stance is None:
             raise UnsupportedStepError(
                 _("compiled models need torch 2.6 or later here; give vram_guard the eager model")

@@ -1,0 +1,274 @@
+"""Steps under torch.compile: Inductor's own code runs in the trace, without a GPU, Triton or a C++ compiler."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vram_guard import TrainingStep
+from vram_guard.errors import InvalidInputError
+from vram_guard.plan import plan
+from vram_guard.private_names import missing_names
+from vram_guard.report import text
+from vram_guard.report.as_json import as_dict
+from vram_guard.simulate.compiled import Compiler, NotCompiledError, allowed_seconds
+from vram_guard.simulate.private_api import COMPILER_NAMES
+from vram_guard.simulate.tracing.run import run_step
+from vram_guard.timeline import CompiledCode, Timeline
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, of imports
+    MISSING = missing_names(COMPILER_NAMES)
+
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"this torch's compiler is not followed: {MISSING}"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+WIDTH, SAMPLES = 64, 4096
+#: Bytes of one activation.
+ONE = 4 * WIDTH * SAMPLES
+CAPABILITY = (8, 0)
+
+
+class Block(nn.Module):
+    """A matrix product and a chain of pointwise operators, each of which keeps something in eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).sin().tanh().exp()
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def step_of(model: nn.Module, loss: Callable[..., Any] = mean_square) -> TrainingStep:
+    return TrainingStep(
+        model=model,
+        batch=lambda count: torch.ones(count, WIDTH, requires_grad=True),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
+def blocks(count: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+def compiled_blocks(**options: Any) -> nn.Sequential:
+    made = blocks()
+    for block in made:
+        block.compile(**options)
+    return made
+
+
+def bytes_of(timeline: Timeline, category: str) -> int:
+    sizes = timeline.sizes(SAMPLES)
+    return sum(size for block, size in zip(timeline.blocks, sizes, strict=True) if block.category == category)
+
+
+def followed(step: TrainingStep, size: int = SAMPLES) -> Timeline:
+    return Compiler(lambda size: run_step(step, size, CAPABILITY, compiled=True), 300)(size)
+
+
+def eager(step: TrainingStep) -> Timeline:
+    return run_step(step, SAMPLES, CAPABILITY)
+
+
+def test_compiled_blocks_take_what_inductors_code_allocates() -> None:
+    step = step_of(compiled_blocks())
+    made, as_written = followed(step), eager(step)
+    assert made.compiled == CompiledCode(graphs=2)  # forward and backward: the three blocks are one graph
+    # Uncompiled, a block keeps the results of sin, tanh and exp and their input; compiled, the latter alone.
+    assert bytes_of(as_written, "activations") - bytes_of(made, "activations") >= 2 * 3 * 2 * ONE
+    assert bytes_of(made, "gradients") == bytes_of(as_written, "gradients") > 0
+    assert {block.module for block in made.blocks if block.category == "activations"} >= {"0", "1", "2"}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_whole_model_is_compiled(dynamic: bool | None) -> None:
+    model: Any = torch.compile(blocks(), dynamic=dynamic)
+    made = followed(step_of(model))
+    assert made.compiled == CompiledCode(graphs=2)
+    assert made.at(SAMPLES).peak_allocated < eager(step_of(blocks())).at(SAMPLES).peak_allocated
+
+
+def test_a_compiled_loss_keeps_its_gradient() -> None:
+    compiled = torch.compile(lambda scores, labels: F.cross_entropy(scores * 2, labels))
+    step = step_of(blocks(1), lambda model, batch: compiled(model(batch), batch[:, 0].long()))
+    made = followed(step)
+    assert bytes_of(made, "gradients") == bytes_of(eager(step_of(blocks(1))), "gradients") > 0
+    assert made.compiled == CompiledCode(graphs=2)
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x) * torch.tensor([2.0], device=x.device)
+
+
+def test_a_graph_break_is_said_and_modules_behind_it_are_compiled() -> None:
+    made = followed(step_of(torch.compile(Breaking())))
+    assert made.compiled is not None
+    assert made.compiled.graphs == 4
+    assert len(made.compiled.breaks) == 1
+    assert "graph_break" in made.compiled.breaks[0]
+
+
+def test_batch_normalisation_convolutions_dropout_and_autocast_are_followed() -> None:
+    model: Any = torch.compile(
+        nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Flatten(), nn.Linear(512, 10)),
+        )
+    )
+    step = TrainingStep(
+        model=model,
+        batch=lambda count: (torch.ones(count, 3, 8, 8), torch.zeros(count, dtype=torch.long)),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        precision="bf16-mixed",
+    )
+    made = followed(step, 8)
+    assert made.compiled == CompiledCode(graphs=2)
+    assert sum(size for block, size in zip(made.blocks, made.sizes(8), strict=True) if block.category == "gradients")
+
+
+class Flex(nn.Module):
+    """Attention whose kernel is made of one of Inductor's templates."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        heads = x.view(1, 4, -1, WIDTH)
+        return flex_attention(heads, heads, heads).reshape(x.shape)  # type: ignore[union-attr]
+
+
+def test_flex_attention_is_followed_where_it_is_compiled() -> None:
+    made = followed(step_of(nn.Sequential(Block(), torch.compile(Flex()))), 1024)  # type: ignore[arg-type]
+    assert made.compiled is not None
+    assert made.compiled.graphs
+    assert not made.compiled.breaks
+
+
+# --- plans and reports ----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_shows_the_compiled_step_beside_the_eager_one() -> None:
+    made = plan(step_of(compiled_blocks()), SAMPLES, "1GiB")
+    assert made.compiled is not None
+    assert made.fits
+    assert not made.changed
+    assert (made.compiled.graphs, made.compiled.breaks, made.compiled.why) == (2, (), "")
+    assert made.estimate.peak_allocated < made.compiled.eager.peak_allocated
+    assert made.estimate == made.before
+    shown = text.render(made, unicode=False)
+    assert "torch.compile" in shown
+    assert "uncompiled" in shown
+    described = as_dict(made)["compiled"]
+    assert described["followed"] is True
+    assert described["eager"]["peak_allocated"] == made.compiled.eager.peak_allocated
+
+
+def test_what_fits_only_compiled_is_left_as_written() -> None:
+    step = step_of(compiled_blocks())
+    both = plan(step, SAMPLES, "1GiB")
+    assert both.compiled is not None
+    between = (both.estimate.peak_reserved + both.compiled.eager.peak_reserved) // 2
+    made = plan(step, SAMPLES, between, margin=0)
+    assert made.fits
+    assert not made.changed
+    assert not plan(step_of(blocks()), SAMPLES, between, margin=0).fits_as_written
+
+
+def test_checkpointed_blocks_are_compiled_too() -> None:
+    made = plan(step_of(compiled_blocks()), SAMPLES, "1GiB", pin={"checkpoint": "all"})
+    assert made.checkpointed_modules
+    assert made.compiled is not None
+    assert made.compiled.graphs
+    assert not made.compiled.breaks
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"mode": "reduce-overhead"}, "CUDA graphs"), ({"fullgraph": True}, "graph_break"), ({"backend": "none"}, "none")],
+)
+def test_what_cannot_be_compiled_is_counted_as_eager_and_said(options: dict[str, Any], why: str) -> None:
+    model = torch.compile(Breaking(), **options) if "backend" not in options else compiled_by_nothing()
+    made = plan(step_of(model), SAMPLES, "1GiB")
+    assert made.compiled is not None
+    assert why in made.compiled.why
+    assert made.estimate.peak_reserved == made.compiled.eager.peak_reserved
+    assert made.estimate.tier == "partly symbolic"
+    assert any(made.compiled.why in note.message for note in made.estimate.notes)
+    assert "not followed" in text.render(made, unicode=False)
+
+
+def compiled_by_nothing() -> nn.Module:
+    def none(_graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("none is no compiler")
+
+    made: nn.Module = torch.compile(Breaking(), backend=none)  # type: ignore[assignment]
+    return made
+
+
+def test_the_compiler_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotCompiledError, match=r"longer than 0\.01 s"):
+        Compiler(lambda _size: threading.Event().wait(), 0.01)(1)  # type: ignore[arg-type,return-value]
+    monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "0")
+    made = plan(step_of(compiled_blocks()), SAMPLES, "1GiB")
+    assert made.compiled is not None
+    assert made.compiled.why == "compile_seconds is 0"
+    monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "-1")
+    with pytest.raises(InvalidInputError, match="compile_seconds"):
+        allowed_seconds()
+
+
+def test_a_half_installed_triton_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libtriton.so is not here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(NotCompiledError, match=r"libtriton\.so is not here"):
+        followed(step_of(compiled_blocks()))
+
+
+def test_a_release_without_the_names_counts_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.scheduler
+
+    monkeypatch.delattr(torch._inductor.scheduler, "has_triton")
+    with pytest.raises(NotCompiledError, match=r"torch\._inductor\.scheduler\.has_triton"):
+        followed(step_of(compiled_blocks()))
+
+
+def test_torch_is_as_before_and_compiles_for_real_afterwards() -> None:
+    import torch._dynamo.convert_frame
+    import torch._inductor.compile_fx
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    places = (torch, torch.cuda, torch.Tensor, FakeTensor, FakeTensorMode, torch._inductor.compile_fx, nn.Module)
+    run_step(step_of(compiled_blocks()), 4, CAPABILITY)
+    before = [dict(vars(place)) for place in places]
+    kernels = dict(torch.ops.aten.nll_loss.default.py_kernels)
+    model = compiled_blocks(backend="aot_eager")
+    run_step(step_of(model), 4, CAPABILITY, compiled=True)
+    for place, known in zip(places, before, strict=True):
+        assert {n for n, value in known.items() if callable(value) and vars(place).get(n) is not value} == set()
+    assert torch.ops.aten.nll_loss.default.py_kernels == kernels
+    x = torch.ones(2, WIDTH)
+    assert torch.allclose(model(x), nn.Sequential(*(block for block in model))(x))

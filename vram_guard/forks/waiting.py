@@ -1,0 +1,90 @@
+"""A copy of this process that waits: it stays as the process was, and does work later, each time in a copy of its own.
+
+Autograd of a torch with CUDA starts threads at its first backward pass, and refuses to run in copies that are made
+afterwards: what will need a copy then has one made before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Generic, TypeVar
+
+from vram_guard.errors import LostCopyError
+from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
+from vram_guard.forks.fork import ForkRefusedError, as_picklable, can_fork, run_in_fork
+from vram_guard.forks.isolation import isolate
+from vram_guard.language import _
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class WaitingCopy(Generic[A, R]):
+    """A copy that waits for arguments; it ends with this object.
+
+    Args:
+        work: called with an argument in a copy of the copy.
+
+    Raises:
+        ForkRefusedError: there is no fork on this system.
+    """
+
+    def __init__(self, work: Callable[[A], R]) -> None:
+        if not can_fork():
+            raise ForkRefusedError(_("this system cannot copy a process (fork)"))
+        (asked, self._asking), (self._answers, answering) = Pipe(duplex=False), Pipe(duplex=False)
+        with alone_in_process():
+            try:
+                self._process = os.fork()
+            except OSError as error:
+                raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
+        if self._process == 0:
+            _wait_for_work(work, asked, answering)
+        asked.close()
+        answering.close()
+        weakref.finalize(self, _end, self._process, self._asking, self._answers)
+
+    def __call__(self, argument: A, most_seconds: float) -> R:
+        """The result of the work on this argument.
+
+        Raises:
+            LostCopyError: the copy died or took longer.
+            Exception: what the work raised.
+        """
+        try:
+            self._asking.send((argument, most_seconds))
+            kind, value = self._answers.recv()
+        except (EOFError, OSError) as error:
+            raise LostCopyError(_("the copy of the process that looked at the training was lost")) from error
+        if kind == "error":
+            raise value
+        return value  # type: ignore[no-any-return]
+
+
+def _wait_for_work(work: Callable[[Any], Any], asked: Connection, answering: Connection) -> None:
+    """Called in the copy; it never returns."""
+    try:
+        renew_in_copy()
+        isolate({asked.fileno(), answering.fileno()})
+        while True:
+            argument, most_seconds = asked.recv()
+            try:
+                answer = "value", run_in_fork(lambda _progress: work(argument), most_seconds=most_seconds)  # noqa: B023
+            except Exception as error:  # noqa: BLE001 - the original raises it
+                answer = "error", as_picklable(error)
+            answering.send(answer)
+    finally:  # nothing of a copy may go on in the original's name
+        os._exit(0)
+
+
+def _end(process: int, *pipes: Connection) -> None:
+    for pipe in pipes:
+        pipe.close()
+    with contextlib.suppress(OSError):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)

@@ -1,0 +1,152 @@
+"""Compiled code followed in a trace: what Dynamo and Inductor compile runs there as it will run in the training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.config
+import torch._dynamo.convert_frame
+import torch._dynamo.guards
+import torch._dynamo.utils
+import torch._inductor.compile_fx
+from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._dynamo.types import ConvertFrameReturn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+from vram_guard.patching import replaced
+from vram_guard.simulate.compiler.fake_tensors import fake_tensors_on_cuda
+from vram_guard.simulate.compiler.inductor import inductor_without_gpu, inputs_on_cuda
+from vram_guard.timeline import CompiledCode
+
+if TYPE_CHECKING:
+    from vram_guard.simulate.device.fake_cuda import FakeCudaState
+
+#: Batch sizes and shapes are those of the traced step: a second shape is compiled by itself, as the first was.
+_DYNAMO = {
+    "suppress_errors": False,
+    "force_compile_during_fx_trace": False,
+}
+
+
+#: The folder of what a trace runs around the user's code.
+_OWN = str(Path(__file__).parents[1]) + os.sep
+
+#: Functions there that call a module's forward.
+_AROUND_MODULES = frozenset({"called", "marked"})
+
+
+class Followed:
+    """What was compiled in one trace."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.breaks: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> CompiledCode:
+        """What a timeline says of it."""
+        return CompiledCode(self.graphs, self.breaks)
+
+
+def _skipped(beneath: FrameAction) -> ConvertFrameReturn:
+    return ConvertFrameReturn(frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, beneath))
+
+
+@contextlib.contextmanager
+def compiler_followed(
+    state: FakeCudaState,
+    mode: TorchDispatchMode,
+    capability: tuple[int, int],
+    module_call: Callable[..., Any],
+) -> Iterator[Followed]:
+    """Inside the block ``torch.compile`` compiles symbolic tensors for CUDA, and its code runs in the trace.
+
+    What was compiled before in this process is forgotten, at the beginning and at the end: the block is for a copy of
+    the process.
+
+    Args:
+        state: of the simulated device.
+        mode: the trace's own.
+        capability: of the GPU that is meant.
+        module_call: ``nn.Module.__call__``, as torch has it.
+
+    Raises:
+        UnsupportedStepError: the code would run as CUDA graphs, whose memory pools are not modelled.
+    """
+    followed = Followed()
+    convert_frame, compile_fx = torch._dynamo.convert_frame, torch._inductor.compile_fx
+    compiled_frame = convert_frame.CatchErrorsWrapper.__call__
+    compiled_graph = compile_fx._compile_fx_inner
+    checks_made = torch._dynamo.guards.CheckFunctionManager.__init__
+
+    @contextlib.contextmanager
+    def outside_the_trace() -> Iterator[None]:
+        before, state.in_kernel = state.in_kernel, True
+        try:
+            with (
+                _disable_current_modes(),
+                replaced(nn.Module, {"__call__": module_call}),
+                fake_tensors_on_cuda(state),
+            ):
+                yield
+        finally:
+            state.in_kernel = before
+
+    def compile_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code.co_filename.startswith(_OWN):
+            # Between a break and the next graph Dynamo looks at all that runs. Of ours, modules alone lie around more.
+            around = frame.f_code.co_name in _AROUND_MODULES
+            return _skipped(FrameAction.DEFAULT if around else FrameAction.SKIP)
+        with outside_the_trace():
+            return compiled_frame(self, frame, *args, **kwargs)
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cudagraphs"):
+            raise UnsupportedStepError(
+                _(
+                    'mode="reduce-overhead" runs the code as CUDA graphs, which keep their memory in pools of their '
+                    "own: what these take is not modelled"
+                )
+            )
+        followed.graphs += 1
+        with outside_the_trace():
+            inputs_on_cuda(graph, inputs)
+            return compiled_graph(graph, inputs, *args, **kwargs)
+
+    def make_checks(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Guards remember dispatch keys: those of the trace, where the code runs; else each step compiles anew."""
+        state.shapes_only += 1
+        try:
+            with mode:
+                checks_made(self, *args, **kwargs)
+        finally:
+            state.shapes_only -= 1
+
+    dynamo = {name: value for name, value in _DYNAMO.items() if hasattr(torch._dynamo.config, name)}
+    torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    try:
+        with (
+            inductor_without_gpu(state, capability),
+            replaced(convert_frame.CatchErrorsWrapper, {"__call__": compile_frame}),
+            replaced(convert_frame, {"is_in_any_mode_without_ignore_compile_internals": lambda: False}),
+            replaced(compile_fx, {"_compile_fx_inner": compile_graph}),
+            replaced(torch._dynamo.guards.CheckFunctionManager, {"__init__": make_checks}),
+            torch._dynamo.config.patch(dynamo),
+            torch.compiler.set_stance("default"),  # a framework's adapter has all else run uncompiled
+        ):
+            yield followed
+            followed.breaks = tuple(str(reason).strip().partition("\n")[0] for reason in breaks)
+    finally:
+        torch._dynamo.reset()
