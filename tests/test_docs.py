@@ -41,6 +41,13 @@ def folder(tmp_path, monkeypatch):
     settings.forget()
 
 
+@pytest.mark.parametrize("language", ["en", "zh_cn"])
+def test_every_page_is_found_from_the_first_one(language):
+    folder = ROOT / "docs" / language
+    first = (folder / "index.md").read_text(encoding="utf-8")
+    assert [page.name for page in folder.glob("*.md") if page.name != "index.md" and f"({page.name})" not in first] == []
+
+
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=named)
 def test_commands_of_a_page(page, folder, monkeypatch, capsys):
     for name, content in files_of(page).items():

@@ -196,6 +196,20 @@ def test_a_smaller_batch_that_is_proposed_fits_with_all_that_is_collected():
     assert not fits(2 * size)
 
 
+def test_an_evaluation_that_is_only_known_by_a_lower_bound_is_said():
+    """Outputs are joined with those before, batch by batch: what is computed of them grows and is not followed."""
+    kept = []
+
+    def joined(model, batch):
+        kept[:] = [torch.cat([*kept, model(batch)])]
+
+    made = plan(step_of(Evaluation(ROWS, joined, batch_size=100, batches=10)), 1000, "200MiB", margin=0)
+    assert not made.fits
+    assert made.reasons[0].startswith("validation needs at least ")
+    assert "not known to fit" in made.reasons[0]
+    assert "0 B more" not in "\n".join(made.reasons)
+
+
 def test_an_evaluation_that_fails_with_smaller_batches_is_no_error():
     def best(model, batch):
         return model(batch).topk(100, dim=0)

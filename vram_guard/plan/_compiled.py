@@ -64,11 +64,11 @@ class _Compiled:
 
         own = replace(source, trace=trace, direct=None, marks=False, one_size=True)
         self._traces = Traces(own, request.batch_size, lambda _line: None, request.budget.multiprocessors)
-        self._settings = request.settings
+        self._request = request
 
     def __call__(self, option: Option, size: int) -> Candidate:
         timeline = self._traces.exact(option, size)
-        return Candidate(timeline, timeline.at(size, settings=self._settings))
+        return Candidate(timeline, timeline.at(size, settings=self._request.settings_under(option.recipe)))
 
 
 def _followed(made: Plan, request: Request, compiled: _Compiled, search: Callable[[Request], Plan]) -> Plan:

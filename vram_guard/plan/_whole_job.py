@@ -105,9 +105,14 @@ def _why(
     request: Request, estimate: Estimate, phase: PhasePeak, smaller: tuple[int, int] | None, *, fits: bool
 ) -> Iterator[Reason]:
     """The phase for which the step's own plan does not suffice, and what else would."""
-    words, peak = phase_words(phase), Amount(phase.peak_reserved)
-    missing = Amount(max(0, request.corrected(estimate) - request.usable(estimate)))
-    yield Reason(Why.PHASE_TOO_LARGE, phase=words, peak=peak, missing=missing)
+    missing = request.corrected(estimate) - request.usable(estimate)
+    if missing > 0:
+        words, peak = phase_words(phase), Amount(phase.peak_reserved)
+        yield Reason(Why.PHASE_TOO_LARGE, phase=words, peak=peak, missing=Amount(missing))
+    else:
+        unknown = next((one for one in estimate.phases if one.tier == "formula"), phase)
+        words = phase_words(unknown)
+        yield Reason(Why.PHASE_NOT_KNOWN, phase=words, peak=Amount(unknown.peak_reserved))
     if not fits:
         yield Reason(Why.STEP_DOES_NOT_HELP)
     if smaller is not None and smaller[1]:

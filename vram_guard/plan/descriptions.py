@@ -71,6 +71,9 @@ class Why(Enum):
     PHASE_TOO_LARGE = marked(
         "{phase} needs {peak} beside the step that fits by itself, {missing} more than may be used."
     )
+    PHASE_NOT_KNOWN = marked(
+        "{phase} needs at least {peak}, and could not be followed to its end: the run is not known to fit."
+    )
     STEP_DOES_NOT_HELP = marked("No change of the training step makes the whole run fit.")
     COMPILED_TOO_LARGE = marked("Compiled, the step needs {missing} more than may be used.")
     SMALLER_EVALUATION = marked(

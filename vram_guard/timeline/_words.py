@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _NAMES: dict[StretchName, str] = {
     "setup": marked("setup"),
-    "hooks": marked("hooks"),
+    "hooks": marked("work in hooks"),
     "batch": marked("batch"),
     "forward": marked("forward"),
     "backward": marked("backward"),
