@@ -110,8 +110,8 @@ def test_training_by_its_own_tools(tmp_path):
         *("train_dataloader.dataset.scenes=4", "val_dataloader.dataset.scenes=2"),
     ]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
-    assert "As written the step needs" in run.stdout
+    assert "Does not fit as written (" in run.stdout
     assert "this plan is applied" in run.stdout
-    assert "micro-batch size" in run.stdout
+    assert "micro-batches of" in run.stdout
     assert "bev/IoU" in run.stdout
     assert (tmp_path / "iter_2.pth").exists()
