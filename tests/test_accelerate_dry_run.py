@@ -174,7 +174,8 @@ def test_forwards_that_must_not_run_twice_do_not(answers: Any) -> None:
     assert sliced["launch_plan"]["micro_batch_size"] == 16
     assert "slices run the model's forward twice, and it changes blocks.0.means" in " ".join(sliced["plan"]["reasons"])
     assert set(checkpointed["launch_plan"]["recipe"]["checkpoint"]) <= {"blocks.2", "blocks.3"}
-    assert "blocks.0-1 cannot be checkpointed: the forward changes means" in " ".join(checkpointed["plan"]["reasons"])
+    said = " ".join(checkpointed["plan"]["reasons"])
+    assert "blocks.0-1 (Block) cannot be checkpointed: the forward changes means" in said
 
 
 def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:

@@ -44,7 +44,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_report_for_people(folder: Path) -> None:
     wishes = ("--gpus", "16", "--node-gpus", "8", "--link", "nvlink,ib200", "--layouts", "fsdp2", "--compare-gpus", "8")
-    made = run(folder, *COMMON, "--set", "batch_size=4", *wishes)
+    made = run(folder, *COMMON, "--set", "batch_size=4", *wishes, "--verbose")
 
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("FITS")

@@ -175,7 +175,7 @@ def test_where_a_process_cannot_be_replaced_it_is_waited_for(environment, projec
     (project / "tmp").mkdir()
     monkeypatch.setitem(OWN, "TMPDIR", str(project / "tmp"))
     python = environment / "bin" / "python"
-    done = run(python, *PLAN, "--budget", "1MiB", "--allow", "", code=WAITED, input="x")
+    done = run(python, *PLAN, "--verbose", "--budget", "1MiB", "--allow", "", code=WAITED, input="x")
     assert done.returncode == 1, done.stderr
     assert "timm 1.0.9" in done.stdout
     assert list((project / "tmp").glob("vram-guard-*")) == []

@@ -205,7 +205,7 @@ def test_what_stands_in_the_way_of_a_symbolic_answer_is_said_and_the_rule_remain
         ("--batch 8 --threshold 70", "threshold must be above 0 and at most 1"),
         ("--batch 8 --threshold x", "--threshold must be a number"),
         ("--batch 8 --gpu_memory 24 --margin 5", "margin must be a fraction"),
-        ("--batch 8 --gpu_memory inf", "gpu_memory='inf' is not an amount"),
+        ("--batch 8 --gpu_memory inf", "--gpu-memory inf is not an amount"),
         ("--batch 8 --gpu_memory -1GiB", "expected one argument"),
         ("--batch 8 --gpu_memory 100MB", "less than the"),
         ("--batch 8 --gpu_memory 24 --budget 1GiB", "not both"),

@@ -24,7 +24,7 @@ CHANGES = {
     "fsdp1kept+reshard": [["spread", "as written", FREED]],
     "fsdp2kept+reshard,checkpoint": [
         ["spread", "as written", FREED],
-        ["checkpointed modules", "none", "blocks.0-1"],
+        ["checkpointed modules", "none", "blocks.0-1 (Block)"],
     ],
     "fsdp2+offload_parameters": [["spread", "as written", ON_HOST]],
     "ddp+shard": [["spread", "as written", f"FSDP2 in place of DDP, {FREED}"]],

@@ -31,8 +31,14 @@ def _run(options: argparse.Namespace) -> int:
     return launch(options.arguments)
 
 
+#: Options of ours without a value, after which a script may stand.
+_SWITCHES = frozenset({"--dry-run", "--fresh", "--json", "--verbose", "-v"})
+
+
 def _find_memory(arguments: Sequence[str]) -> None:
     """Say that there is no GPU to plan for before torch and Accelerate are imported, which takes seconds.
+
+    Where the arguments begin with a script, or switches of ours and a script: about others the parsers know more.
 
     Raises:
         NoDeviceError: no budget, no GPU's name, and no GPU here.
@@ -40,9 +46,6 @@ def _find_memory(arguments: Sequence[str]) -> None:
     """
     from vram_guard.budget import Budget
 
-    given = {word.partition("=")[0] for word in arguments}
-    script_is_there = "-m" in given or "--module" in given or any(Path(word).is_file() for word in arguments)
-    if not script_is_there or not given.isdisjoint(("--budget", "--gpu", "--help", "-h")):
-        return  # the parsers know more
-    if not disabled() and AMOUNTS.isdisjoint(settings()):
+    first = next((word for word in arguments if word not in _SWITCHES), "")
+    if Path(first).is_file() and not disabled() and AMOUNTS.isdisjoint(settings()):
         Budget.resolve()
