@@ -175,7 +175,7 @@ def test_forwards_that_must_not_run_twice_do_not(answers: Any) -> None:
     assert "slices run the model's forward twice, and it changes blocks.0.means" in " ".join(sliced["plan"]["reasons"])
     assert set(checkpointed["launch_plan"]["recipe"]["checkpoint"]) <= {"blocks.2", "blocks.3"}
     said = " ".join(checkpointed["plan"]["reasons"])
-    assert "blocks.0-1 (Block) cannot be checkpointed: the forward changes means" in said
+    assert "blocks.0-1 (Remembers) cannot be checkpointed: the forward changes means" in said
 
 
 def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:
