@@ -22,9 +22,9 @@ SCRIPT = Path(__file__).with_name("mmengine_dividing_script.py")
 FREED = "gathered weights freed after the forward"
 CHANGES = {
     "ddp+shard": [["spread", "as written", f"FSDP2 in place of DDP, {FREED}"]],
-    "ddp+checkpoint": [["checkpointed modules", "none", "layers.0-1"]],
+    "ddp+checkpoint": [["checkpointed modules", "none", "layers.0-1 (Residual)"]],
     "fsdpkept+reshard": [["spread", "as written", FREED]],
-    "fsdp+checkpoint": [["checkpointed modules", "none", "layers.0-1"]],
+    "fsdp+checkpoint": [["checkpointed modules", "none", "layers.0-1 (Residual)"]],
 }
 
 
