@@ -166,10 +166,12 @@ class Content:
         ]
         if self.plan is not None and self.plan.spread is not None:
             facts += self.plan.spread.facts()
-        if self.plan is not None and not self.plan.changed:
-            facts.append((_("plan"), _("nothing changes")))
-        elif self.plan is not None and self.plan.fits:
-            facts += plan_facts(self.plan)
+        if self.plan is not None:
+            if not self.plan.changed:
+                facts.append((_("plan"), _("nothing changes")))
+            elif self.plan.fits:
+                facts += _cost_facts(self.plan)
+            facts += [*_correction_facts(self.plan), *compiled_facts(self.plan)]
         return [(name, printable(value, lines=False)) for name, value in facts if value]
 
     def brief_reasons(self) -> list[str]:
@@ -281,18 +283,24 @@ def streams_in_words(sizes: Sequence[int]) -> str:
 
 def plan_facts(plan: Plan) -> list[tuple[str, str]]:
     """(name, value): what the plan costs, and what corrects its prediction."""
+    return [*([] if plan.changed else [(_("nothing changes"), "")]), *_cost_facts(plan), *_correction_facts(plan)]
+
+
+def _cost_facts(plan: Plan) -> list[tuple[str, str]]:
     facts = []
-    if not plan.changed:
-        facts.append((_("nothing changes"), ""))
-    elif plan.slowdown is not None and plan.before != plan.estimate:
+    if plan.changed and plan.slowdown is not None and plan.before != plan.estimate:
         facts.append((_("modelled step time"), f"x {plan.slowdown:.2f}"))
     if plan.estimate.host_peak:
         facts.append((_("host memory"), format_bytes(plan.estimate.host_peak)))
-    if plan.correction != 1:
-        factor = f"{plan.correction:.3f}"
-        words = _("x {factor} of the prediction: {peak}", factor=factor, peak=format_bytes(plan.peak))
-        facts.append((_("measured in earlier runs"), words))
     return facts
+
+
+def _correction_facts(plan: Plan) -> list[tuple[str, str]]:
+    if plan.correction == 1:
+        return []
+    factor = f"{plan.correction:.3f}"
+    words = _("x {factor} of the prediction: {peak}", factor=factor, peak=format_bytes(plan.peak))
+    return [(_("measured in earlier runs"), words)]
 
 
 def compiled_facts(plan: Plan) -> list[tuple[str, str]]:
