@@ -148,7 +148,7 @@ def test_a_guarded_training(tmp_path: Path, capsys: Any) -> None:
             ones = torch.ones(len(batch[0]), 64, device=batch[0].device)
             return super().training_step(batch, batch_idx) + 0 * self.extra(ones).sum()
 
-    fitting = VramGuard(budget="1GiB", pin={"checkpoint": [f"extra.{name}" for name in NAMES]})
+    fitting = VramGuard(budget="1GiB", pin={"checkpoint": [f"extra.{name}" for name in NAMES]}, verbose=True)
     cases.make_trainer("lightning.pytorch", tmp_path, [fitting], max_epochs=1).fit(Module(), cases.loader(16))
     assert_plain(capsys.readouterr().out)
 
@@ -199,4 +199,5 @@ def test_every_way_out_goes_through_one_place() -> None:
         "vram_guard/cli/printing.py",
         "integrations/vram_guard_accelerate/_messages.py",
         "integrations/vram_guard_accelerate/cli/_launch.py",  # JSON
+        "vram_guard/check.py",  # annotations, made printable line by line
     }

@@ -136,6 +136,6 @@ def _frames(block: Block) -> list[dict[str, Any]]:
     known = bool(filename) and line.isdigit()
     place = {"filename": filename if known else block.source, "line": int(line) if known else 0}
     frames = [{"name": block.operator, "filename": "", "line": 0}] if block.operator else []
-    frames.append({"name": block.module or "(outside any module)", **place})
+    frames.append({"name": str(block.module) or "(outside any module)", **place})
     frames.append({"name": block.category, "filename": "category", "line": 0})
     return frames
