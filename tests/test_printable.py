@@ -168,7 +168,8 @@ def test_a_guarded_training(tmp_path: Path, capsys: Any) -> None:
 
 def test_the_log_of_mmengine(tmp_path: Path) -> None:
     pytest.importorskip("mmengine")
-    from vram_guard_mmengine._training import RunnerTraining  # noqa: I001 - first: it knows what MMEngine's imports warn of
+    from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it knows what MMEngine's imports warn of
+    from vram_guard_mmengine._training import RunnerTraining
     from mmengine.logging import MMLogger
 
     class Runner:
