@@ -46,6 +46,19 @@ def bytes_of(blocks) -> list[int]:
 # --- operators ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(precision) -> None:
+    """Linear.cpp, ``linear``: ``output.add_(*bias)``."""
+    timeline = traced(
+        nn.Linear(64, 32),
+        lambda b: torch.randn(b, 100, 64),
+        lambda net, batch: net(batch.transpose(0, 1)).float().sum(),
+        precision=precision,
+    )
+    assert made_by(timeline, "aten.mm")
+    assert not made_by(timeline, "aten.add")
+
+
 def test_dropout_keeps_a_mask_of_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
     timeline = traced(model, lambda b: torch.randn(b, 32))
@@ -207,7 +220,46 @@ def test_flash_attention_saves_no_square_matrix() -> None:
     assert forward[:2] == [4 * 200 * 64 * 2, 4 * 4 * 200 * 4]  # output in bf16, log-sum-exp in float32
     backward = bytes_of(made_by(timeline, "_scaled_dot_product_flash_attention_backward"))
     rounded = 256  # 200 rounded up to 128s; heads of 16 to 32
-    assert backward[3:5] == [4 * 4 * rounded * 4, 4 * 4 * rounded * 32 * 4]
+    # A copy of the output's gradient, which is one number for all, and three results come before.
+    assert backward[:6] == [4 * 200 * 64 * 2] * 4 + [4 * 4 * rounded * 4, 4 * 4 * rounded * 32 * 4]
+
+
+class LengthFirst(Attention):
+    def forward(self, x):
+        return super().forward(x).transpose(1, 2).flatten(2)
+
+
+class ThroughMultihead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class HeadsFirst(Attention):
+    """As after a ``torch.cat`` of rotated parts, which is contiguous."""
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2).contiguous() for t in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("model", "forward", "backward"),
+    [
+        (LengthFirst(is_causal=True), 0, 0),
+        (HeadsFirst(), 4, 1),  # q, k, v, and the output for ``flatten``; the output for the backward kernel
+        (ThroughMultihead(), 2, 2),  # input, packed q, k, v; nothing for the output, but both of it for the backward
+    ],
+)
+def test_flash_attention_lies_as_its_query_and_is_copied_for_its_backward(model, forward, backward) -> None:
+    """flash_api.cpp, ``empty_like(q)``; attention_backward.cu, ``contiguous_grad_out`` and ``contiguous_out``."""
+    timeline = traced(model, lambda b: torch.randn(b, 200, 64), precision="bf16-true")
+    assert len([b for b in in_phase(timeline, "forward", 2) if b.operator == "aten.clone.default"]) == forward
+    taken = bytes_of(made_by(timeline, "_scaled_dot_product_flash_attention_backward"))
+    assert taken[: len(taken) // 2] == [4 * 200 * 64 * 2] * (backward + 3) + [4 * 4 * 256 * 4, 4 * 4 * 256 * 32 * 4]
 
 
 def test_attention_with_a_mask_takes_the_memory_efficient_kernel() -> None:
