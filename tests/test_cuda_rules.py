@@ -59,6 +59,55 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(precision) -
     assert not made_by(timeline, "aten.add")
 
 
+class Scored(nn.Module):
+    """A hundred thousand numbers, and a loss of them."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(100_000))
+        self.loss = loss
+
+    def forward(self, x):
+        return self.loss(self.weight, x[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduced", "as_they_are"),
+    [
+        (F.mse_loss, [4, 400_000], [400_000]),
+        (F.smooth_l1_loss, [4, 400_000], [400_000]),
+        (F.huber_loss, [400_000, 4], [400_000]),
+        (F.binary_cross_entropy, [400_000, 4], [400_000]),  # Loss.cu: the elements, and their mean
+        (F.binary_cross_entropy_with_logits, [400_000, 400_000, 4], [400_000, 400_000]),
+    ],
+)
+def test_a_loss_makes_its_elements_before_it_reduces_them(loss, reduced, as_they_are) -> None:
+    """Loss.cpp, each function of that name."""
+    for reduction, expected in (("mean", reduced), ("sum", reduced), ("none", as_they_are)):
+        model = Scored(lambda w, x, reduction=reduction: loss(w, x, reduction=reduction))
+        timeline = traced(model, lambda b: torch.rand(b, 100_000))
+        made = [b for b in in_phase(timeline, "forward", 2) if b.operator == f"aten.{loss.__name__}.default"]
+        assert bytes_of(made)[: len(expected)] == expected
+
+
+def test_weights_of_a_binary_cross_entropy_are_spread_before_its_elements() -> None:
+    spread = [400_000, 8, 400_000, 400_000, 4]  # sigmoids; the weights less one; of each element; elements; mean
+    model = Scored(lambda w, x: F.binary_cross_entropy_with_logits(w.view(-1, 2), x.view(-1, 2), pos_weight=x[:2]))
+    timeline = traced(model, lambda b: torch.rand(b, 100_000))
+    made = made_by(timeline, "aten.binary_cross_entropy_with_logits.default")
+    assert bytes_of(made)[:5] == spread
+
+
+@pytest.mark.parametrize(("loss", "kept"), [(F.binary_cross_entropy, 400_000), (F.mse_loss, 0)])
+def test_a_binary_cross_entropy_lives_in_the_memory_of_its_elements(loss, kept) -> None:
+    """Loss.cu, ``loss.resize_as_(loss_reduced)``: as long as the loss, so into the next forward."""
+    model = Scored(loss)
+    timeline = traced(model, lambda b: torch.rand(b, 100_000), lambda m, b: m(b))
+    start = next(phase.start for phase in timeline.phases if (phase.name, phase.step) == ("forward", 2))
+    held = [b.size.base for b in timeline.alive_at(start) if loss.__name__ in b.operator]
+    assert sum(size for size in held if size > 4) == kept
+
+
 def test_dropout_keeps_a_mask_of_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
     timeline = traced(model, lambda b: torch.randn(b, 32))

@@ -73,7 +73,7 @@ class EarlierAdam(torch.optim.Adam):
 
 
 class EarlierFlash(torch.autograd.Function):
-    """FlashAttention of torch 2.1, its first version: over rows of all samples, into which it copies what lies otherwise.
+    """FlashAttention of torch 2.1, its first version: over the rows of all samples, which are copied where needed.
 
     ``_scaled_dot_product_flash_attention_cuda`` and its backward in ATen/native/transformers/cuda, ``mha_fwd`` and
     ``mha_bwd`` in flash_attn/fmha_api.cpp: lengths rounded up to 16; up to 256 keys no other temporaries.

@@ -173,7 +173,7 @@ def _seed(dtype: torch.dtype = torch.int64, *shape: int) -> torch.Tensor:
 def flash_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Output, log-sum-exp (batch, heads, length) in float32, the two words of the random state.
 
-    ``mha_fwd``: the output's memory is laid out as the query's (``empty_like``), so that what follows copies it, or not.
+    ``mha_fwd``: the output lies in memory as the query does (``empty_like``), so that what follows copies it, or not.
     """
     query, key = args[:2]
     batch, heads, length = query.shape[:3]
@@ -187,8 +187,8 @@ def flash_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict
 def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Gradients; for the time of the call a float32 accumulator of dq, padded, and the row sums.
 
-    ``mha_bwd``: lengths rounded up to 128, head sizes to 32 (to 64 above 128). ``_flash_attention_backward``: the output
-    and its gradient are copied where (batch, length, heads, head) is not how they lie.
+    ``mha_bwd``: lengths rounded up to 128, head sizes to 32 (to 64 above 128). ``_flash_attention_backward``: the
+    output and its gradient are copied where they do not lie as (batch, length, heads, head).
     """
     query, key, value = args[1:4]
     batch, heads, length, head = query.shape
@@ -244,7 +244,7 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kw
 
 
 def cudnn_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Output, laid out as the query (``alloc_with_matching_layout``), and log-sum-exp (batch, heads, length, 1) in float32."""
+    """Output and log-sum-exp (batch, heads, length, 1) in float32; MHA.cpp, ``alloc_with_matching_layout``."""
     query, key = args[:2]
     with_lse = args[4]
     batch, heads, length = query.shape[:3]

@@ -34,7 +34,7 @@ _RNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """With a dispatch mode on, torch takes every bias for a subclass and adds it out of place (``isTensorSubclassLike``)."""
+    """With a dispatch mode on, torch takes the bias for a subclass and adds it to a copy (``isTensorSubclassLike``)."""
     if bias is None or input.dim() < 3 or input.is_contiguous():
         return torch.ops.aten.linear.default.decompose(input, weight, bias)  # type: ignore[no-any-return]
     return (input @ weight.t()).add_(bias)

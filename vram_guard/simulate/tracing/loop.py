@@ -69,8 +69,8 @@ class Loop:
         """Optimizer steps; forwards where nothing is trained."""
         if self.step.keeps == "loss":
             return self._run(numbers)
-        # ``outputs = model(batch)``: the old ones die where the new ones are there, and not only once the loss is. Where
-        # nothing is kept, the steps before may have kept some.
+        # ``outputs = model(batch)``: the old ones die where the new ones are there, and not only once the loss is.
+        # Where nothing is kept, the steps before may have kept some.
         handle = self.model.register_forward_hook(lambda *_: setattr(self, "returned", None))
         try:
             return self._run(numbers)
