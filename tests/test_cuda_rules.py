@@ -59,6 +59,27 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(precision) -
     assert not made_by(timeline, "aten.add")
 
 
+@pytest.mark.parametrize(
+    ("dims", "turned", "expected"),
+    [((1,), False, 1), ((1, 2), False, 2), ((0, 1, 2), False, 3), ((1,), True, 2), ((1, 2), True, 3)],
+)
+def test_a_roll_along_several_dimensions_makes_each_of_them(dims, turned, expected) -> None:
+    """TensorTransformations.h, ``roll_common``; TensorTransformations.cu, ``roll_cuda``: contiguous first."""
+    timeline = traced(
+        nn.Linear(8, 8),
+        lambda b: torch.randn(b, 16, 8),
+        lambda net, x: torch.roll(net(x).transpose(0, 1) if turned else net(x), (3,) * len(dims), dims).sum(),
+    )
+    made = [b for b in in_phase(timeline, "forward", 2) if b.operator == "aten.roll.default"]
+    assert bytes_of(made) == [4 * 16 * 8 * 4] * expected
+
+
+def test_the_buffer_of_a_log_sigmoid_is_the_cpu_s() -> None:
+    timeline = traced(nn.Linear(8, 8), lambda b: torch.randn(b, 8), lambda net, x: F.logsigmoid(net(x)).sum())
+    made = [b for b in in_phase(timeline, "forward", 2) if b.operator == "aten.log_sigmoid_forward.default"]
+    assert bytes_of(made) == [4 * 8 * 4]
+
+
 class Scored(nn.Module):
     """A hundred thousand numbers, and a loss of them."""
 

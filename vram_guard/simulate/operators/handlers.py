@@ -36,6 +36,8 @@ HANDLERS: dict[str, Handler] = {
     "aten::huber_loss": _losses.elements_first,
     "aten::binary_cross_entropy": _losses.keeps_elements,
     "aten::binary_cross_entropy_with_logits": _losses.with_logits,
+    "aten::log_sigmoid_forward": kernels.log_sigmoid,
+    "aten::roll": kernels.roll,
     "aten::sort": kernels.sort,
     "aten::scatter": kernels.scatter,
     "aten::scatter_add": kernels.scatter,
