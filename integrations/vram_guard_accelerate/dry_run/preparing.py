@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vram_guard.language import _
+from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
@@ -42,6 +43,8 @@ class PreparingPhase(Phase):
 
     def begins(self) -> None:
         """From the first line on there is a GPU, but for libraries, which would look for its driver."""
+        self._compiler = compiler_not_imported()
+        self._compiler.__enter__()  # for good: the process ends with the dry run
         self._shim.begin()
         self._calls.watch()
 
