@@ -16,7 +16,7 @@ from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
 
 from vram_guard import cli, language
-from vram_guard.cli._parsing import wrapped
+from vram_guard.cli.parsing import wrapped
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import CHINESE, ENGLISH, LOCALE, display_width, ljust, rjust, speaking
 

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from vram_guard.cli._arguments import number
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import add_options
 from vram_guard.cli.printing import print_json, say, tell
@@ -48,12 +49,17 @@ def add(commands: Any) -> None:
         help=_("watch utilisation and memory of the GPUs"),
         description=_("Show utilisation and memory per GPU and process, and sum up at the end. Ctrl-C ends it."),
     )
-    parser.add_argument("seconds", nargs="?", type=float, default=0, help=_("duration in seconds (0: until Ctrl-C)"))
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help=_("sampling interval in seconds (1)"))
-    # Not "gpu": that is a card's name in the settings.
-    parser.add_argument(
-        "--gpu", dest="watched", action="append", metavar="N", help=_("only this GPU, as nvidia-smi counts; repeatable")
+    parser.add_argument("seconds", nargs="?", metavar="SECONDS", help=_("duration in seconds (0: until Ctrl-C)"))
+    parser.add_argument("--interval", metavar="S", help=_("sampling interval in seconds (1)"))
+    add_options(
+        parser,
+        "device",
+        dest="watched",
+        action="append",
+        help=_("only this GPU of this machine, as nvidia-smi counts; repeatable"),
     )
+    # Its name until 0.2; everywhere else --gpu is a card's name. Not "gpu": that is a setting.
+    parser.add_argument("--gpu", dest="watched_before", action="append", metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--csv", metavar="FILE", help=_('write every sample as CSV ("-": to standard output)'))
     add_options(parser, "json")
     parser.add_argument("--quiet", action="store_true", help=_("show only the summary"))
@@ -65,24 +71,45 @@ def _monitor(options: argparse.Namespace) -> int:
 
     from vram_guard.watch.monitor import Monitor, any_sampler, checked_interval, watch
 
-    interval = checked_interval(options.interval)
-    if not isfinite(options.seconds) or options.seconds < 0:
-        raise InvalidInputError(_("seconds must be 0 or more, not {value}", value=options.seconds))
+    interval = checked_interval(number("interval", options.interval, 1.0))
+    seconds = number("seconds", options.seconds, 0.0, option=False)
+    if not isfinite(seconds) or seconds < 0:
+        raise InvalidInputError(_("seconds must be 0 or more, not {value}", value=seconds))
+    watched = _devices(options)
     if options.csv == "-" and options.json:
         raise InvalidInputError(_("--csv - and --json both answer on standard output: give --csv a file"))
+    if options.csv is not None and Path(options.csv).is_dir():
+        raise InvalidInputError(_("{path} is a folder: give the name of a file", path=options.csv))
     monitor = Monitor()
     with any_sampler() as (sampler, missing), _csv_file(options.csv) as rows:
         if missing:
             tell(missing)
-        chosen = _only(sampler, options.watched)
+        chosen = _only(sampler, watched)
         show = _shown_at(options, rows)
         stop = threading.Event()
         with _ending_cleanly(stop):
             try:
-                watch(chosen, monitor, seconds=options.seconds or None, interval=interval, tell=show, stop=stop)
+                watch(chosen, monitor, seconds=seconds or None, interval=interval, tell=show, stop=stop)
             finally:  # what was seen until an error is worth its summary too
                 _finish(options, monitor.summary(), monitor.count)
     return EXIT_DONE
+
+
+def _devices(options: argparse.Namespace) -> list[str]:
+    """The GPUs that are named, by the numbers that nvidia-smi shows, or parts of one ("0 MIG 1").
+
+    Raises:
+        InvalidInputError: one does not begin with a number.
+    """
+    if options.watched_before:
+        tell(_("monitor --gpu N is --device N now: --gpu names a card in every command"))
+    watched = [*(options.watched or ()), *(options.watched_before or ())]
+    for one in watched:
+        if not one[:1].isdecimal() or not one.isascii():
+            raise InvalidInputError(
+                _("--device is the number of a GPU of this machine, not {text}", text=repr(one)[:40])
+            )
+    return watched
 
 
 def _only(sampler: Callable[[], tuple[GpuSample, ...]], gpus: Sequence[str] | None) -> Callable[[], Any]:
@@ -108,14 +135,14 @@ def _ending_cleanly(stop: threading.Event) -> Iterator[None]:
     def end(_number: int, _frame: object) -> None:
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for sent in (signal.SIGINT, signal.SIGTERM):
         with suppress(ValueError):  # not the main thread: its starter ends it
-            before[number] = signal.signal(number, end)
+            before[sent] = signal.signal(sent, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for sent, handler in before.items():
+            signal.signal(sent, handler)
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------

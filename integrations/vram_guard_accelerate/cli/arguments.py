@@ -7,9 +7,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vram_guard.cli.parsing import Parser, fail, refuse_unknown
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.patching import replaced
@@ -43,8 +45,13 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
     add_options(both)
     both.prog = "vram-guard launch"
     both.formatter_class = _with_hyphens(both.formatter_class)
-    with replaced(sys, {"argv": [both.prog]}):  # where accelerate's help looks to find what to leave out
-        found = both.parse_args(list(arguments))
+    said = {"error": partial(fail, both)}  # one line, not the usage with hundreds of options before it
+    with (
+        replaced(both, said),
+        replaced(sys, {"argv": [both.prog]}),
+    ):  # where accelerate's help looks to find what to leave out
+        found, unknown = both.parse_known_args(list(arguments))
+        refuse_unknown(both, unknown)
     if found.yes and found.ask:
         raise InvalidInputError(_("--yes and --ask contradict each other: give one of them"))
     if found.no_python:
@@ -53,7 +60,7 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
         )
     # What follows the script is the script's own, whatever it looks like.
     head = list(arguments[: len(arguments) - len(found.training_script_args) - 1])
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = Parser(prog="vram-guard launch", passes_on=True, add_help=False, allow_abbrev=False)
     add_options(own)
     _found, accelerates = own.parse_known_args(head)
     check_script(found.training_script, module=found.module)
