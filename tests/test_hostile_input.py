@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 
 from vram_guard import cli
 from vram_guard.language import CHINESE, ENGLISH
+from vram_guard_accelerate._settings import add_options as add_launch_options
 
 #: A terminal's escape sequence and a control that turns the direction of text around.
 ESCAPES = "\x1b[31m\u202e"
@@ -189,7 +193,7 @@ def folder(tmp_path_factory):
 def faults(arguments, language, capsys):
     """What is wrong with the answer to a bad command line."""
     try:
-        code = cli.main(["--lang", language, *arguments])
+        code = cli.main(arguments)
     except SystemExit as ended:
         code = ended.code
     except BaseException as error:  # noqa: BLE001 - a traceback is what this looks for
@@ -212,6 +216,7 @@ def faults(arguments, language, capsys):
 @pytest.mark.parametrize("language", [ENGLISH, CHINESE])
 def test_one_clear_line_and_exit_code_2(language, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("VRAM_GUARD_LANG", language)
     found = {}
     for arguments in cases():
         if fault := faults(arguments, language, capsys):
@@ -267,3 +272,85 @@ def test_streams_and_surroundings(shell, code, environment):
 
 def test_the_table_has_every_command():
     assert {case[0] for case in cases() if case} >= {*cli._COMMANDS, "launch", "mmengine"}
+
+
+# --- one grammar of options -----------------------------------------------------------------------------------------
+
+
+def parsers():
+    """Command -> its options, by flag."""
+    parser = cli._parser([])
+    found = {}
+
+    def walk(name, one):
+        inner = [action for action in one._actions if isinstance(action, argparse._SubParsersAction)]
+        for each in inner:
+            for word, command in each.choices.items():
+                walk(f"{name} {word}".strip(), command)
+        if not inner:
+            found[name] = {flag: action for action in one._actions for flag in action.option_strings}
+
+    walk("", parser)
+    launch = argparse.ArgumentParser()
+    add_launch_options(launch)
+    found["launch"] = {flag: action for action in launch._actions for flag in action.option_strings}
+    return found
+
+
+#: Where an option of the same name means the same, but says more: launch names its defaults, compare and estimate what
+#: the values are put into, and monitor counts as nvidia-smi.
+SAID_DIFFERENTLY = {"--allow", "--set", "--device", "--device-id", "--batch-size", "--dry-run", "--gpu", "--quiet"}
+
+
+def test_an_option_means_the_same_in_every_command():
+    meanings = defaultdict(dict)
+    for command, flags in parsers().items():
+        for flag, action in flags.items():
+            meanings[flag][command] = (action.help, action.metavar)
+    differing = {flag: found for flag, found in meanings.items() if len(set(found.values())) > 1}
+    assert not differing.keys() - SAID_DIFFERENTLY, differing
+
+
+def test_options_are_there_wherever_they_make_sense():
+    found = parsers()
+    predicting = found.keys() - {"gpus", "doctor", "monitor", "mmengine init"}
+    for command in predicting:
+        wanted = {"--gpu", "--budget", "--margin", "--json"}
+        if command != "launch":  # whose GPUs are Accelerate's
+            wanted |= {"--gpu-memory", "--device"}
+        if command != "optimize":
+            wanted |= {"--releases", "--ignore-releases"}
+        assert wanted <= found[command].keys(), command
+    for command in ("estimate", "plan", "compare", "optimize", "gpus"):
+        assert {"--config", "--model", "--step"} <= found[command].keys(), command
+    for command in ("estimate", "plan", "compare", "gpus"):
+        assert "--set" in found[command], command
+    assert all("--json" in flags for command, flags in found.items() if command != "mmengine init")
+    assert {"--gpu", "--margin"} <= found["gpus"].keys()
+
+
+@pytest.mark.parametrize("arguments", [("plan", "ok.yaml"), ("plan", "--config", "ok.yaml"), ("estimate", "ok.yaml")])
+@pytest.mark.parametrize("amount", [("--gpu-memory", "24GiB", "--margin", "0.1"), ("--budget", "24GiB")])
+def test_both_ways_to_name_a_config_and_every_amount(arguments, amount, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert cli.main([*arguments, *amount, "--set", "batch_size=2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    symbolic = answer["report"] if "report" in answer else answer["symbolic"]
+    assert '"batch_size": 2' in json.dumps(symbolic)
+
+
+def test_the_language_behind_a_command(capsys):
+    for words in (["gpus", "--language", "zh", "4090"], ["--lang=zh", "gpus", "4090"]):
+        assert cli.main(words) == 0
+        assert "架构" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["mmengine", "--lang", "zh"])
+    assert "vram-guard mmengine" in capsys.readouterr().err
+
+
+def test_margin_of_the_cards(capsys):
+    assert cli.main(["gpus", "--gpu", "4090", "--margin", "0.5", "--json"]) == 0
+    (half,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert cli.main(["gpus", "4090", "--margin", "0", "--json"]) == 0
+    (whole,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert half["usable_bytes"] == pytest.approx(whole["usable_bytes"] / 2, rel=1e-6)

@@ -285,7 +285,7 @@ def test_summary_for_people(machine, capsys):
 
 def test_summary_for_programs_leaves_stdout_to_the_answer(machine, capsys):
     machine(card(processes=[trainer_process()]), card(uuid="GPU-2"))
-    assert cli.main(["monitor", "0.1", "--interval", "0.05", "--json", "--gpu", "1"]) == 0
+    assert cli.main(["monitor", "0.1", "--interval", "0.05", "--json", "--device", "1"]) == 0
     captured = capsys.readouterr()
     answer = json.loads(captured.out)
     assert answer["kind"] == "monitor"

@@ -99,12 +99,8 @@ def _unbuildable_said() -> Iterator[None]:
     except VramGuardError:
         raise
     except Exception as error:
-        raise InvalidInputError(
-            _(
-                "the config's training cannot be built: {reason}",
-                reason=" ".join(f"{type(error).__name__}: {error}".split()),
-            )
-        ) from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidInputError(_("the config's training cannot be built: {reason}", reason=why)) from error
 
 
 @contextlib.contextmanager

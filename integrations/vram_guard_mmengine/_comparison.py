@@ -52,13 +52,8 @@ def _config(options: argparse.Namespace) -> Any:
     try:
         cfg = Config.fromfile(options.config)
     except Exception as error:
-        raise InvalidInputError(
-            _(
-                "{path} cannot be read: {reason}",
-                path=options.config,
-                reason=" ".join(f"{type(error).__name__}: {error}".split()),
-            )
-        ) from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidInputError(_("{path} cannot be read: {reason}", path=options.config, reason=why)) from error
     if "model" not in cfg:
         raise InvalidInputError(_("{path} has no model: it is no config of a training", path=options.config))
     if options.cfg_options:

@@ -107,9 +107,12 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
         # The reader has seen enough (`| head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    except OSError as error:  # a path that no system takes, a full disk, a folder that may not be read
+    except OSError as error:  # a full disk, a folder that may not be read, a path that no system takes
+        if error.errno == errno.ENAMETOOLONG:
+            tell(_("{path} ... is too long for a path", path=str(error.filename)[:40]))
+            return EXIT_USAGE
         tell(_("{name}: {problem}", name=error.filename or "-", problem=error.strerror or error))
-        return EXIT_USAGE if error.errno == errno.ENAMETOOLONG else EXIT_ENVIRONMENT
+        return EXIT_ENVIRONMENT
     return code
 
 

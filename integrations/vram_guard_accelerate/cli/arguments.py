@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vram_guard.cli.parsing import Parser, fail, refuse_unknown
+from vram_guard.cli.parsing import Parser, argparse_locale, fail, refuse_unknown
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.patching import replaced
@@ -47,6 +47,7 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
     both.formatter_class = _with_hyphens(both.formatter_class)
     said = {"error": partial(fail, both)}  # one line, not the usage with hundreds of options before it
     with (
+        argparse_locale(),
         replaced(both, said),
         replaced(sys, {"argv": [both.prog]}),
     ):  # where accelerate's help looks to find what to leave out
@@ -62,7 +63,8 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
     head = list(arguments[: len(arguments) - len(found.training_script_args) - 1])
     own = Parser(prog="vram-guard launch", passes_on=True, add_help=False, allow_abbrev=False)
     add_options(own)
-    _found, accelerates = own.parse_known_args(head)
+    with argparse_locale():
+        _found, accelerates = own.parse_known_args(head)
     check_script(found.training_script, module=found.module)
     return LaunchArguments(
         settings=Settings.of_options(vars(found)),
