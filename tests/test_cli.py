@@ -27,7 +27,8 @@ def test_bad_usage_exits_with_2(arguments, capsys):
     assert ended.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("vram-guard") and captured.err.count("\n") == 1
+    assert captured.err.startswith("vram-guard")
+    assert captured.err.count("\n") == 1
     assert "--help)" in captured.err
 
 
