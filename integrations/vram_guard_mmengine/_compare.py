@@ -117,7 +117,7 @@ def _captured(config: Any) -> Iterator[tuple[Any, Captured]]:
         cfg.merge_from_dict(aside)
         logging.disable(logging.WARNING)  # a runner says pages about itself
         try:
-            with unregistered_types_said(), _unbuildable_said():
+            with _unbuildable_said(), unregistered_types_said():
                 runner = RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
                 found = capture(runner)
             yield runner, found
