@@ -4,7 +4,8 @@
 
 Prints the rows, the median and the largest error, and writes DIR/en/sharded.md and DIR/zh_cn/sharded.md with pictures
 in DIR/images (DIR is the repository's ``docs`` unless told otherwise). With --only, nothing is written: the page shows
-all. With --scales, only the tables of 8B to 405B are made, and written into the pages that are there. It takes no GPU; the largest row, 70B over 256 GPUs, takes a minute.
+all. With --scales, only the tables of 8B to 405B are made, and written into the pages that are there. It takes no GPU;
+the largest row, 70B over 256 GPUs, takes a minute.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def shardings_of(runner: Any, layout: Parallel) -> dict[Sharding, Parallel]:
 
 def on_host(runner: Any) -> bool:
     """True if FSDPStrategy keeps parameters, gradients and optimizer states in host memory as it is written."""
-    strategy = getattr(runner, "strategy", None)
+    strategy: Any = getattr(runner, "strategy", None)
     if type(strategy).__name__ != SHARDED:
         return False
     given = (strategy.model_wrapper or {}).get("cpu_offload")

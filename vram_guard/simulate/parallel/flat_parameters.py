@@ -42,7 +42,7 @@ def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
         """Parameters that have nothing in this rank's shard are set to an empty tensor, symbolic as they are."""
         flat: Any = self.flat_param
         with replaced(torch, {"empty": lambda *size, **_where: flat.new_empty(*size)}):
-            shown(self)  # type: ignore[no-untyped-call]
+            shown(self)
 
     def storage_address(self: torch.UntypedStorage) -> int:
         address: int = torch._C.StorageBase.data_ptr(self)  # type: ignore[attr-defined]
