@@ -52,7 +52,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ask(name, name, allow=("shard",))
     ask("first", "configured", *FIRST, "--from_first", budget="1GiB")
     ask("first_keeps", "configured", *FIRST, "--strategy", "SHARD_GRAD_OP", budget="1GiB")
-    ask("first_offload", "configured", *FIRST, "--on_host")
+    ask("first_offload", "configured", *FIRST, "--on_host", budget="1GiB")
     ask("first_hybrid", "configured", *FIRST, "--strategy", "HYBRID_SHARD")
     return cases.dry_runs(asked)
 
@@ -112,23 +112,27 @@ def test_a_launch_that_fsdp2_would_make_another_training_is_left(answers: Any, n
     assert any(says in note for note in answer["notes"]), answer["notes"]
 
 
-@pytest.mark.parametrize(("name", "reshard"), [("first", True), ("first_keeps", False)])
-def test_the_first_version_of_fsdp_is_predicted_as_it_is_configured(answers: Any, name: str, *, reshard: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("first", {}), ("first_keeps", {"reshard": False}), ("first_offload", {"offload": True})],
+)
+def test_the_first_version_of_fsdp_is_predicted_as_it_is_configured(
+    answers: Any, name: str, settings: dict[str, bool]
+) -> None:
     from vram_guard import Parallel
     from vram_guard.simulate import estimate
 
-    layout = Parallel(gpus=2, kind="fsdp1", blocks=BLOCKS[:3], reshard=reshard)
+    layout = Parallel(gpus=2, kind="fsdp1", blocks=BLOCKS[:3], **settings)
     ours, answer = estimate(cases.wide_step(parallel=layout), 4), answers[name]
     assert "error" not in answer, answer
     found = answer["plan"]["before"]
     for category in ("parameters", "gradients", "optimizer_states", "workspace", "buffers"):
-        assert found["breakdown"][category] == ours.breakdown[category], category
+        assert found["breakdown"].get(category) == ours.breakdown.get(category), category
     assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
     assert found["peak_reserved"] == ours.peak_reserved
 
 
 def test_what_of_the_first_version_cannot_be_followed_is_refused_by_name(answers: Any) -> None:
-    assert "cpu_offload cannot be predicted" in answers["first_offload"]["message"]
     assert "HYBRID_SHARD asks every node" in answers["first_hybrid"]["message"]
 
 

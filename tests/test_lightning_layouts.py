@@ -187,7 +187,8 @@ def predicted(layout: Any = None, **settings: Any) -> Any:
         trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=own, logger=False, enable_checkpointing=False)
         own.connect(module)
         own.num_nodes, own.parallel_devices = 2, [torch.device("cpu")] * 4
-        layout = Parallel(8, node=4, apply=_layouts.StrategyLayout(trainer, _layouts._fully_sharded))
+        put = _layouts.StrategyLayout(trainer, _layouts._fully_sharded)
+        layout = Parallel(8, node=4, apply=put, offload=_layouts.flat_on_host(trainer))
     step = TrainingStep(
         module,
         lambda size: torch.zeros(size, 5, 32),
@@ -214,12 +215,44 @@ def test_the_strategys_policy_over_eight_ranks_is_that_of_our_own_layout() -> No
     assert kept.peak_allocated > ours.peak_allocated
 
 
-def test_parameters_on_the_host_are_refused_by_name() -> None:
-    from vram_guard.errors import UnsupportedStepError
+def test_parameters_on_the_host_are_predicted_and_batches_stay_whole() -> None:
+    from vram_guard.techniques import Sharding
     from vram_guard_lightning import _layouts
 
-    with pytest.raises(UnsupportedStepError, match="cpu_offload"):
-        _layouts.layout_of(trainer(strategy("FSDPStrategy", cpu_offload=True)))
+    written = trainer(strategy("FSDPStrategy", cpu_offload=True))
+    found = _layouts.layout_of(written)
+    assert found.offload
+    assert list(_layouts.shardings_of(written, found)()) == [Sharding(reshard=False)]
+    assert all(layout.offload for layout in _layouts.shardings_of(written, found)().values())
+    on_gpu, on_host = predicted(), predicted(cpu_offload=True)
+    assert on_gpu.breakdown["optimizer_states"] > on_host.breakdown.get("optimizer_states", 0) == 0
+    assert on_host.peak_allocated < on_gpu.peak_allocated
+    refused = refused_under(cpu_offload=True)
+    assert "last backward pass" in refused["accumulate"]
+    assert "an earlier one" in refused["offload_parameters"]
+    assert "last backward pass" not in str(refused_under().get("accumulate"))
+
+
+def refused_under(**settings: Any) -> dict[str, str]:
+    """Reasons, by technique, against what a plan may do under FSDPStrategy with these settings."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from vram_guard.guard.settings import GuardSettings
+    from vram_guard_lightning._refusals import refusals
+
+    class OnCpu(FSDPStrategy):
+        """Lightning insists on GPUs for its own class, and on nothing for others."""
+
+    own = OnCpu(**settings)
+    made = pl.Trainer(accelerator="cpu", devices=1, strategy=own, logger=False, enable_checkpointing=False)
+    own.connect(pl.LightningModule())
+    own.parallel_devices = [torch.device("cpu")] * 2
+    return {
+        one.technique: one.reason
+        for one in refusals(made, own.lightning_module, GuardSettings(), growable="")
+        if one.reason
+    }
 
 
 def test_layers_may_be_divided_over_more_than_a_node(monkeypatch: Any) -> None:

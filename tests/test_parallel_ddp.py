@@ -333,9 +333,16 @@ def test_fsdp1_keeps_weights_between_forward_and_backward_where_it_is_asked_to()
     assert gathers[0] < gathers[1]
 
 
-def test_fsdp1_with_offload_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedTechniqueError, match="fsdp2 with offload"):
-        traced(parallel=Parallel(2, kind="fsdp1", offload=True))
+def test_fsdp1_with_offload_keeps_flat_shards_and_their_gradients_in_pinned_host_memory() -> None:
+    written, offloaded = (traced(parallel=Parallel(4, kind="fsdp1", offload=offload)) for offload in (False, True))
+    assert held(offloaded, "parameters") == held(offloaded, "optimizer_states") == 0
+    pinned = sorted(block.size.base for block in offloaded.host_blocks if block.pinned)
+    shards = sorted(block.size.base for block in written.blocks if block.category == "optimizer_states")
+    # Of each flat parameter two states are on the GPU as written; its shard and its gradient are pinned otherwise.
+    assert sum(pinned) == pytest.approx(2 * BYTES / 4, rel=0.01)
+    assert sum(shards) == pytest.approx(sum(pinned), rel=0.15)
+    gathers = [sum(one.name.startswith("all_gather") for one in each.collectives) for each in (written, offloaded)]
+    assert gathers[0] == gathers[1]
 
 
 def test_fsdp1_in_one_precision_leaves_batch_norms_in_their_block(recwarn: pytest.WarningsRecorder) -> None:

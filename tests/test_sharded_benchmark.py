@@ -177,3 +177,13 @@ def test_the_command_prints_the_errors_and_writes_nothing_for_a_part(tmp_path, c
     assert command.main(["--only", "8B", "--out", str(tmp_path)]) == 0
     assert "2 rows with a fully published recipe: median error 0.550%, largest 1.00%" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_the_tables_of_scales_are_renewed_alone(tmp_path, monkeypatch):
+    pages.write_pages(RESULTS, FIGURES, tmp_path)
+    before = (tmp_path / "zh_cn" / "sharded.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(command.scales, "every", lambda: [{**FIGURES["scales"][0], "error": "gone"}])
+    monkeypatch.setattr(command.scales, "planned", lambda: [FIGURES["plans"][0]])
+    assert command.main(["--scales", "--out", str(tmp_path)]) == 0
+    after = (tmp_path / "zh_cn" / "sharded.md").read_text(encoding="utf-8")
+    assert after == before.replace("died", "gone").replace("| 405B | 512 | too long | - | - | - | - | - |\n", "")

@@ -34,8 +34,32 @@ def write_pages(results: Results, figures: Figures, docs: Path) -> list[Path]:
     return written
 
 
+def renew_scales(figures: Figures, docs: Path) -> list[Path]:
+    """Write the tables of 8B to 405B anew into both pages as they are; the answer is their paths."""
+    written = []
+    for language, words in TEXTS.items():
+        path = docs / language / "sharded.md"
+        text = path.read_text(encoding="utf-8")
+        for made in _scale_tables(figures, words):
+            head = made.partition("\n")[0]
+            before, _, after = text.partition(head)
+            text = before + made + "\n\n" + after.partition("\n\n")[2]
+        path.write_text(text, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _scale_tables(figures: Figures, words: Texts) -> tuple[str, str]:
+    """Layouts as given, and as planned."""
+    return (
+        pages.table(words["scale_columns"], [_scale(row, words) for row in figures["scales"]]),
+        pages.table(words["plan_columns"], [_planned(row, words) for row in figures["plans"]]),
+    )
+
+
 def page(results: Results, figures: Figures, words: Texts) -> str:
     """One page."""
+    as_given, as_planned = _scale_tables(figures, words)
     judged = [row for row in results.rows if row.judged]
     others = [row for row in results.rows if not row.judged]
     count, median, worst = summary(results.rows)
@@ -52,9 +76,9 @@ def page(results: Results, figures: Figures, words: Texts) -> str:
         words["tools"],
         pages.table(words["tool_columns"], [line for row in figures["tools"] for line in _tools(row, words)]),
         words["scales"],
-        pages.table(words["scale_columns"], [_scale(row, words) for row in figures["scales"]]),
+        as_given,
         words["plans"],
-        pages.table(words["plan_columns"], [_planned(row, words) for row in figures["plans"]]),
+        as_planned,
         words["not_followed"],
         "\n".join(f"- {_plain(name)}: {_reason(why, words)}" for name, why in results.not_reproduced.items()),
     ]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
+from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.parallel.resharding import offloaded_where_unsaid, other_strategy, resharding_of, set_resharding
+from vram_guard.parallel.resharding import why_not_offloaded as why_not_flat_offloaded
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.parallel.groups import alone
@@ -69,8 +70,6 @@ def layout_of(trainer: Trainer) -> Parallel | None:
         raise UnsupportedStepError(
             _("FSDPStrategy({setting}=...) belongs to the real processes, and cannot be predicted", setting=given[0])
         )
-    if sharded and strategy.cpu_offload.offload_params:
-        raise UnsupportedStepError(offloaded())
     tensor = strategy.device_mesh["tensor_parallel"].size() if parallel else 1
     return Parallel(
         gpus=trainer.world_size,
@@ -78,8 +77,15 @@ def layout_of(trainer: Trainer) -> Parallel | None:
         node=trainer.world_size if strategy.num_processes % tensor else strategy.num_processes,
         tensor=tensor,
         reshard=not sharded or other_strategy(strategy.sharding_strategy.name, reshard=True) is None,
+        offload=flat_on_host(trainer),
         apply=StrategyLayout(trainer, _fully_sharded if sharded else _model_parallel),
     )
+
+
+def flat_on_host(trainer: Trainer) -> bool:
+    """True if FSDPStrategy keeps parameters, gradients and optimizer states in host memory as it is written."""
+    strategy: Any = trainer.strategy
+    return _namespaces.is_a(strategy, FSDP) and bool(strategy.cpu_offload.offload_params)
 
 
 def whole(trainer: Trainer) -> bool:
@@ -157,7 +163,7 @@ def shardings_of(trainer: Trainer, layout: Parallel) -> Callable[[], Mapping[Sha
             one: layout.with_(
                 apply=written.with_(one),
                 reshard=layout.reshard if one.reshard is None else one.reshard,
-                offload=one.offload,
+                offload=layout.offload or one.offload,
             )
             for one in ways
         }
@@ -176,7 +182,7 @@ def _other_times(trainer: Any, written: StrategyLayout) -> tuple[bool, ...]:
 def why_not_offloaded(trainer: Trainer) -> str:
     """The reason why weights may not be left in host memory by the strategy's own means ("" where they may)."""
     if _namespaces.is_a(trainer.strategy, FSDP):
-        return offloaded()
+        return why_not_flat_offloaded()
     if trainer.gradient_clip_val and trainer.strategy.root_device.type == "cuda":
         return _("gradients on the host are clipped over gloo, and the strategy has NCCL only")
     return ""

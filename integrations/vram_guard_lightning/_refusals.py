@@ -9,6 +9,7 @@ from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.in_place_of_ddp import why_not_optimizer
+from vram_guard.parallel.resharding import why_not_offloaded, why_not_split_on_host
 from vram_guard_lightning import _deepspeed, _dividing, _growth, _hooks, _layouts, _namespaces, _recovery, private_api
 from vram_guard_lightning._namespaces import is_lightnings
 
@@ -35,6 +36,8 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
         )
     elif missing := private_api.missing(_namespaces.of(trainer), private_api.MICRO_BATCHES):
         yield Refusal("accumulate", _("this release of Lightning is not supported: {what}", what=missing[0]))
+    elif _layouts.flat_on_host(trainer):
+        yield Refusal("accumulate", why_not_split_on_host())
     elif getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"):
         yield static_graph(recovered=settings.recover and not _recovery.why_not(trainer, module))
     else:
@@ -69,6 +72,8 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     yield Refusal("grow", _growth.why_not(trainer, growable))
     if not _layouts.whole(trainer):
         yield from beside_layout(type(trainer.strategy).__name__, *_layouts.installable(trainer))
+    if _namespaces.is_a(trainer.strategy, _layouts.FSDP):
+        yield Refusal("offload_parameters", why_not_offloaded())
 
 
 #: Hooks that run between the backward pass and the optimizer step.

@@ -7,8 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import techniques
-from vram_guard.capture.simulated_device import move_to_simulated_device, offloaded
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.parallel.resharding import other_strategy
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
@@ -28,20 +27,14 @@ SHARDED = "FSDPStrategy"
 
 
 def layout_of(runner: Any) -> Parallel | None:
-    """The layout that a runner's strategy puts on its model; None where every process holds the whole of it.
-
-    Raises:
-        UnsupportedStepError: it cannot be followed.
-    """
+    """The layout that a runner's strategy puts on its model; None where every process holds the whole of it."""
     strategy = getattr(runner, "strategy", None)
     if strategy is None or type(strategy).__name__ != SHARDED:
         return None
-    if (strategy.model_wrapper or {}).get("cpu_offload"):
-        raise UnsupportedStepError(offloaded())
     ranks = int(runner.world_size)
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says it
     frees = other_strategy(_kept(strategy), reshard=True) is None
-    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy), reshard=frees)
+    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy), reshard=frees, offload=on_host(runner))
 
 
 def shardings_of(runner: Any, layout: Parallel) -> dict[Sharding, Parallel]:
@@ -51,6 +44,15 @@ def shardings_of(runner: Any, layout: Parallel) -> dict[Sharding, Parallel]:
         return {}
     written: Any = layout.apply
     return {way: layout.with_(apply=written.with_(way), reshard=way.reshard)}
+
+
+def on_host(runner: Any) -> bool:
+    """True if FSDPStrategy keeps parameters, gradients and optimizer states in host memory as it is written."""
+    strategy: Any = getattr(runner, "strategy", None)
+    if type(strategy).__name__ != SHARDED:
+        return False
+    given = (strategy.model_wrapper or {}).get("cpu_offload")
+    return bool(getattr(given, "offload_params", given))
 
 
 def changed_settings(strategy: Any, sharding: Sharding | None) -> dict[str, Any]:

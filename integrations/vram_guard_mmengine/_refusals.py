@@ -11,6 +11,7 @@ from vram_guard.apply.backward_hooks import of_package, why_whole
 from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.language import _
+from vram_guard.parallel.resharding import why_not_offloaded, why_not_split_on_host
 from vram_guard_mmengine import _dividing, _layouts, _recovery
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
         settings: of the guard.
         growable: why the loader's batch size cannot be changed ("" where it can).
     """
-    yield Refusal("accumulate", _why_whole(runner, facts))
+    yield Refusal("accumulate", why_not_split_on_host() if _layouts.on_host(runner) else _why_whole(runner, facts))
     if _static_graph(runner):
         yield static_graph(recovered=settings.recover and not _recovery.why_not(runner))
     yield Refusal("precision", _why_not_mixed(facts, pinned=settings.pins.precision is not None))
@@ -51,6 +52,7 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
     if _layouts.layout_of(runner) is not None:
         own = runner.strategy.activation_checkpointing is not None
         yield from beside_layout(_layouts.SHARDED, *(() if own else ("checkpoint",)))
+        yield Refusal("offload_parameters", why_not_offloaded())
 
 
 def _why_not_in_backward(facts: OptimFacts) -> str:

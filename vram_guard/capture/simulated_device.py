@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vram_guard.language import _
-
 
 def move_to_simulated_device(module: nn.Module) -> None:
     """The module's ``device`` (Lightning, MMEngine's data preprocessors), and metrics' states. For use in a trace."""
@@ -15,11 +13,6 @@ def move_to_simulated_device(module: nn.Module) -> None:
             part.to("cuda")
         elif "_device" in vars(part):
             vars(part)["_device"] = torch.device("cuda", 0)
-
-
-def offloaded() -> str:
-    """The reason why FullyShardedDataParallel is not followed where it keeps parameters on the host."""
-    return _("FullyShardedDataParallel with cpu_offload cannot be predicted; FSDP2 (fully_shard) with CPU offload can")
 
 
 def _is_metric(part: nn.Module) -> bool:

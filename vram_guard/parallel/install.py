@@ -48,8 +48,6 @@ def check(model: nn.Module, parallel: Parallel) -> None:
     if parallel.kind not in (*_INSTALLERS, *_WHOLE):
         raise UnsupportedTechniqueError(_("{kind} cannot be predicted yet", kind=parallel.kind))
     _check_torch(parallel)
-    if parallel.kind == "fsdp1" and parallel.offload:
-        raise UnsupportedTechniqueError(_("fsdp1 with offload cannot be predicted; fsdp2 with offload can"))
     if parallel.tensor > 1:
         _tensor.plan_of(model, parallel.tensor)
     if parallel.kind not in _WHOLE and (parallel.shards > 1 or parallel.blocks):

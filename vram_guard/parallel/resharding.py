@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.language import _
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -32,6 +34,23 @@ def other_strategy(name: str, reshard: bool) -> str | None:
         >>> other_strategy("FULL_SHARD", reshard=True)
     """
     return (_FREED if reshard else _KEPT).get(name)
+
+
+def why_not_offloaded() -> str:
+    """The reason why no plan lets FullyShardedDataParallel keep parameters in host memory.
+
+    ``prepare_gradient_for_optim`` (torch/distributed/fsdp/_flat_param.py) hands over the gradient on the host whether
+    this step has written it or not.
+    """
+    return _(
+        "with cpu_offload, FullyShardedDataParallel steps a parameter that a batch leaves unused with the gradient of "
+        "an earlier one; FSDP2 (fully_shard) does not"
+    )
+
+
+def why_not_split_on_host() -> str:
+    """The reason against micro-batches where it keeps them there as written (torch's documentation of ``no_sync``)."""
+    return _("FullyShardedDataParallel with cpu_offload keeps the gradients of a step's last backward pass alone")
 
 
 def set_resharding(model: nn.Module, reshard: bool) -> None:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.capture.simulated_device import offloaded
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.parallel.in_place_of_ddp import as_on_the_first
@@ -48,8 +47,6 @@ def why_not_followed(plugin: Any) -> str:
     """The reason why a model that is sharded so cannot be predicted; "" where it can."""
     if plugin.fsdp_version == 2:
         return ""
-    if on_host(plugin):
-        return offloaded()
     strategy = str(getattr(plugin.sharding_strategy or plugin.reshard_after_forward, "name", ""))
     if "HYBRID" in strategy:
         return _(

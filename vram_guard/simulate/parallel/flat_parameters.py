@@ -36,6 +36,14 @@ def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
         recorder.classify([made], "parameters")
         return made
 
+    shown = FlatParamHandle._use_sharded_views
+
+    def sharded_views(self: Any) -> None:
+        """Parameters that have nothing in this rank's shard are set to an empty tensor, symbolic as they are."""
+        flat: Any = self.flat_param
+        with replaced(torch, {"empty": lambda *size, **_where: flat.new_empty(*size)}):
+            shown(self)
+
     def storage_address(self: torch.UntypedStorage) -> int:
         address: int = torch._C.StorageBase.data_ptr(self)  # type: ignore[attr-defined]
         return self._cdata if address == 0 and self.nbytes() else address
@@ -46,6 +54,8 @@ def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
         replaced(torch.UntypedStorage, {"data_ptr": storage_address}),
         # torch would look for a GPU by its number.
         replaced(_init_utils, {"_get_compute_device": lambda *_args: torch.device("cuda", 0)}),
-        replaced(FlatParamHandle, {"_alloc_padded_unsharded_flat_param": gathered}),
+        replaced(
+            FlatParamHandle, {"_alloc_padded_unsharded_flat_param": gathered, "_use_sharded_views": sharded_views}
+        ),
     ):
         yield
