@@ -16,9 +16,11 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
+from vram_guard.plan.techniques import FORMS
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
@@ -148,6 +150,27 @@ class _Prover:
         return replace(proof, notes=(*proof.notes, moved))
 
     def _verdict(self) -> Proof | Disproof:
+        optimizer = self._small_steps(AS_WRITTEN.with_(optimizer=self._plan.recipe.optimizer))
+        if optimizer is None:
+            return self._of_model()
+        if optimizer.refutation:
+            return Disproof(FORMS[self._plan.recipe.optimizer], optimizer.refutation)
+        proof = self._of_model()
+        return proof if isinstance(proof, Disproof) else replace(proof, notes=(*proof.notes, optimizer.words()))
+
+    def _small_steps(self, recipe: Recipe) -> SmallSteps | None:
+        """Of the recipe's optimizer; None where it is as written."""
+        make = self._captured.step.optimizer
+        if make is None:
+            return None
+
+        def as_written() -> torch.optim.Optimizer:
+            with self._captured.symbolic_run():
+                return make(self._captured.model.parameters())
+
+        return small_steps(as_written, recipe)
+
+    def _of_model(self) -> Proof | Disproof:
         if not self._splits and not self._recipe:
             return Proof("")
         try:
