@@ -111,6 +111,15 @@ def prove_cut(
     return (verdict.loss_weight, "") if isinstance(verdict, Proof) else (None, why)
 
 
+def not_in_copy(change: str) -> str:
+    """The words for a change of how the model is divided that no copy can run."""
+    return _(
+        "{change}: not run in a copy, which is one process; the same numbers are gathered and reduced, at another "
+        "time or from another place",
+        change=change,
+    )
+
+
 class _Prover:
     def __init__(
         self,
@@ -142,12 +151,7 @@ class _Prover:
         proof = self._verdict()
         if self._unseen is None or isinstance(proof, Disproof):
             return proof
-        moved = _(
-            "{change}: not run in a copy, which is one process; the same numbers are gathered and reduced, at another "
-            "time or from another place",
-            change=sharding_words(self._unseen),
-        )
-        return replace(proof, notes=(*proof.notes, moved))
+        return replace(proof, notes=(*proof.notes, not_in_copy(sharding_words(self._unseen))))
 
     def _verdict(self) -> Proof | Disproof:
         optimizer = self._small_steps(AS_WRITTEN.with_(optimizer=self._plan.recipe.optimizer))

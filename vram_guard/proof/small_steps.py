@@ -7,16 +7,17 @@ the model is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
+from vram_guard.patching import replaced
 from vram_guard.proof._norms import distance, norm
 from vram_guard.proof.differences import TOLERANCES
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
@@ -31,8 +32,6 @@ STEPS = 3
 MOST_ELEMENTS = 8192
 #: Weights of a group that have a stand-in, for each number of dimensions, on which some optimizers decide.
 EACH = 2
-#: Seconds after which the copy is given up.
-_MOST_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class SmallSteps:
 
 
 def small_steps(make: Callable[[], torch.optim.Optimizer], recipe: Recipe) -> SmallSteps | None:
-    """Compare the optimizer with that of the recipe, in a copy of this process.
+    """Compare the optimizer with that of the recipe.
 
     Args:
         make: the optimizer as written, over whatever weights: only their shapes are read.
@@ -89,7 +88,7 @@ def small_steps(make: Callable[[], torch.optim.Optimizer], recipe: Recipe) -> Sm
     if not exact and eight_bit_library() == "torchao":
         return SmallSteps(why_not=_("torchao compiles its 8-bit steps"), exact=False)
     try:
-        found = run_in_fork(lambda _progress: _compared(make(), own, exact=exact), most_seconds=_MOST_SECONDS)
+        found = _compared(make(), own, exact=exact)
     except Exception as error:  # noqa: BLE001 - the user's own optimizer runs in it
         return SmallSteps(why_not=f"{type(error).__name__}: {error}", exact=exact)
     return SmallSteps(found, exact=exact)
@@ -98,26 +97,35 @@ def small_steps(make: Callable[[], torch.optim.Optimizer], recipe: Recipe) -> Sm
 def _compared(optimizer: torch.optim.Optimizer, recipe: Recipe, *, exact: bool) -> float:
     if needs_closure(optimizer):
         raise TypeError(_("its step evaluates the loss itself"))
-    torch.manual_seed(0)
     began = _stand_ins(optimizer, torch.float64 if exact else torch.float32)
     steps = []
     for form in (AS_WRITTEN, recipe):
         weights = [[torch.nn.Parameter(one.clone()) for one in group] for group in began]
-        with cpu_as_gpu(form):
+        with cpu_as_gpu(form), _without_gpu():
             steps.append(_stepped(optimizer_for(_over(optimizer, weights), form), weights))
     moved = zip(*steps, [one for group in began for one in group], strict=True)
     return max((distance(one, other) / (norm(one - first) or 1.0) for one, other, first in moved), default=0.0)
 
 
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Inside the block there is no GPU whose stream a step could ask whether it is captured, nor a pretended one."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(torch.cuda, {"is_available": lambda: False}))
+        if hasattr(torch, "accelerator"):  # since torch 2.6
+            stack.enter_context(replaced(torch.accelerator, {"current_accelerator": lambda **_options: None}))
+        yield
+
+
 def _stand_ins(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     """By group: random numbers in the shapes of some of its weights, or of parts of them."""
-    made = []
+    made, draws = [], torch.Generator().manual_seed(0)
     for group in optimizer.param_groups:
         shapes: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for weight in group["params"]:
             if weight.requires_grad and len(shapes[weight.dim()]) < EACH:
                 shapes[weight.dim()].append(_smaller(tuple(weight.shape)))
-        made.append([torch.randn(shape, dtype=dtype) for found in shapes.values() for shape in found])
+        made.append([torch.randn(shape, dtype=dtype, generator=draws) for found in shapes.values() for shape in found])
     return made
 
 
