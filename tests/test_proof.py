@@ -395,14 +395,19 @@ def clamped(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao says on import which of its extensions it cannot load
-@pytest.mark.parametrize(("loss", "looks"), [(mean, True), (clamped, True), (clamped, False)])
+@pytest.mark.parametrize(
+    ("loss", "looks", "heavy"),
+    [(mean, True, False), (clamped, True, False), (clamped, False, False), (mean, True, True)],
+)
 def test_an_optimizer_on_the_host_is_proven_by_running(
-    loss: Any, looks: bool, tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    loss: Any, looks: bool, heavy: bool, tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine with a GPU: on the CPU it is refused. One that did not look at the weights is found."""
     pytest.importorskip("torchao")
     if not looks:
         monkeypatch.setattr(host_optimizer(), "_take_weights", lambda _self: None)
+    if heavy:
+        monkeypatch.setattr(proving, "_operations_per_second", lambda: 1.0)
     of_trainer = _refusals.refusals
     monkeypatch.setattr(
         _refusals,
@@ -429,7 +434,8 @@ def test_an_optimizer_on_the_host_is_proven_by_running(
     else:
         assert guard.plan is not None
         assert guard.plan.recipe.optimizer_on_host
-        assert "proven by running 4 samples" in " ".join(capsys.readouterr().out.split())
+        said = SAID_BY_SMALL_STEPS if heavy else "proven by running 4 samples"
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 # --- other forms of the optimizer --------------------------------------------------------------------------------
@@ -481,3 +487,27 @@ def test_a_form_that_rounds_says_by_how_much(monkeypatch: Any) -> None:
     assert found.refutation == ""
     lacking = of(lambda: torch.optim.SGD(weights))
     assert "was not run for a proof (UnsupportedTechniqueError: SGD has no 8-bit form" in lacking.words()
+
+
+# --- steps that are too heavy to be run whole ---------------------------------------------------------------------
+
+
+SINGLE = {
+    "activations": ({"offload_activations": "all"}, None, "proven by running single blocks (2 kinds)"),
+    "checkpoint": ({"checkpoint": "all"}, None, "proven by running single blocks (2 kinds)"),
+    "frozen": ({"frozen_on_host": ("teacher",)}, None, "proven by running single blocks (1 kinds)"),
+    "spoiled": ({"offload_activations": "all"}, Spoiling, "run by itself, the gradient of blocks.0.line.weight differs by"),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_step_that_is_too_heavy_is_proven_in_parts(name: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    pins, block, words = SINGLE[name]
+    monkeypatch.setattr(proving, "_operations_per_second", lambda: 1.0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        guard = VramGuard(budget="1GiB", pin=pins, remember=False)
+        trainer_for(guard, tmp_path, 1).fit(WithTeacher(frozen(), block), data())
+    said = " ".join([capsys.readouterr().out, *(str(one.message) for one in caught)])
+    assert words in " ".join(said.split()), said

@@ -20,6 +20,7 @@ from vram_guard.plan.techniques import FORMS
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+from vram_guard.proof.single_blocks import run_single_blocks
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
@@ -351,12 +352,12 @@ class _Prover:
             return Disproof(self._parts()[0][0], reason)
         if self._recipe.optimizer_in_backward or self._recipe.chunked_head:  # nothing but a run shows what reads them
             return Disproof("optimizer_in_backward" if self._recipe.optimizer_in_backward else "chunked_loss", reason)
-        if not self._splits:
-            return Proof(
-                _("not proven by running ({reason}); the trace found nothing that the plan changes", reason=reason)
-            )
+        part = self._by_parts(reason)
+        if not self._splits or isinstance(part, Disproof):
+            return part
+        beside = (part.words, *part.notes) if self._recipe else ()
         if self._said is not None:
-            return Proof(_("micro-batches as you said (loss_weight)"))
+            return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
         with self._captured.symbolic_run():
             kind, why = self._graph.reduction(self._plan.batch_size)
         if kind is None:
@@ -375,7 +376,37 @@ class _Prover:
             )
         else:
             said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
-        return Proof(said, kind)
+        return Proof(said, kind, beside)
+
+    def _by_parts(self, reason: str) -> Proof | Disproof:
+        """What does not depend on how the batch is cut: single blocks, and the optimizer over small weights."""
+        optimizer = self._small_steps(AS_WRITTEN.with_(optimizer_on_host=self._recipe.optimizer_on_host))
+        if optimizer is not None and optimizer.refutation:
+            return Disproof("offload_optimizer", optimizer.refutation)
+        notes = () if optimizer is None else (optimizer.words(),)
+        if not (self._recipe.checkpoint or self._recipe.offload_activations or self._recipe.frozen_on_host):
+            return Proof(_("not proven by running a whole step ({reason})", reason=reason), notes=notes)
+        if not self._seconds:
+            return self._unproven(reason, notes)
+        try:
+            blocks = run_in_fork(
+                lambda _progress: run_single_blocks(self._captured, self._recipe), most_seconds=self._most_seconds
+            )
+        except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+            return self._unproven(f"{reason}; {type(error).__name__}: {error}", notes)
+        if blocks.difference is not None:
+            return Disproof(blocks.techniques[-1], _("run by itself, {difference}", difference=blocks.difference.words()))
+        said = _(
+            "proven by running single blocks ({count} kinds): each learns the same; {reason}",
+            count=blocks.kinds,
+            reason=reason,
+        )
+        return Proof(said, notes=notes)
+
+    @staticmethod
+    def _unproven(reason: str, notes: tuple[str, ...]) -> Proof:
+        said = _("not proven by running ({reason}); the trace found nothing that the plan changes", reason=reason)
+        return Proof(said, notes=notes)
 
 
 def _compared(one: Observed, other: Observed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:
