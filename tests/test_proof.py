@@ -496,7 +496,11 @@ SINGLE = {
     "activations": ({"offload_activations": "all"}, None, "proven by running single blocks (2 kinds)"),
     "checkpoint": ({"checkpoint": "all"}, None, "proven by running single blocks (2 kinds)"),
     "frozen": ({"frozen_on_host": ("teacher",)}, None, "proven by running single blocks (1 kinds)"),
-    "spoiled": ({"offload_activations": "all"}, Spoiling, "run by itself, the gradient of blocks.0.line.weight differs by"),
+    "spoiled": (
+        {"offload_activations": "all"},
+        Spoiling,
+        "run by itself, the gradient of blocks.0.line.weight differs",
+    ),
 }
 
 

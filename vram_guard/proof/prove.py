@@ -395,7 +395,8 @@ class _Prover:
         except Exception as error:  # noqa: BLE001 - the user's own code runs in it
             return self._unproven(f"{reason}; {type(error).__name__}: {error}", notes)
         if blocks.difference is not None:
-            return Disproof(blocks.techniques[-1], _("run by itself, {difference}", difference=blocks.difference.words()))
+            said = _("run by itself, {difference}", difference=blocks.difference.words())
+            return Disproof(blocks.techniques[-1], said)
         said = _(
             "proven by running single blocks ({count} kinds): each learns the same; {reason}",
             count=blocks.kinds,

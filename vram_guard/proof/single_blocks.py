@@ -138,8 +138,7 @@ def _difference(model: nn.Module, name: str, call: _Call, recipe: Recipe) -> Dif
     written = _run(block, call)
     block.load_state_dict(before)
     with cpu_as_gpu(recipe):
-        for take_off in (place(model, recipe, "cpu"), install(model, recipe)):
-            _keep.append(take_off)
+        _keep.extend((place(model, recipe, "cpu"), install(model, recipe)))
         changed = _run(block, call)
     for (part, one), (other_part, other) in zip(written, changed, strict=True):
         apart = distance(one, other) / (norm(one) or 1.0)

@@ -146,7 +146,7 @@ def _over(optimizer: torch.optim.Optimizer, weights: Sequence[list[torch.nn.Para
     twin: Any = object.__new__(type(optimizer))
     twin.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
     twin.defaults = dict(optimizer.defaults)
-    return twin  # type: ignore[no-any-return]
+    return twin
 
 
 def _stepped(optimizer: torch.optim.Optimizer, groups: Sequence[list[torch.nn.Parameter]]) -> list[torch.Tensor]:
