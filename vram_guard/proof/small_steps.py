@@ -143,7 +143,7 @@ def _over(optimizer: torch.optim.Optimizer, weights: Sequence[list[torch.nn.Para
         {**{name: copy.deepcopy(value) for name, value in group.items() if name != "params"}, "params": held}
         for group, held in zip(optimizer.param_groups, weights, strict=True)
     ]
-    twin: Any = object.__new__(type(optimizer))
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
     twin.defaults = dict(optimizer.defaults)
     return twin
@@ -155,7 +155,7 @@ def _stepped(optimizer: torch.optim.Optimizer, groups: Sequence[list[torch.nn.Pa
     draws = torch.Generator().manual_seed(1)
     for _step in range(STEPS):
         for weight in weights:
-            (weight * torch.randn(weight.shape, dtype=weight.dtype, generator=draws)).sum().backward()  # type: ignore[no-untyped-call]
+            (weight * torch.randn(weight.shape, dtype=weight.dtype, generator=draws)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [weight.detach() for weight in weights]
