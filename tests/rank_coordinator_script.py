@@ -6,7 +6,9 @@ import atexit
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 FOUND: dict[str, object] = {}
 OUT = Path(sys.argv[1], f"{os.environ['RANK']}.json")
@@ -25,6 +27,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
+from vram_guard.guard import _ranks, arrivals  # noqa: E402
 from vram_guard.watch.rank_coordinator import DataParallel, Verdict  # noqa: E402
 
 
@@ -32,8 +35,38 @@ def groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
+class Talking:
+    """The ranks as a framework lets them talk."""
+
+    rank = property(lambda _self: dist.get_rank())
+    world_size = property(lambda _self: dist.get_world_size())
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        held = [value]
+        dist.broadcast_object_list(held, src=source)
+        return held[0]
+
+
+def late_rank() -> None:
+    """The second rank comes back from its work only when the first one has given it up."""
+    store = dist.distributed_c10d._get_default_store()
+    arrivals.APART_SECONDS = arrivals.IDLE_SECONDS = 0.2
+    FOUND["together"] = _ranks.attempt(Talking(), dist.get_rank).value
+
+    def work() -> int:
+        if dist.get_rank():
+            store.wait(["vram_guard/1/decided"], timedelta(seconds=60))
+        return 1
+
+    outcome = _ranks.attempt(Talking(), work)
+    assert outcome.failure is not None
+    FOUND["late"] = [outcome.failure.kind, outcome.failure.unsupported]
+
+
 def main(how: str) -> None:
     dist.init_process_group("gloo")
+    if how == "closed":
+        late_rank()
     torch.manual_seed(dist.get_rank())
     model = nn.Linear(3, 2)
     ranks = DataParallel(model)

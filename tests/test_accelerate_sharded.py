@@ -52,6 +52,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ask(name, name)
     ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
     ask("optimizer", "clipping", allow=("offload_optimizer",))
+    ask("in_a_loop", "clipping", allow=("foreach",), budget="150MiB")
     ask("little_host", "clipping", host_budget="100MiB", ranks=2, budget=BUDGET_OF_SEVERAL)
     ask("frozen", "frozen", ranks=2, budget="107MiB")
     ask("transformers", "transformers")
@@ -72,6 +73,14 @@ def planned(answer: dict[str, Any]) -> dict[str, Any]:
     assert answer["fits"], answer["text"]
     assert answer["launch_plan"]["recipe"]["parameters_on_host"], answer["text"]
     return answer["plan"]["estimate"]
+
+
+def test_what_was_run_for_a_proof_is_said(answers: Any) -> None:
+    assert answers["in_a_loop"]["launch_plan"]["recipe"]["optimizer"] == "for-loop"
+    small = "the optimizer: proven by 3 steps of small weights, whose updates are equal"
+    assert small in answers["in_a_loop"]["notes"], answers["in_a_loop"]["notes"]
+    on_host = "parameters on the host: not run in a copy, which is one process"
+    assert any(note.startswith(on_host) for note in answers["clipping1"]["notes"])
 
 
 def test_a_script_is_sharded_as_our_own_technique_shards_it(answers: Any) -> None:

@@ -71,6 +71,13 @@ class Small(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Steady(Small):
+    """Its loss does not change with what it counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
 def fitted(tmp_path: Path, guard: VramGuard | None, name: str, module: Any = None) -> tuple[torch.Tensor, Drawing, str]:
     torch.manual_seed(0)
     data, helper = Drawing(tmp_path / f"{name}.txt"), Counting()
@@ -152,6 +159,27 @@ def test_what_a_used_gpu_forbids_in_a_copy_is_done_in_the_process(
     fitted(tmp_path, guard, "guarded", Refusing)
     assert "was looked at in its own process (Cannot re-initialize CUDA" in " ".join(capsys.readouterr().out.split())
     assert guard.plan is not None
+
+
+@forks
+def test_a_gpu_that_was_only_initialised_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As torch behaves then: CUDA is initialised here, and whatever touches it in a copy is an error."""
+    process = os.getpid()
+    plain, _, _ = fitted(tmp_path, None, "plain", Steady)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != process)
+    monkeypatch.setattr(torch.cuda, "empty_cache", torch.cuda.init)  # Lightning's at the end; this torch has no other
+    assert torch.cuda.is_initialized()
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA"):
+        fork.run_in_fork(lambda _progress: torch.cuda.init())
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 2}, remember=False)
+    weights, _, said = fitted(tmp_path, guard, "guarded", Steady)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "own process" not in out + said
+    assert "proven by running 4 samples" in out
+    assert torch.allclose(plain, weights, rtol=1e-5)
 
 
 def two_threads_with_guards(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vram_guard.forks.fork import can_fork
 from vram_guard.proof import prove as proving
-from vram_guard.techniques import Recipe
+from vram_guard.proof import small_steps as small_steps_module
+from vram_guard.techniques import Recipe, optimizers
 from vram_guard.techniques._optimizer_offload import host_optimizer
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard_lightning import VramGuard, _refusals
@@ -393,14 +395,19 @@ def clamped(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao says on import which of its extensions it cannot load
-@pytest.mark.parametrize(("loss", "looks"), [(mean, True), (clamped, True), (clamped, False)])
+@pytest.mark.parametrize(
+    ("loss", "looks", "heavy"),
+    [(mean, True, False), (clamped, True, False), (clamped, False, False), (mean, True, True)],
+)
 def test_an_optimizer_on_the_host_is_proven_by_running(
-    loss: Any, looks: bool, tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    loss: Any, looks: bool, heavy: bool, tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine with a GPU: on the CPU it is refused. One that did not look at the weights is found."""
     pytest.importorskip("torchao")
     if not looks:
         monkeypatch.setattr(host_optimizer(), "_take_weights", lambda _self: None)
+    if heavy:
+        monkeypatch.setattr(proving, "_operations_per_second", lambda: 1.0)
     of_trainer = _refusals.refusals
     monkeypatch.setattr(
         _refusals,
@@ -427,4 +434,84 @@ def test_an_optimizer_on_the_host_is_proven_by_running(
     else:
         assert guard.plan is not None
         assert guard.plan.recipe.optimizer_on_host
-        assert "proven by running 4 samples" in " ".join(capsys.readouterr().out.split())
+        said = SAID_BY_SMALL_STEPS if heavy else "proven by running 4 samples"
+        assert said in " ".join(capsys.readouterr().out.split())
+
+
+# --- other forms of the optimizer --------------------------------------------------------------------------------
+
+SAID_BY_SMALL_STEPS = "the optimizer: proven by 3 steps of small weights, whose updates are equal"
+
+
+@pytest.mark.parametrize("form", ["for-loop", "fused"])
+def test_another_form_of_the_optimizer_is_proven_by_small_steps(form: str, tmp_path: Any, capsys: Any) -> None:
+    plain, _ = trained(mean, None, tmp_path)
+    guarded, _ = trained(mean, VramGuard(budget="1GiB", pin={"optimizer": form}, remember=False), tmp_path)
+    assert SAID_BY_SMALL_STEPS in " ".join(capsys.readouterr().out.split())
+    assert close(plain, guarded)
+
+
+def test_a_form_that_updates_otherwise_is_refused(tmp_path: Any, monkeypatch: Any) -> None:
+    as_it_is = torch.optim.SGD.step
+
+    def slipping(optimizer: Any, closure: Any = None) -> Any:
+        for group in optimizer.param_groups:
+            group["lr"] *= 1.001 if group["fused"] else 1
+        return as_it_is(optimizer, closure)
+
+    plain, _ = trained(mean, None, tmp_path)
+    monkeypatch.setattr(torch.optim.SGD, "step", slipping)
+    guarded, said = trained(mean, VramGuard(budget="1GiB", pin={"optimizer": "fused"}, remember=False), tmp_path)
+    assert "3 steps of small weights were run, and updates differed by 0.25%" in said
+    assert same(plain, guarded)
+
+
+class Rounding(torch.optim.AdamW):
+    """In place of a library's 8-bit form: its updates are 1% too long."""
+
+    def __init__(self, groups: Any, lr: float, **options: Any) -> None:
+        super().__init__([{**group, "lr": 1.01 * group["lr"]} for group in groups], lr=lr, **options)
+
+
+def test_a_form_that_rounds_says_by_how_much(monkeypatch: Any) -> None:
+    for module in (optimizers, small_steps_module):
+        monkeypatch.setattr(module, "eight_bit_library", lambda *_: "bitsandbytes")
+    monkeypatch.setattr(optimizers, "eight_bit_classes", lambda *_: SimpleNamespace(AdamW8bit=Rounding))
+    weights = [*nn.Linear(80, 80).parameters()]
+
+    def of(make: Any) -> Any:
+        return small_steps_module.small_steps(make, Recipe(optimizer="8bit"))
+
+    found = of(lambda: torch.optim.AdamW(weights, weight_decay=0))
+    assert found.words() == "8-bit states round: after 3 steps of small weights, updates differ by 1%"
+    assert found.refutation == ""
+    lacking = of(lambda: torch.optim.SGD(weights))
+    assert "was not run for a proof (UnsupportedTechniqueError: SGD has no 8-bit form" in lacking.words()
+
+
+# --- steps that are too heavy to be run whole ---------------------------------------------------------------------
+
+
+SINGLE = {
+    "activations": ({"offload_activations": "all"}, None, "proven by running single blocks (2 kinds)"),
+    "checkpoint": ({"checkpoint": "all"}, None, "proven by running single blocks (2 kinds)"),
+    "frozen": ({"frozen_on_host": ("teacher",)}, None, "proven by running single blocks (1 kinds)"),
+    "spoiled": (
+        {"offload_activations": "all"},
+        Spoiling,
+        "run by itself, the gradient of blocks.0.line.weight differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_step_that_is_too_heavy_is_proven_in_parts(name: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    pins, block, words = SINGLE[name]
+    monkeypatch.setattr(proving, "_operations_per_second", lambda: 1.0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        guard = VramGuard(budget="1GiB", pin=pins, remember=False)
+        trainer_for(guard, tmp_path, 1).fit(WithTeacher(frozen(), block), data())
+    said = " ".join([capsys.readouterr().out, *(str(one.message) for one in caught)])
+    assert words in " ".join(said.split()), said

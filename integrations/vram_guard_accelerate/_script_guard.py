@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
+from vram_guard.forks.hanging import IDLE_SECONDS
 from vram_guard.forks.isolation import isolate
+from vram_guard.guard.arrivals import all_arrive, late
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.report.html import where_to_read_on
@@ -168,6 +170,8 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             except VramGuardError as error:
                 answers = [DryRunFailure.of(error)]
         if accelerator.num_processes > 1:
+            if not all_arrive(accelerator.num_processes, self.settings.start_seconds + IDLE_SECONDS):
+                raise LostCopyError(late())
             broadcast_object_list(answers)
         if isinstance(answers[0], GuardAnswer):
             return answers[0]

@@ -6,11 +6,13 @@ The number of exchanges does not depend on what happened on a rank, so that a fa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from vram_guard import errors
+from vram_guard.guard.arrivals import all_arrive, late, patience
 from vram_guard.language import _
 
 T = TypeVar("T")
@@ -77,13 +79,16 @@ class Outcome(Generic[T]):
 
 
 def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
-    """Do ``work`` on every rank; where it failed on any, the first such failure is everybody's outcome."""
+    """Do ``work`` on every rank; where it failed on any, or one is late, that failure is everybody's outcome."""
     value, error, failure = None, None, None
+    began = time.monotonic()
     try:
         value = work()
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         error = caught
         failure = Failure(_kind(caught), str(caught), ranks.rank)
+    if ranks.world_size > 1 and not all_arrive(ranks.world_size, patience(time.monotonic() - began)):
+        return Outcome(None, Failure(errors.LostCopyError.__name__, late(), ranks.rank), errors.LostCopyError(late()))
     failed = [found for found in gather(ranks, failure) if found is not None]
     if not failed:
         return Outcome(value, None)

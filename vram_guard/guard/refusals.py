@@ -11,7 +11,7 @@ from vram_guard.allocator import with_expandable_segments
 from vram_guard.apply.loss_weight import IGNORED, LossWeight
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, marked
-from vram_guard.plan.techniques import TECHNIQUES
+from vram_guard.plan.techniques import FORMS, TECHNIQUES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,14 +95,13 @@ def _pinned(pins: Pins, precision: str, batch_size: int) -> Iterator[tuple[str, 
         yield "micro_batch_size", "accumulate"
     if pins.precision not in (None, precision):
         yield "precision", "half" if str(pins.precision).endswith("-true") else "precision"
-    if pins.optimizer in _FORMS:
-        yield "optimizer", _FORMS[pins.optimizer]
+    if pins.optimizer in FORMS:
+        yield "optimizer", FORMS[pins.optimizer]
     for name, technique in _PARTS.items():
         if getattr(pins, name) not in (None, False, 0, (), "none"):
             yield name, technique
 
 
-_FORMS = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
 _PARTS = {
     "checkpoint": "checkpoint",
     "offload_activations": "offload_activations",

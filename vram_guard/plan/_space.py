@@ -11,7 +11,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan._option import Option
 from vram_guard.plan.search_space import BlockPrefix, Space
-from vram_guard.plan.techniques import splits_of
+from vram_guard.plan.techniques import FORMS, splits_of
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
 
 if TYPE_CHECKING:
@@ -172,8 +172,7 @@ def _pinned_head(pins: Pins, parts: Parts) -> bool | None:
 
 
 def _forms(techniques: frozenset[str], *, trains: bool) -> list[str]:
-    allowed = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
-    return ["as-written", *(form for form, name in allowed.items() if trains and name in techniques)]
+    return ["as-written", *(form for form, name in FORMS.items() if trains and name in techniques)]
 
 
 def _switch(pin: bool | None, *, allowed: bool) -> tuple[bool, ...]:

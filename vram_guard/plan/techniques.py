@@ -31,6 +31,8 @@ TECHNIQUES: dict[str, str] = {
     "chunked_loss": "logits and their cross-entropy in chunks of tokens, through the model's own last layer",
     "expandable_segments": "the allocator's expandable segments: set before the process starts",
 }
+#: Form of the optimizer -> the technique that it is.
+FORMS = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
 OFFLOADS = ("offload_activations", "offload_frozen", "offload_optimizer", "offload_parameters")
 
 #: What is allowed unless the user says otherwise: results stay equal, or as close as mixed precision is.

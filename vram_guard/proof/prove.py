@@ -16,9 +16,12 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
+from vram_guard.plan.techniques import FORMS
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
+from vram_guard.proof.single_blocks import run_single_blocks
+from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
@@ -109,6 +112,15 @@ def prove_cut(
     return (verdict.loss_weight, "") if isinstance(verdict, Proof) else (None, why)
 
 
+def not_in_copy(change: str) -> str:
+    """The words for a change of how the model is divided that no copy can run."""
+    return _(
+        "{change}: not run in a copy, which is one process; the same numbers are gathered and reduced, at another "
+        "time or from another place",
+        change=change,
+    )
+
+
 class _Prover:
     def __init__(
         self,
@@ -140,14 +152,30 @@ class _Prover:
         proof = self._verdict()
         if self._unseen is None or isinstance(proof, Disproof):
             return proof
-        moved = _(
-            "{change}: not run in a copy, which is one process; the same numbers are gathered and reduced, at another "
-            "time or from another place",
-            change=sharding_words(self._unseen),
-        )
-        return replace(proof, notes=(*proof.notes, moved))
+        return replace(proof, notes=(*proof.notes, not_in_copy(sharding_words(self._unseen))))
 
     def _verdict(self) -> Proof | Disproof:
+        optimizer = self._small_steps(AS_WRITTEN.with_(optimizer=self._plan.recipe.optimizer))
+        if optimizer is None:
+            return self._of_model()
+        if optimizer.refutation:
+            return Disproof(FORMS[self._plan.recipe.optimizer], optimizer.refutation)
+        proof = self._of_model()
+        return proof if isinstance(proof, Disproof) else replace(proof, notes=(*proof.notes, optimizer.words()))
+
+    def _small_steps(self, recipe: Recipe) -> SmallSteps | None:
+        """Of the recipe's optimizer; None where it is as written."""
+        make = self._captured.step.optimizer
+        if make is None:
+            return None
+
+        def as_written() -> torch.optim.Optimizer:
+            with self._captured.symbolic_run():
+                return make(self._captured.model.parameters())
+
+        return small_steps(as_written, recipe)
+
+    def _of_model(self) -> Proof | Disproof:
         if not self._splits and not self._recipe:
             return Proof("")
         try:
@@ -324,12 +352,12 @@ class _Prover:
             return Disproof(self._parts()[0][0], reason)
         if self._recipe.optimizer_in_backward or self._recipe.chunked_head:  # nothing but a run shows what reads them
             return Disproof("optimizer_in_backward" if self._recipe.optimizer_in_backward else "chunked_loss", reason)
-        if not self._splits:
-            return Proof(
-                _("not proven by running ({reason}); the trace found nothing that the plan changes", reason=reason)
-            )
+        part = self._by_parts(reason)
+        if not self._splits or isinstance(part, Disproof):
+            return part
+        beside = (part.words, *part.notes) if self._recipe else ()
         if self._said is not None:
-            return Proof(_("micro-batches as you said (loss_weight)"))
+            return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
         with self._captured.symbolic_run():
             kind, why = self._graph.reduction(self._plan.batch_size)
         if kind is None:
@@ -348,7 +376,38 @@ class _Prover:
             )
         else:
             said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
-        return Proof(said, kind)
+        return Proof(said, kind, beside)
+
+    def _by_parts(self, reason: str) -> Proof | Disproof:
+        """What does not depend on how the batch is cut: single blocks, and the optimizer over small weights."""
+        optimizer = self._small_steps(AS_WRITTEN.with_(optimizer_on_host=self._recipe.optimizer_on_host))
+        if optimizer is not None and optimizer.refutation:
+            return Disproof("offload_optimizer", optimizer.refutation)
+        notes = () if optimizer is None else (optimizer.words(),)
+        if not (self._recipe.checkpoint or self._recipe.offload_activations or self._recipe.frozen_on_host):
+            return Proof(_("not proven by running a whole step ({reason})", reason=reason), notes=notes)
+        if not self._seconds:
+            return self._unproven(reason, notes)
+        try:
+            blocks = run_in_fork(
+                lambda _progress: run_single_blocks(self._captured, self._recipe), most_seconds=self._most_seconds
+            )
+        except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+            return self._unproven(f"{reason}; {type(error).__name__}: {error}", notes)
+        if blocks.difference is not None:
+            said = _("run by itself, {difference}", difference=blocks.difference.words())
+            return Disproof(blocks.techniques[-1], said)
+        said = _(
+            "proven by running single blocks ({count} kinds): each learns the same; {reason}",
+            count=blocks.kinds,
+            reason=reason,
+        )
+        return Proof(said, notes=notes)
+
+    @staticmethod
+    def _unproven(reason: str, notes: tuple[str, ...]) -> Proof:
+        said = _("not proven by running ({reason}); the trace found nothing that the plan changes", reason=reason)
+        return Proof(said, notes=notes)
 
 
 def _compared(one: Observed, other: Observed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:

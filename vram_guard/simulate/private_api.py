@@ -54,6 +54,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C:_dispatch_tls_is_dispatch_key_included", "autocast for symbolic tensors", _AUTOCAST),
     PrivateName("torch._C:DispatchKey.AutocastCUDA", "where CUDA's autocast policy is asked", _AUTOCAST),
     PrivateName("torch._C:_group_tensors_by_device_and_dtype", "foreach for symbolic parameters", _FOREACH),
+    PrivateName(
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "ranks wait for each other outside of collectives",
+        "test_the_group_is_gone_and_both_ranks_end_well",
+    ),
     PrivateName("torch:clear_autocast_cache", "when cached casts die", "test_casts_of_weights_are_cached"),
     PrivateName("torch.library:Library._destroy", "kernels are taken away again", "test_a_trace_leaves_nothing_behind"),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "every operator is seen", _LAW),

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.plan.techniques import FORMS
 from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vram_guard.proof.small_steps import SmallSteps
+    from vram_guard.techniques.recipe import Recipe
     from vram_guard_accelerate._launch_plan import LaunchPlan
     from vram_guard_accelerate._settings import Settings
     from vram_guard_accelerate.dry_run.proofs import Proof, Proofs
@@ -42,15 +45,32 @@ class Judge:
         proofs: of what runs.
         settings: what the user said.
         why_not_by_graph: the reason why the loss graph does not prove slices; "" where it does.
+        small_steps: see :mod:`vram_guard.proof.small_steps`.
     """
 
-    def __init__(self, proofs: Proofs, settings: Settings, why_not_by_graph: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        proofs: Proofs,
+        settings: Settings,
+        why_not_by_graph: Callable[[], str],
+        small_steps: Callable[[Recipe], SmallSteps | None],
+    ) -> None:
         self._proofs = proofs
         self._settings = settings
         self._why_not_by_graph = why_not_by_graph
+        self._small_steps = small_steps
 
     def of(self, plan: LaunchPlan) -> Verdict:
         """Whether this plan may be used. Techniques that leave every number as it is are not looked at."""
+        steps = self._small_steps(plan.recipe)
+        if steps is None:
+            return self._of_model(plan)
+        if steps.refutation:
+            return Verdict({FORMS[plan.recipe.optimizer]: steps.refutation})
+        verdict = self._of_model(plan)
+        return replace(verdict, notes=(*verdict.notes, steps.words()))
+
+    def _of_model(self, plan: LaunchPlan) -> Verdict:
         said = plan.slices and self._settings.loss_weight is not None
         notes = (_("slices of a batch: as you said (--loss-weight {kind})", kind=plan.loss_weight),) if said else ()
         ways = list(_parts(plan, with_slices=not said))

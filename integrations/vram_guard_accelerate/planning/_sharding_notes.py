@@ -8,6 +8,7 @@ from pathlib import Path
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
 from vram_guard.plan import Plan
+from vram_guard.proof.prove import not_in_copy
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
@@ -52,7 +53,7 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
         "parameters on the host (Accelerate's FSDP2): the script sees the model's parameters as "
         "DTensors; save_state writes FSDP's files, and load_state reads no others"
     )
-    return [on_host, *_of_shards(first, plan)]
+    return [on_host, not_in_copy(_("parameters on the host")), *_of_shards(first, plan)]
 
 
 def _not_divided() -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal
+from functools import cache, partial
+from typing import TYPE_CHECKING, Literal
 
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
@@ -17,7 +17,10 @@ from vram_guard.language import _
 from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source
 from vram_guard.plan.techniques import TECHNIQUES
+from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.simulate import TRACED_SIZES
+from vram_guard.simulate.device.symbolic import without_modes
+from vram_guard.techniques import Recipe
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import NOT_HERE, Settings
@@ -32,6 +35,9 @@ from vram_guard_accelerate.planning._sharding_notes import SHARDINGS, divided_no
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _played_by_itself(_run: JobRun) -> None:
@@ -83,7 +89,7 @@ def decide(
         current.check(first.precision, look.profile, first.shape.ranks)
     proofs = Proofs(first, look, settings.proof_seconds)
     weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
-    judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
+    judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts), lambda recipe: _small_steps(first, recipe))
     may_relaunch = may_relaunch and first.any_size
     candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
@@ -252,6 +258,20 @@ def _loss_weight(
     return weight, _(
         "cannot tell whether the model's loss is a mean or a sum: {reason}; pass --loss-weight", reason=why
     )
+
+
+def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:
+    """Of the prepared optimizer that differs most; None where the recipe leaves them as they are."""
+    found = []
+    for one in first.accelerator._optimizers:  # noqa: SLF001 - see private_api.py
+        inner: torch.optim.Optimizer = getattr(one, "optimizer", one)
+        with without_modes():
+            found.append(small_steps(partial(_itself, inner), recipe))
+    return max((one for one in found if one), key=lambda one: (one.why_not, one.difference), default=None)
+
+
+def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
 
 
 # --- what cannot be done ----------------------------------------------------------------------------------------

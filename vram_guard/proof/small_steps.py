@@ -1,0 +1,161 @@
+"""Proof that an optimizer in another form, or on the host, updates weights as the one that was written.
+
+What a step does to a weight depends on the weight, its gradient, its state and its group's settings, not on the model
+around it. So small weights in the places of the model's are stepped in both ways, which costs nothing, however heavy
+the model is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vram_guard.language import _
+from vram_guard.patching import replaced
+from vram_guard.proof._norms import distance, norm
+from vram_guard.proof.differences import TOLERANCES
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
+from vram_guard.techniques.optimizers import eight_bit_library, needs_closure
+from vram_guard.techniques.placement import optimizer_for
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+
+#: Steps that are compared: the second one reads the states that the first has made.
+STEPS = 3
+#: Elements of a weight's stand-in at most: more than the 4,096 from which torchao takes a weight to the host, and both
+#: libraries keep states in 8 bits.
+MOST_ELEMENTS = 8192
+#: Weights of a group that have a stand-in, for each number of dimensions, on which some optimizers decide.
+EACH = 2
+
+
+@dataclass(frozen=True)
+class SmallSteps:
+    """What came of it."""
+
+    difference: float = 0.0
+    """The largest of a weight's updates, relative to the way that it has moved."""
+    why_not: str = ""
+    """The reason why nothing was run."""
+    exact: bool = True
+    """False where the form rounds its states on purpose."""
+
+    @property
+    def equal(self) -> bool:
+        """True where both made the same updates."""
+        return not self.why_not and self.difference <= TOLERANCES[torch.float64]
+
+    @property
+    def refutation(self) -> str:
+        """The difference in a sentence, where there must be none; "" where none was found."""
+        if self.why_not or self.equal or not self.exact:
+            return ""
+        return _("{count} steps of small weights were run, and updates differed by {amount}", **self._figures())
+
+    def words(self) -> str:
+        """The outcome, for a reader of the plan."""
+        if self.why_not:
+            return _("the optimizer's other form was not run for a proof ({why})", why=self.why_not)
+        if self.exact:
+            return _("the optimizer: proven by {count} steps of small weights, whose updates are equal", count=STEPS)
+        return _(
+            "8-bit states round: after {count} steps of small weights, updates differ by {amount}", **self._figures()
+        )
+
+    def _figures(self) -> dict[str, Any]:
+        return {"count": STEPS, "amount": f"{self.difference * 100:.2g}%"}
+
+
+def small_steps(make: Callable[[], torch.optim.Optimizer], recipe: Recipe) -> SmallSteps | None:
+    """Compare the optimizer with that of the recipe.
+
+    Args:
+        make: the optimizer as written, over whatever weights: only their shapes are read.
+        recipe: whose optimizer is compared.
+
+    Returns:
+        None where the recipe leaves the optimizer as it is.
+    """
+    own = AS_WRITTEN.with_(optimizer=recipe.optimizer, optimizer_on_host=recipe.optimizer_on_host)
+    if own == AS_WRITTEN:
+        return None
+    exact = recipe.optimizer != "8bit"
+    if not exact and eight_bit_library() == "torchao":
+        return SmallSteps(why_not=_("torchao compiles its 8-bit steps"), exact=False)
+    try:
+        found = _compared(make(), own, exact=exact)
+    except Exception as error:  # noqa: BLE001 - the user's own optimizer runs in it
+        return SmallSteps(why_not=f"{type(error).__name__}: {error}", exact=exact)
+    return SmallSteps(found, exact=exact)
+
+
+def _compared(optimizer: torch.optim.Optimizer, recipe: Recipe, *, exact: bool) -> float:
+    if needs_closure(optimizer):
+        raise TypeError(_("its step evaluates the loss itself"))
+    began = _stand_ins(optimizer, torch.float64 if exact else torch.float32)
+    steps = []
+    for form in (AS_WRITTEN, recipe):
+        weights = [[torch.nn.Parameter(one.clone()) for one in group] for group in began]
+        with cpu_as_gpu(form), _without_gpu():
+            steps.append(_stepped(optimizer_for(_over(optimizer, weights), form), weights))
+    moved = zip(*steps, [one for group in began for one in group], strict=True)
+    return max((distance(one, other) / (norm(one - first) or 1.0) for one, other, first in moved), default=0.0)
+
+
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Inside the block there is no GPU whose stream a step could ask whether it is captured, nor a pretended one."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(torch.cuda, {"is_available": lambda: False}))
+        if hasattr(torch, "accelerator"):  # since torch 2.6
+            stack.enter_context(replaced(torch.accelerator, {"current_accelerator": lambda **_options: None}))
+        yield
+
+
+def _stand_ins(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """By group: random numbers in the shapes of some of its weights, or of parts of them."""
+    made, draws = [], torch.Generator().manual_seed(0)
+    for group in optimizer.param_groups:
+        shapes: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for weight in group["params"]:
+            if weight.requires_grad and len(shapes[weight.dim()]) < EACH:
+                shapes[weight.dim()].append(_smaller(tuple(weight.shape)))
+        made.append([torch.randn(shape, dtype=dtype, generator=draws) for found in shapes.values() for shape in found])
+    return made
+
+
+def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while torch.Size(shape).numel() > MOST_ELEMENTS:
+        longest = shape.index(max(shape))
+        shape = (*shape[:longest], -(-shape[longest] // 2), *shape[longest + 1 :])
+    return shape
+
+
+def _over(optimizer: torch.optim.Optimizer, weights: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """The same optimizer over other weights, before its first step and without what is hooked to it."""
+    own = {name: value for name, value in vars(optimizer).items() if name != "step" and "_hooks" not in name}
+    groups = [
+        {**{name: copy.deepcopy(value) for name, value in group.items() if name != "params"}, "params": held}
+        for group, held in zip(optimizer.param_groups, weights, strict=True)
+    ]
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
+    twin.defaults = dict(optimizer.defaults)
+    return twin
+
+
+def _stepped(optimizer: torch.optim.Optimizer, groups: Sequence[list[torch.nn.Parameter]]) -> list[torch.Tensor]:
+    """The weights after some steps, whose gradients come out of a backward pass, as hooks of optimizers expect."""
+    weights = [weight for group in groups for weight in group]
+    draws = torch.Generator().manual_seed(1)
+    for _step in range(STEPS):
+        for weight in weights:
+            (weight * torch.randn(weight.shape, dtype=weight.dtype, generator=draws)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach() for weight in weights]
