@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
@@ -24,7 +25,7 @@ from vram_guard_accelerate.dry_run._script_lines import ScriptLines, asker
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
-from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class WholeJobPhase(ForkedPhase):
         self._evaluates = False
         self._over: BatchIterator | None = None
         """Over the training's batches, once it has come to its end."""
+        self._largest: int | None = None
+        """Samples of the largest batch of an evaluation whose loader can make smaller ones."""
         self._next_epoch_at: int | None = None
         """Steps before the second epoch; None: it has not begun."""
         self._alive: set[int] | None = None
@@ -84,6 +87,7 @@ class WholeJobPhase(ForkedPhase):
         asking = asker()
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
+            self._cut(batches.loader)
             with self._rounds.asked(batches, asking):
                 if asking is not None and asking.loops and self._rounds.enough(batches):
                     self._lines.leave(asking, lambda _ended: self._rounds.close_all())
@@ -108,6 +112,15 @@ class WholeJobPhase(ForkedPhase):
             self._next_epoch_at, self._alive = steps, None
             self._lines.rest()
         return self.made_batch()
+
+    def _cut(self, loader: Any) -> None:
+        """A loader of an evaluation makes batches of no more than what is asked for, and so more of them."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if type(sampler) is not BatchSampler:
+            return
+        self._largest = max(self._largest or 0, sampler.batch_size)
+        if self._task.most is not None:
+            sampler.batch_size = min(sampler.batch_size, self._task.most)
 
     def _loop_left(self, batches: BatchIterator, ended: bool) -> None:
         self._over = batches
@@ -212,6 +225,9 @@ class WholeJobPhase(ForkedPhase):
                 )
             )
         )
+
+    def _result(self) -> TraceResult:
+        return replace(super()._result(), evaluation_batch_size=self._largest)
 
     def timeline(self) -> Timeline:
         """With what a step leaves behind, and what was not followed."""
