@@ -1,4 +1,4 @@
-"""Rounds of loops that call ``next``, and of those around other loops, which end early where a script's modules count them with this ``range``."""
+"""Rounds of loops that call ``next`` or hold other loops: they end early where modules count with this ``range``."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class WholeJobPhase(ForkedPhase):
             self._recorder.phase("validation", self.loop.tracer.steps)
 
     def followed(self) -> None:
-        """Both first steps were taken: from here on time is short. No epoch begins after the second one's first step."""
+        """Both first steps were taken: from here on time is short, and the second epoch is the last."""
         steps = self.loop.tracer.steps
         self._lines.enters = steps >= FOLLOWED_STEPS and self._next_epoch_at is None
         if steps == 2:
