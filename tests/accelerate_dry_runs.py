@@ -4,6 +4,7 @@
 run as :mod:`vram_guard_accelerate.planning.prediction` runs them, but for the process, which is a copy too.
 """
 
+import gc
 import json
 import os
 import sys
@@ -24,6 +25,8 @@ from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswe
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
 torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # no copy looks through it again
 
 
 def answered(folder: Path, request: DryRunRequest) -> DryRunAnswer | DryRunFailure:

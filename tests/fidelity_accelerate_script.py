@@ -6,6 +6,7 @@ keeps what they came to.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it: once, for all copies
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from fidelity.harness import FIT, TIGHT, Case, Outcome, generator_states, listening
@@ -237,6 +239,8 @@ def train(about: Case, mode: str | None) -> Outcome:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # no copy looks through it again
     for number, one in enumerate(CASES):
         for mode in (None, *one.modes):
             process = os.fork()

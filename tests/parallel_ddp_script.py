@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it: once, for all copies
 from parallel_cases import Net, batch, loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers import it: once, for all copies
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives

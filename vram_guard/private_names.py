@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 from collections.abc import Iterable
+from types import CodeType
 from typing import Any, NamedTuple
 
 from vram_guard.language import _
@@ -83,8 +85,18 @@ def _set_on_instances(owner: Any, attribute: str) -> bool:
         return False
     if any(attribute in vars(base).get("__annotations__", {}) for base in owner.__mro__):
         return True
-    try:
-        source = inspect.getsource(owner)
-    except (OSError, TypeError):  # a class written in C
-        return False
-    return f"self.{attribute} =" in source or f"self.{attribute}:" in source
+    members = (one for base in owner.__mro__ for one in vars(base).values())
+    functions = (inspect.unwrap(one) for one in members if inspect.isfunction(one))
+    return any(_assigns(one.__code__, attribute) for one in functions)
+
+
+def _assigns(code: CodeType, attribute: str) -> bool:
+    """True if this code, or a function in it, assigns an attribute of this name.
+
+    Instructions are asked, not the source: finding the source of a class in a file takes a hundred times as long.
+    """
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    named = attribute in code.co_names and any(
+        one.opname == "STORE_ATTR" and one.argval == attribute for one in dis.get_instructions(code)
+    )
+    return named or any(_assigns(one, attribute) for one in inner)

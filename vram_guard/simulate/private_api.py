@@ -58,6 +58,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.library:Library._destroy", "kernels are taken away again", "test_a_trace_leaves_nothing_behind"),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "every operator is seen", _LAW),
     PrivateName(
+        "torch._compile:_disable_dynamo",
+        "where torch imports its compiler by itself",
+        "test_a_trace_imports_no_compiler",
+    ),
+    PrivateName(
         "torch.utils._python_dispatch:_disable_current_modes", "imports run as always, constants are read", _IMPORTED
     ),
     PrivateName("torch._C:DisableTorchFunction", "imports run as always", _IMPORTED),

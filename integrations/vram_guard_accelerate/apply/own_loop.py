@@ -7,7 +7,6 @@ outermost modules there, and the optimizers of their parameters, are what anothe
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -17,10 +16,8 @@ import torch
 from torch import nn
 
 from vram_guard.patching import replaced
+from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate._patching import wrap
-
-#: ``torch.cuda.amp`` has one of its own.
-_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 
 
 class OwnLoop:
@@ -48,7 +45,7 @@ class OwnLoop:
     def scaler(self) -> torch.amp.GradScaler | None:
         """The script's own, if it has one."""
         if self._scalers is None:
-            self._scalers = [thing for thing in gc.get_objects() if type(thing) in _SCALERS]
+            self._scalers = alive(torch.amp.GradScaler)
         return next((one for one in self._scalers if one.is_enabled()), None)
 
     @property
@@ -126,14 +123,7 @@ def optimizers_of(models: Iterable[nn.Module], made: Iterable[torch.optim.Optimi
 
 def models_on_gpu(is_on_gpu: Callable[[torch.Tensor], bool]) -> list[nn.Module]:
     """The outermost modules with parameters there that are trained, those that were made first at the beginning."""
-    found = [
-        thing
-        for thing in gc.get_objects()
-        if isinstance(type(thing), type)
-        and issubclass(type(thing), nn.Module)
-        and "_parameters" in vars(thing)
-        and _trains(thing, is_on_gpu)
-    ]
+    found = [module for module in alive(nn.Module) if "_parameters" in vars(module) and _trains(module, is_on_gpu)]
     inner = {id(part) for module in found for part in module.modules() if part is not module}
     return [module for module in found if id(module) not in inner]
 

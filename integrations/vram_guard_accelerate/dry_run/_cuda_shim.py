@@ -7,8 +7,7 @@ stays where it is and is remembered: from ``prepare`` on it is symbolic.
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,16 +70,14 @@ class CudaShim(TorchFunctionMode):
         self.active = True
         self._stack.enter_context(self)
 
-    def end(self) -> list[torch.Tensor]:
-        """No more of it; every tensor that was meant to be on the GPU and is still alive."""
+    def moved(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of these tensors that are meant to be on the GPU."""
+        return [tensor for tensor in tensors if self.holds(tensor)]
+
+    def end(self) -> None:
+        """No more of it."""
         self._stack.close()
-        moved, self._moved = self._moved, {}
-        alive = [
-            thing
-            for thing in gc.get_objects()
-            if isinstance(type(thing), type) and issubclass(type(thing), torch.Tensor)
-        ]
-        return [tensor for tensor in alive if _key(tensor) in moved]
+        self._moved = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

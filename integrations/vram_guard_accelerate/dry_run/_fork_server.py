@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -67,6 +68,7 @@ class ForkServer:
 
 def _serve(asked: socket.socket) -> NoReturn:
     """Copy this process for every task; raises :class:`ForkEntered` in the copies."""
+    gc.freeze()  # a copy that looks through all objects would write to their memory, and so have all of it for itself
     faulthandler.disable()  # where the server stands tells nobody anything
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the copies are not waited for: they are reaped automatically
     while True:

@@ -8,8 +8,8 @@ numbers are drawn sample by sample, and batch normalisation uses its running sta
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from vram_guard.proof.observed import Observed, observe
 from vram_guard.state.containers import mapped
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN
+from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
@@ -85,10 +86,14 @@ class ProvingPhase(Phase):
         run: the copy's.
         task: what it is to do.
         parent: the way back to who asked.
+        tensors: those that were alive where the copy was made.
     """
 
-    def __init__(self, run: DryRun, task: ProofTask, parent: ParentPipe) -> None:
+    def __init__(
+        self, run: DryRun, task: ProofTask, parent: ParentPipe, tensors: Sequence[weakref.ref[torch.Tensor]]
+    ) -> None:
         super().__init__(run)
+        self._tensors = tensors
         self._task = task
         self._parent = parent
         self._installer = PlanInstaller(task.plan, self._slice_begins) if task.plan else None
@@ -120,7 +125,7 @@ class ProvingPhase(Phase):
         new = [thing for thing in args if isinstance(thing, nn.Module) and not any(thing is m for m in self._models)]
         self._models += new
         if self._task.precise:
-            in_double_precision()
+            self._in_double_precision()
         if self._installer is None:
             prepared = original(accelerator, *args, **kwargs)
         else:
@@ -137,13 +142,21 @@ class ProvingPhase(Phase):
             self._training = batches.loader
             self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
             if self._task.precise:
-                in_double_precision()  # again: frozen models that the script itself has put back into single precision
+                self._in_double_precision()  # again: the script may have put frozen models back into single precision
                 self._batch = mapped(self._batch, _doubled)
             self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
             self._draws.__enter__()
             self._draw_from_the_start()
             self._before = self._observe()
         return batches.next_beside_training() if batches.loader is not self._training else self._batch
+
+    def _in_double_precision(self) -> None:
+        """Every floating-point tensor that is alive is made one of double precision, and those to come."""
+        torch.set_default_dtype(torch.float64)
+        for tensor in [*(known() for known in self._tensors), *alive(torch.Tensor)]:
+            if tensor is not None:
+                with contextlib.suppress(RuntimeError):
+                    tensor.data = _doubled(tensor.data)
 
     # --- random numbers --------------------------------------------------------------------------------------------
 
@@ -222,15 +235,6 @@ class ProvingPhase(Phase):
     def ended(self) -> None:
         """The same: there was no backward pass."""
         self._parent.send(DryRunFailure.unsupported(_("the script ended before a backward pass")))
-
-
-def in_double_precision() -> None:
-    """Every floating-point tensor that is alive is made one of double precision, and those to come."""
-    torch.set_default_dtype(torch.float64)
-    for thing in gc.get_objects():
-        if isinstance(type(thing), type) and issubclass(type(thing), torch.Tensor):
-            with contextlib.suppress(RuntimeError):
-                thing.data = _doubled(thing.data)
 
 
 def _doubled(leaf: Any) -> Any:

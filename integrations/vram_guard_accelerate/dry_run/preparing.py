@@ -5,11 +5,15 @@ A script without Accelerate is followed from where its loop asks for the first b
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from vram_guard.language import _
+from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
+from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
@@ -39,6 +43,8 @@ class PreparingPhase(Phase):
 
     def begins(self) -> None:
         """From the first line on there is a GPU, but for libraries, which would look for its driver."""
+        self._compiler = compiler_not_imported()
+        self._compiler.__enter__()  # for good: the process ends with the dry run
         self._shim.begin()
         self._calls.watch()
 
@@ -93,14 +99,23 @@ class PreparingPhase(Phase):
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
         """The first ``prepare``: from here on, the process is symbolic, and its copies that prove a plan are real."""
+        self.run.phase = self._next(accelerator, args)
+        return self.run.phase.prepare(original, accelerator, args, kwargs)
+
+    def _next(self, accelerator: Any, prepared: tuple[Any, ...]) -> Phase:
+        """What comes after this phase, in the original and in copies."""
+        tensors = alive(torch.Tensor)
+        moved = self._shim.moved(tensors)
+        known = [weakref.ref(tensor) for tensor in tensors]
+        del tensors  # what the script lets go of is gone
         try:
-            if self._may_be_proven(args):
+            if self._may_be_proven(prepared):
                 self.run.proof_server = ForkServer()
-            self.run.phase = FollowingPhase(self.run, accelerator, self._shim.end())
+            self._shim.end()
+            return FollowingPhase(self.run, accelerator, moved)
         except ForkEntered as entered:
             self.run.sharding.take_off()
-            self.run.phase = ProvingPhase(self.run, entered.task, entered.parent)
-        return self.run.phase.prepare(original, accelerator, args, kwargs)
+            return ProvingPhase(self.run, entered.task, entered.parent, known)
 
     def _may_be_proven(self, prepared: tuple[Any, ...]) -> bool:
         models = [thing for thing in prepared if isinstance(thing, nn.Module)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
@@ -93,6 +94,7 @@ def _follow(
     run.phase = PreparingPhase(run)
     patches.install(run)
     run.phase.begins()
+    gc.freeze()  # nothing of the script's is among what was imported for it: the collector need not look at it
     limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
     try:
         _run_script.run(request.command, module=request.module)

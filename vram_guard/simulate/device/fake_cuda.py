@@ -48,6 +48,8 @@ class FakeCudaState:
         """Set while the user's own code makes a tensor on the meta device."""
         self.building = False
         """Set while a model's constructor runs, under ``torch.device("meta")``."""
+        self.imported: list[Callable[[], None]] = []
+        """Called when a module has been imported during the trace."""
         self.recorder = recorder
         self.queries = ScalarQueries(recorder)
 
@@ -422,6 +424,8 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
         def look() -> None:
             for library in taken_over:
                 library.look()
+            for seen in tuple(state.imported):
+                seen()
 
         look()
         stack.enter_context(imports_run_for_real(state, after=look))

@@ -30,12 +30,14 @@ from vram_guard.simulate.parallel.engines import EngineOptimizer, classify_engin
 from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.ranks import one_rank
 from vram_guard.simulate.parallel.replicas import reduction_of
+from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._quantised import kept, packs
 from vram_guard.simulate.tracing._said import note_absent_kernels
 from vram_guard.simulate.tracing.loop import classify_states
-from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda, prepare_torch
+from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda
+from vram_guard.simulate.tracing.uncompiled import compiler_not_imported, uncompiled
 from vram_guard.state.containers import mapped
 from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Timeline
@@ -83,16 +85,15 @@ class ExternalLoopTracer:
         Raises:
             UnsupportedStepError: this torch lacks what a trace needs.
         """
-        prepare_torch()
+        check_torch()
         enter = self._stack.enter_context
+        enter(compiler_not_imported())
         enter(asked_as_chosen(self.capability))
         enter(on_simulated_cuda(self._device, self.capability))
         if hasattr(torch, "accelerator"):
             enter(replaced(torch.accelerator, accelerator_answers()))
         enter(replaced(nn.DataParallel, {"scatter": _onto_one_gpu}))
-        set_stance = getattr(torch.compiler, "set_stance", None)
-        if set_stance is not None:
-            enter(set_stance("force_eager"))
+        enter(uncompiled(self._device))
         entry_points = {name: self._backward_phase(getattr(torch.autograd, name)) for name in ("backward", "grad")}
         enter(replaced(torch.autograd, entry_points))
         register_optimizer_step_pre_hook(self._before_step)

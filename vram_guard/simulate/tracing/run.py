@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FunctionType
@@ -52,6 +50,7 @@ from vram_guard.simulate.tracing._substitution import (
 )
 from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, traced_micro_batches
+from vram_guard.simulate.tracing.uncompiled import compiler_not_imported, uncompiled
 from vram_guard.state.collector import collector_paused
 from vram_guard.state.containers import leaves
 from vram_guard.state.reached import ReachedState, reached_kept
@@ -63,9 +62,6 @@ from vram_guard.timeline import Border, Growth, Note, Timeline
 
 if TYPE_CHECKING:
     from vram_guard.simulate.compiler.following import Followed
-
-#: Where torch's compiler keeps its results; torch's own default where nobody has set it.
-_INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -123,19 +119,6 @@ def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> Trainin
         return step.with_(model=_Run(step, 1, capability, interrupts).build())
 
 
-def prepare_torch() -> None:
-    """Check torch, and import now what it imports by itself at the first optimizer step, in the middle of a trace.
-
-    Raises:
-        UnsupportedStepError: this torch lacks what a trace needs.
-    """
-    check_torch()
-    before = os.environ.get(_INDUCTOR_CACHE)
-    importlib.import_module("torch._dynamo")
-    if before is None:  # that import sets it, and the processes that the user starts would inherit it
-        os.environ.pop(_INDUCTOR_CACHE, None)
-
-
 @contextlib.contextmanager
 def on_simulated_cuda(device: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
     """Symbolic tensors behave as CUDA tensors inside the block, down to autocast and composite operators."""
@@ -146,9 +129,10 @@ def on_simulated_cuda(device: FakeCudaState, capability: tuple[int, int]) -> Ite
 @contextlib.contextmanager
 def _alone() -> Iterator[Interrupts]:
     """One trace at a time, in a process that afterwards is as before."""
-    prepare_torch()
+    check_torch()
     with (
         alone_in_process(),
+        compiler_not_imported(),
         interrupts_held_back() as interrupts,
         process_state_restored(),
         torch.inference_mode(False),
@@ -258,10 +242,21 @@ class _Run:
         self, model: nn.Module, module_call: Callable[..., Any]
     ) -> contextlib.AbstractContextManager[Followed | None]:
         if not self.compiled:
-            return _eager(model, self.recorder)
+            return self._eager(model)
+        # Imported here: torch's compiler takes as long as torch itself.
         from vram_guard.simulate.compiler.following import compiler_followed
 
         return compiler_followed(self.device, self.mode, self.capability, module_call)
+
+    def _eager(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Compiled models run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
+        if compiles(model):
+            self.recorder.note(EAGER, tier="partly symbolic")
+            if not hasattr(torch.compiler, "set_stance"):
+                raise UnsupportedStepError(
+                    _("compiled models need torch 2.6 or later here; give vram_guard the eager model")
+                )
+        return uncompiled(self.device)
 
     def build(self) -> nn.Module:
         """The model of the step's constructor, on symbolic parameters."""
@@ -536,18 +531,4 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             borders.append(Border(len(events), path, False, len(on_host)))  # type: ignore[union-attr]
 
     with replaced(nn.Module, {"__call__": called if borders is None else marked}):
-        yield
-
-
-@contextlib.contextmanager
-def _eager(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Compiled models run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    if compiles(model):
-        recorder.note(EAGER, tier="partly symbolic")
-        if set_stance is None:
-            raise UnsupportedStepError(
-                _("compiled models need torch 2.6 or later here; give vram_guard the eager model")
-            )
-    with set_stance("force_eager") if set_stance is not None else contextlib.nullcontext():
         yield
