@@ -121,11 +121,11 @@ class JobRun(Protocol):
 class Resizable(Protocol):
     """A job's ``play`` of a framework, which can be played with smaller batches of its evaluations."""
 
-    def evaluation_batch_size(self, name: PhaseName) -> int | None:
+    def evaluation_batch_size(self, name: str) -> int | None:
         """Samples of the largest batch in phases of this name; None where no loader of its own delivers them."""
         ...
 
-    def with_evaluation_batch_size(self, name: PhaseName, size: int) -> Resizable:
+    def with_evaluation_batch_size(self, name: str, size: int) -> Resizable:
         """The same run, in which batches of these phases have at most so many samples, and are more."""
         ...
 
@@ -195,12 +195,12 @@ class Job:
         more = evaluation.batches_of(batch_size) if batches is None else batches
         return self._with(lambda part: {"batch_size": batch_size, "batches": more} if part is evaluation else {})
 
-    def evaluation_batch_size(self, name: PhaseName) -> int | None:
+    def evaluation_batch_size(self, name: str) -> int | None:
         """Samples of the largest batch in phases of this name, where a :class:`Resizable` tells."""
         asked = getattr(self.play, "evaluation_batch_size", None)
         return None if asked is None else asked(name)
 
-    def with_evaluation_batch_size(self, name: PhaseName, size: int) -> Job:
+    def with_evaluation_batch_size(self, name: str, size: int) -> Job:
         """The same job with smaller batches in phases of this name, of a :class:`Resizable`."""
         return Job(cast("Resizable", self.play).with_evaluation_batch_size(name, size))
 

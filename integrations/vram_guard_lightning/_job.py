@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from vram_guard.capture.loader import Sample
     from vram_guard.job import JobRun
-    from vram_guard.timeline import PhaseName
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -108,11 +107,11 @@ class _Play:
     most: int | None = None
     """Samples of a batch of validation; None: as many as its loaders deliver."""
 
-    def evaluation_batch_size(self, name: PhaseName) -> int | None:
+    def evaluation_batch_size(self, name: str) -> int | None:
         """See :class:`~vram_guard.job.Resizable`."""
         return None if self.validation is None or name != "validation" else self.validation.batch_size
 
-    def with_evaluation_batch_size(self, _name: PhaseName, size: int) -> _Play:
+    def with_evaluation_batch_size(self, _name: str, size: int) -> _Play:
         """See :class:`~vram_guard.job.Resizable`."""
         return replace(self, most=size)
 

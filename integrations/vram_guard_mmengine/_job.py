@@ -25,7 +25,6 @@ from vram_guard_mmengine._shadow import Shadow, followed_hooks, quiet_mmengine
 if TYPE_CHECKING:
     from torch import nn
 
-    from vram_guard.timeline import PhaseName
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
@@ -67,11 +66,11 @@ class RunnerJob:
     schedule: Schedule
     most: int | None = None
 
-    def evaluation_batch_size(self, name: PhaseName) -> int | None:
+    def evaluation_batch_size(self, name: str) -> int | None:
         """See :class:`~vram_guard.job.Resizable`."""
         return None if self.validation is None or name != "validation" else self.validation.sample.batch_size
 
-    def with_evaluation_batch_size(self, _name: PhaseName, size: int) -> RunnerJob:
+    def with_evaluation_batch_size(self, _name: str, size: int) -> RunnerJob:
         """See :class:`~vram_guard.job.Resizable`."""
         return replace(self, most=size)
 

@@ -18,7 +18,7 @@ from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.simulate import TRACED_SIZES
-from vram_guard.timeline import PhaseName, Timeline
+from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import NOT_HERE, Settings
@@ -43,10 +43,10 @@ class _OwnJob:
     most: int | None = None
     """Samples of a batch of evaluations; None: as many as their loaders deliver."""
 
-    def evaluation_batch_size(self, name: PhaseName) -> int | None:
+    def evaluation_batch_size(self, name: str) -> int | None:
         return self.traces.evaluation_batch_size() if name == "validation" else None
 
-    def with_evaluation_batch_size(self, _name: PhaseName, size: int) -> _OwnJob:
+    def with_evaluation_batch_size(self, _name: str, size: int) -> _OwnJob:
         return replace(self, most=size)
 
     def __call__(self, _run: JobRun) -> None:
