@@ -14,7 +14,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages clean
+.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -103,6 +103,9 @@ mutants: $(STAMP) ## small faults that no test notices, a sample for each room: 
 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
 	$(BIN)/python tools/messages.py
+
+schemas: $(STAMP) ## write docs/schemas.json, the JSON schemas of the commands' answers
+	$(BIN)/python tools/json_schemas.py
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .matrix build dist demo-out bench-out bench-published.json .mypy_cache .pytest_cache .ruff_cache .hypothesis

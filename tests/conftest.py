@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -27,6 +29,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
+
+
+def pytest_collection_finish() -> None:
+    """Import now what a guard imports in each copy of the process, and each copy of a test's process anew."""
+    if "torch" in sys.modules:
+        for late in ("budget.host", "plan.source", "plan.tracing", "simulate.tracing.run", "proof.prove"):
+            importlib.import_module(f"vram_guard.{late}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,7 @@ if sys.platform == "win32":
 
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import EDITED, ONE, PICTURES, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
+from json_answers import held_against  # noqa: E402
 
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
@@ -134,6 +135,7 @@ def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypa
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
     assert main(["launch", *options, "--dry-run", "--json", str(TRAINING), "plain", "--out", str(out)]) == 0
     answer = json.loads(capsys.readouterr().out)
+    assert held_against("launch", answer) == []
     assert answer["remembered"]
     assert answer["micro_batch_size"]["after"] == 8
     assert main(["launch", *options, "-v", "--dry-run", str(TRAINING), "plain", "--out", str(out)]) == 0

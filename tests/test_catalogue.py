@@ -122,6 +122,8 @@ MEMORY_BUSES = {
     "RTX 6000 Ada": (384, 20),
     "H100 SXM": (5120, 5.23),
     "RTX 5080": (256, 30),
+    "RTX 5080 Laptop": (256, 28),
+    "RTX 5090 Laptop": (256, 28),
     "RTX 5090": (512, 28),
 }
 
@@ -168,7 +170,7 @@ def test_architecture_and_capability_go_together():
         "Ampere": {(8, 0), (8, 6)},
         "Ada": {(8, 9)},
         "Hopper": {(9, 0)},
-        "Blackwell": {(10, 0), (12, 0)},
+        "Blackwell": {(10, 0), (10, 3), (12, 0)},
     }
 
 

@@ -27,7 +27,9 @@ def test_bad_usage_exits_with_2(arguments, capsys):
     assert ended.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "usage: vram-guard" in captured.err
+    assert captured.err.startswith("vram-guard")
+    assert captured.err.count("\n") == 1
+    assert "--help)" in captured.err
 
 
 def test_gpus_lists_every_card_in_aligned_columns(capsys):

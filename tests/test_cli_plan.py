@@ -66,7 +66,7 @@ def test_json_and_exit_codes(capsys):
     ("arguments", "said"),
     [
         (["missing.yaml"], "missing.yaml"),
-        ([], "no model that can be built"),
+        ([], "name what to plan for"),
         ([CONFIG, "--plot", "x.bmp"], ".png"),
         ([CONFIG, "--cards", "RTX 4099"], "RTX 4090"),
         ([CONFIG, "--set", "batch_size=0"], "batch_size"),

@@ -46,6 +46,89 @@ def bytes_of(blocks) -> list[int]:
 # --- operators ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(precision) -> None:
+    """Linear.cpp, ``linear``: ``output.add_(*bias)``."""
+    timeline = traced(
+        nn.Linear(64, 32),
+        lambda b: torch.randn(b, 100, 64),
+        lambda net, batch: net(batch.transpose(0, 1)).float().sum(),
+        precision=precision,
+    )
+    assert made_by(timeline, "aten.mm")
+    assert not made_by(timeline, "aten.add")
+
+
+@pytest.mark.parametrize(
+    ("dims", "turned", "expected"),
+    [((1,), False, 1), ((1, 2), False, 2), ((0, 1, 2), False, 3), ((1,), True, 2), ((1, 2), True, 3)],
+)
+def test_a_roll_along_several_dimensions_makes_each_of_them(dims, turned, expected) -> None:
+    """TensorTransformations.h, ``roll_common``; TensorTransformations.cu, ``roll_cuda``: contiguous first."""
+    timeline = traced(
+        nn.Linear(8, 8),
+        lambda b: torch.randn(b, 16, 8),
+        lambda net, x: torch.roll(net(x).transpose(0, 1) if turned else net(x), (3,) * len(dims), dims).sum(),
+    )
+    made = [b for b in in_phase(timeline, "forward", 2) if b.operator == "aten.roll.default"]
+    assert bytes_of(made) == [4 * 16 * 8 * 4] * expected
+
+
+def test_the_buffer_of_a_log_sigmoid_is_the_cpu_s() -> None:
+    timeline = traced(nn.Linear(8, 8), lambda b: torch.randn(b, 8), lambda net, x: F.logsigmoid(net(x)).sum())
+    made = [b for b in in_phase(timeline, "forward", 2) if b.operator == "aten.log_sigmoid_forward.default"]
+    assert bytes_of(made) == [4 * 8 * 4]
+
+
+class Scored(nn.Module):
+    """A hundred thousand numbers, and a loss of them."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(100_000))
+        self.loss = loss
+
+    def forward(self, x):
+        return self.loss(self.weight, x[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduced", "as_they_are"),
+    [
+        (F.mse_loss, [4, 400_000], [400_000]),
+        (F.smooth_l1_loss, [4, 400_000], [400_000]),
+        (F.huber_loss, [400_000, 4], [400_000]),
+        (F.binary_cross_entropy, [400_000, 4], [400_000]),  # Loss.cu: the elements, and their mean
+        (F.binary_cross_entropy_with_logits, [400_000, 400_000, 4], [400_000, 400_000]),
+    ],
+)
+def test_a_loss_makes_its_elements_before_it_reduces_them(loss, reduced, as_they_are) -> None:
+    """Loss.cpp, each function of that name."""
+    for reduction, expected in (("mean", reduced), ("sum", reduced), ("none", as_they_are)):
+        model = Scored(lambda w, x, reduction=reduction: loss(w, x, reduction=reduction))
+        timeline = traced(model, lambda b: torch.rand(b, 100_000))
+        made = [b for b in in_phase(timeline, "forward", 2) if b.operator == f"aten.{loss.__name__}.default"]
+        assert bytes_of(made)[: len(expected)] == expected
+
+
+def test_weights_of_a_binary_cross_entropy_are_spread_before_its_elements() -> None:
+    spread = [400_000, 8, 400_000, 400_000, 4]  # sigmoids; the weights less one; of each element; elements; mean
+    model = Scored(lambda w, x: F.binary_cross_entropy_with_logits(w.view(-1, 2), x.view(-1, 2), pos_weight=x[:2]))
+    timeline = traced(model, lambda b: torch.rand(b, 100_000))
+    made = made_by(timeline, "aten.binary_cross_entropy_with_logits.default")
+    assert bytes_of(made)[:5] == spread
+
+
+@pytest.mark.parametrize(("loss", "kept"), [(F.binary_cross_entropy, 400_000), (F.mse_loss, 0)])
+def test_a_binary_cross_entropy_lives_in_the_memory_of_its_elements(loss, kept) -> None:
+    """Loss.cu, ``loss.resize_as_(loss_reduced)``: as long as the loss, so into the next forward."""
+    model = Scored(loss)
+    timeline = traced(model, lambda b: torch.rand(b, 100_000), lambda m, b: m(b))
+    start = next(phase.start for phase in timeline.phases if (phase.name, phase.step) == ("forward", 2))
+    held = [b.size.base for b in timeline.alive_at(start) if loss.__name__ in b.operator]
+    assert sum(size for size in held if size > 4) == kept
+
+
 def test_dropout_keeps_a_mask_of_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
     timeline = traced(model, lambda b: torch.randn(b, 32))
@@ -207,7 +290,46 @@ def test_flash_attention_saves_no_square_matrix() -> None:
     assert forward[:2] == [4 * 200 * 64 * 2, 4 * 4 * 200 * 4]  # output in bf16, log-sum-exp in float32
     backward = bytes_of(made_by(timeline, "_scaled_dot_product_flash_attention_backward"))
     rounded = 256  # 200 rounded up to 128s; heads of 16 to 32
-    assert backward[3:5] == [4 * 4 * rounded * 4, 4 * 4 * rounded * 32 * 4]
+    # A copy of the output's gradient, which is one number for all, and three results come before.
+    assert backward[:6] == [4 * 200 * 64 * 2] * 4 + [4 * 4 * rounded * 4, 4 * 4 * rounded * 32 * 4]
+
+
+class LengthFirst(Attention):
+    def forward(self, x):
+        return super().forward(x).transpose(1, 2).flatten(2)
+
+
+class ThroughMultihead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class HeadsFirst(Attention):
+    """As after a ``torch.cat`` of rotated parts, which is contiguous."""
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2).contiguous() for t in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("model", "forward", "backward"),
+    [
+        (LengthFirst(is_causal=True), 0, 0),
+        (HeadsFirst(), 4, 1),  # q, k, v, and the output for ``flatten``; the output for the backward kernel
+        (ThroughMultihead(), 2, 2),  # input, packed q, k, v; nothing for the output, but both of it for the backward
+    ],
+)
+def test_flash_attention_lies_as_its_query_and_is_copied_for_its_backward(model, forward, backward) -> None:
+    """flash_api.cpp, ``empty_like(q)``; attention_backward.cu, ``contiguous_grad_out`` and ``contiguous_out``."""
+    timeline = traced(model, lambda b: torch.randn(b, 200, 64), precision="bf16-true")
+    assert len([b for b in in_phase(timeline, "forward", 2) if b.operator == "aten.clone.default"]) == forward
+    taken = bytes_of(made_by(timeline, "_scaled_dot_product_flash_attention_backward"))
+    assert taken[: len(taken) // 2] == [4 * 200 * 64 * 2] * (backward + 3) + [4 * 4 * 256 * 4, 4 * 4 * 256 * 32 * 4]
 
 
 def test_attention_with_a_mask_takes_the_memory_efficient_kernel() -> None:

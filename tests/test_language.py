@@ -16,7 +16,7 @@ from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
 
 from vram_guard import cli, language
-from vram_guard.cli._parsing import wrapped
+from vram_guard.cli.parsing import wrapped
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import CHINESE, ENGLISH, LOCALE, display_width, ljust, rjust, speaking
 
@@ -188,7 +188,9 @@ def test_columns_are_counted_as_terminals_show_them():
         (["gpus", "4090", "--lang=zh"], "zh", ["gpus", "4090"]),
         (["launch", "train.py", "--lang", "fr"], None, ["launch", "train.py", "--lang", "fr"]),
         (["--lang", "zh", "launch", "train.py", "--lang", "fr"], "zh", ["launch", "train.py", "--lang", "fr"]),
-        (["--lang"], None, []),
+        (["--lang"], None, ["--lang"]),
+        (["gpus", "--language", "zh", "4090"], "zh", ["gpus", "4090"]),
+        (["launch", "--lang", "zh", "train.py", "--lang", "fr"], "zh", ["launch", "train.py", "--lang", "fr"]),
     ],
 )
 def test_where_the_language_is_an_option_of_ours(arguments, language, rest):

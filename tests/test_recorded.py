@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -16,7 +14,7 @@ from benchmarks.harness.records import Results, Row, read
 from benchmarks.recorded import __main__ as command
 from benchmarks.recorded import pages, predictions, recordings
 from benchmarks.recorded.in_order import common_in_order, share_in_order
-from benchmarks.recorded.loops import PROGRAMS, medium_training
+from benchmarks.recorded.loops import PROGRAMS
 from benchmarks.recorded.replays import replayed
 from vram_guard.allocator import read_recording, read_recordings
 from vram_guard.errors import InvalidInputError
@@ -54,7 +52,7 @@ def test_every_device_with_a_history_is_read():
 @pytest.mark.parametrize(
     ("name", "in_order"),
     [
-        ("lm-medium-128-training", 1),
+        ("lm-medium-512-training", 1),  # two steps fall 0.4 to 0.5% short: those before it decide where blocks lie
         ("lm-medium-512-inference", 1),
         ("lm-2.7b-128-fullstep", 0.999),
         ("lm-2.7b-256-forward-mixed", 0.999),
@@ -65,14 +63,6 @@ def test_a_language_model_takes_what_was_recorded(name, in_order):
     assert row.predicted == row.measured
     assert row.details["predicted_allocated"] == row.details["allocated"]
     assert row.details["in_order"] >= in_order
-
-
-def test_a_program_of_six_steps_takes_what_was_recorded():
-    """Two steps fall 0.5% short: the recorded step takes a segment more, because its loop had deleted its names."""
-    asked = "from benchmarks.recorded.loops import medium_training; print(medium_training(512, True))"
-    run = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert "{'lm-medium-512-training': (12660506624, 12434494464)}" in run.stdout
-    assert PROGRAMS["lm-medium-512-training"] == (medium_training, (512, True))
 
 
 # The share in order

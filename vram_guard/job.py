@@ -56,7 +56,7 @@ class JobRun(Protocol):
             label: of these steps in reports ("epoch 5: unfrozen").
             after: called at the end of each step, as a part of it (hooks and callbacks of a framework).
             changes: fields of the :class:`~vram_guard.step.TrainingStep` that differ from here on (``batch``, ``loss``,
-                ``accumulate``, ``zero_grad``, ``clip_grad_norm``, ``clip_grad_value``, ``whole_batch``).
+                ``accumulate``, ``keeps``, ``zero_grad``, ``clip_grad_norm``, ``clip_grad_value``, ``whole_batch``).
         """
         ...
 

@@ -5,7 +5,7 @@
 ViT-L/16 (rasbt/pytorch-memory-optim, logs.md and its scripts): the reserved peak of fine-tuning on an A100 (the card is
 not named; the number of its multiprocessors fits), torch 2.1.0.dev20230623. Images of 224 x 224, 10 classes, gradients
 freed before the backward pass (after the step where they are accumulated); under Fabric the last batch lives until the
-next one is loaded. The runs' Adam is theirs: :class:`EarlierAdam`.
+next one is loaded. The runs' Adam and attention are theirs: :class:`EarlierAdam`, :class:`EarlierFlash`.
 
 litgpt (Lightning-AI/litgpt, config_hub/finetune): the allocated peak of fine-tuning on an A10G, in bfloat16, with
 litgpt's own model, which has to be installed (``--libraries``: a folder ``litgpt``); its release and torch's at the
@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -71,6 +72,52 @@ class EarlierAdam(torch.optim.Adam):
                 parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"])
 
 
+class EarlierFlash(torch.autograd.Function):
+    """FlashAttention of torch 2.1, its first version: over the rows of all samples, which are copied where needed.
+
+    ``_scaled_dot_product_flash_attention_cuda`` and its backward in ATen/native/transformers/cuda, ``mha_fwd`` and
+    ``mha_bwd`` in flash_attn/fmha_api.cpp: lengths rounded up to 16; up to 256 keys no other temporaries.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Query, key and value are (batch, heads, length, head)."""
+        batch, heads, length, head = query.shape
+        ends = [torch.arange(batch + 1, dtype=torch.int32, device=query.device) for _ in range(2)]
+        rows = [each.transpose(1, 2).reshape(-1, heads, head) for each in (query, key, value)]
+        attended = torch.empty_like(rows[0])
+        sums = torch.empty(batch, heads, -(-length // 16) * 16, device=query.device)
+        result = attended.view(batch, length, heads, head).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, result, sums, *ends)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        """The gradients of the three."""
+        query, key, value, result, sums, *_ends = ctx.saved_tensors
+        batch, heads, length, head = query.shape
+        given = (query, key, value, gradient, result)
+        rows = [each.transpose(1, 2).reshape(-1, heads, head) for each in given]
+        made = [torch.empty_like(each) for each in rows[:3]]
+        torch.empty_like(sums)
+        return tuple(each.view(batch, length, heads, head).transpose(1, 2) for each in made)
+
+
+_ATTENTION = functional.scaled_dot_product_attention
+
+
+def _earlier_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_others: Any) -> torch.Tensor:
+    """FlashAttention for halves, as ``sdp_utils.cpp`` chooses."""
+    if query.dtype == torch.float32:
+        return _ATTENTION(query, key, value)
+    return EarlierFlash.apply(query, key, value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _with_earlier_attention(model: Any, images: torch.Tensor) -> Any:
+    with mock.patch.object(functional, "scaled_dot_product_attention", _earlier_attention):
+        return model(images)
+
+
 #: The beginning of a row's recipe -> precision, batch, micro-batches, optimizer, whether Fabric runs it.
 VITS: dict[str, tuple[Any, int, int, Callable[[Any], torch.optim.Optimizer], bool]] = {
     "01_": ("32-true", 64, 1, EarlierAdam, False),
@@ -85,14 +132,14 @@ VITS: dict[str, tuple[Any, int, int, Callable[[Any], torch.optim.Optimizer], boo
 
 def _classified(model: Any, batch: Any) -> tuple[Any, Any]:
     images, labels = batch
-    logits = model(images)
+    logits = _with_earlier_attention(model, images)
     return functional.cross_entropy(logits, labels), logits
 
 
 def _classified_by_fabric(model: Any, batch: Any) -> tuple[Any, Any]:
     """Fabric converts the images of a loaded batch to the weights' dtype, and gives logits back in float32."""
     images, labels = batch
-    logits = model(images.to(next(model.parameters()).dtype)).float()
+    logits = _with_earlier_attention(model, images.to(next(model.parameters()).dtype)).float()
     return functional.cross_entropy(logits, labels), (logits, batch)
 
 

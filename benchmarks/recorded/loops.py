@@ -1,8 +1,8 @@
 """The sources' whole programs, followed from their first line to their last: every step, every name, every run.
 
-``trace`` shows two steps of a fresh process. What had been allocated before a recording began also decides where
-blocks lie at its peak: five warm-up steps, or five other models in the same process. So the programs are followed too,
-with the names that they give their results. A followed program ends the process that it is in: ask for it in a worker.
+``trace`` shows a fresh process. What had been allocated before a recording began also decides where blocks lie at its
+peak: five other models in the same process. So the programs are followed too, with the names that they give their
+results. A followed program ends the process that it is in: ask for it in a worker.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.recorded import lm_2_7b, lm_medium
+from benchmarks.recorded import lm_2_7b
 from vram_guard.allocator import CachingAllocator
 from vram_guard.allocator.blocks import PoolBlock
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
@@ -80,33 +80,6 @@ class Program:
         return found
 
 
-def medium_training(context: int, autocast: bool) -> Peaks:
-    """``memory_profile`` of Wedsonlin/assignment2-systems: five steps, and a sixth that was recorded."""
-    program = Program((8, 9))
-    with program.on_device():
-        model = lm_medium.LanguageModel(context)
-    optimizer = lm_medium.AdamW(model.parameters())
-    warm_up_inputs = program.zeros(lm_medium.WARM_UPS, lm_medium.BATCH, context)
-    recorded_inputs = program.zeros(1, lm_medium.BATCH, context)
-    warm_up_targets = program.zeros(lm_medium.WARM_UPS, lm_medium.BATCH, context)
-    recorded_targets = program.zeros(1, lm_medium.BATCH, context)
-    for number in range(lm_medium.WARM_UPS):
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            output = model(warm_up_inputs[number])
-            loss = lm_medium.cross_entropy(output, warm_up_targets[number])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    del output, loss
-    program.record(f"lm-medium-{context}-training")
-    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        output = model(recorded_inputs[0])
-        loss = lm_medium.cross_entropy(output, recorded_targets[0])
-    loss.backward()
-    optimizer.step()
-    return program.peaks(lm_medium.BATCH)
-
-
 def billions() -> Peaks:
     """``profile_memory_forward_fullstep`` of kkaitlyn111/cs336-a2-systems in float32: six models, one after another."""
     program = Program((9, 0))
@@ -132,10 +105,6 @@ def _one_of_the_billions(program: Program, context: int, name: str) -> None:
 
 #: Recording -> the program that it was made by, and its arguments.
 PROGRAMS: dict[str, tuple[Callable[..., Peaks], tuple[int, ...]]] = {
-    "lm-medium-128-training": (medium_training, (128, False)),
-    "lm-medium-256-training": (medium_training, (256, False)),
-    "lm-medium-512-training": (medium_training, (512, True)),
-    "lm-medium-1024-training": (medium_training, (1024, True)),
     "lm-2.7b-256-forward": (billions, ()),
     "lm-2.7b-128-fullstep": (billions, ()),
     "lm-2.7b-512-fullstep": (billions, ()),

@@ -15,6 +15,7 @@ from benchmarks.recorded.in_order import share_in_order
 from benchmarks.recorded.loops import PROGRAMS
 from benchmarks.recorded.recordings import path_of, recordings, source_of
 from vram_guard.allocator import compare, replay
+from vram_guard.job import Job, JobRun
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Timeline
@@ -29,7 +30,7 @@ class Run:
     capability: tuple[int, int]
     """Of the GPU: 9.0 for the H100. Nobody names the card of lm-medium; its cuBLAS workspaces are not Hopper's."""
     recorded_step: int
-    """The step of the two traced ones that was recorded; a run that recorded its first step ended with it."""
+    """The traced step that was recorded, with which the run ended."""
 
 
 def medium_training(context: int, precision: str) -> Run:
@@ -47,10 +48,21 @@ def medium_training(context: int, precision: str) -> Run:
         logits = model(batch["warm_up_inputs"][0])
         return lm_medium.cross_entropy(logits, batch["warm_up_targets"][0]), logits
 
+    def play(run: JobRun) -> None:
+        run.train(lm_medium.WARM_UPS - 1)
+        run.train(1, keeps="nothing")  # del output, loss
+        run.train(1)
+
     step = TrainingStep(
-        lambda: lm_medium.LanguageModel(context), batch, loss, lm_medium.AdamW, precision, keeps="outputs"
+        lambda: lm_medium.LanguageModel(context),
+        batch,
+        loss,
+        lm_medium.AdamW,
+        precision,
+        keeps="outputs",
+        job=Job(play),
     )
-    return Run(step, lm_medium.BATCH, (8, 9), recorded_step=2)
+    return Run(step, lm_medium.BATCH, (8, 9), recorded_step=lm_medium.WARM_UPS + 1)
 
 
 def medium_inference(context: int, precision: str) -> Run:
@@ -134,7 +146,7 @@ def predicted(name: str) -> Row:
     timeline = trace_at(run.step, run.batch_size, compute_capability=run.capability)
     sizes = timeline.sizes(run.batch_size)
     start, end = _bounds(timeline, run.recorded_step)
-    answer = replay(timeline.events[:end], sizes, streams=timeline.streams)
+    answer = replay(timeline.events[:end], sizes, streams=timeline.streams, starts=(0, start)).stretches[-1]
     (recording,) = recordings(path_of(name))
     followed = compare(recording)
     recorded = [entry.size for entry in recording.trace if entry.action == "alloc"]
@@ -143,12 +155,12 @@ def predicted(name: str) -> Row:
         source=source_of(name),
         name=name,
         measured=followed.recorded_peak_reserved,
-        predicted=answer.peak_reserved,
+        predicted=answer.reserved,
         tier=timeline.tier,
         seconds=round(time.perf_counter() - started, 3),
         details={
             "allocated": followed.simulated_peak_allocated,
-            "predicted_allocated": answer.peak_allocated,
+            "predicted_allocated": answer.allocated,
             "allocations": len(recorded),
             "in_order": share_in_order(recorded, asked_for),
             "program": None,

@@ -14,6 +14,8 @@ from mmengine.config import Config
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.language import _
 from vram_guard.plan.comparison import Comparison, Configuration
 from vram_guard.plan.comparison import compare as compare_configurations
 from vram_guard.plan.learning_rate import learning_rate_factor
@@ -90,6 +92,18 @@ def _learning_rate(runner: Any, rule: str, written: int, size: int) -> float | N
 
 
 @contextlib.contextmanager
+def _unbuildable_said() -> Iterator[None]:
+    """An error of MMEngine or of the config's own classes, as one line."""
+    try:
+        yield
+    except VramGuardError:
+        raise
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidInputError(_("the config's training cannot be built: {reason}", reason=why)) from error
+
+
+@contextlib.contextmanager
 def _captured(config: Any) -> Iterator[tuple[Any, Captured]]:
     """A runner whose training is not built, in a folder of its own that goes away again; and its step."""
     cfg = copy.deepcopy(config) if isinstance(config, Config) else Config.fromfile(str(config))
@@ -103,7 +117,7 @@ def _captured(config: Any) -> Iterator[tuple[Any, Captured]]:
         cfg.merge_from_dict(aside)
         logging.disable(logging.WARNING)  # a runner says pages about itself
         try:
-            with unregistered_types_said():
+            with _unbuildable_said(), unregistered_types_said():
                 runner = RUNNERS.build(cfg) if "runner_type" in cfg else Runner.from_cfg(cfg)
                 found = capture(runner)
             yield runner, found

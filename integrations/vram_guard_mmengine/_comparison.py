@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.options import asked_budget
+from vram_guard.cli.parsing import Parser
 from vram_guard.cli.printing import print_json, print_now
 from vram_guard.cli.releases import required_releases, tell_differences
+from vram_guard.config_file import load_config
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -25,11 +28,9 @@ def answer(options: argparse.Namespace) -> int:
         sys.path.insert(0, "")
     found = compare(
         _config(options),
-        options.budget,
+        asked_budget(options),
         options.batch_size,
         _precisions(options.precision),
-        gpu=options.gpu,
-        margin=options.margin,
         allow=[name for name in options.allow.split(",") if name],
         lr_rule=options.lr_rule,
     )
@@ -46,9 +47,17 @@ def _config(options: argparse.Namespace) -> Any:
 
     if not Path(options.config).is_file():
         raise InvalidInputError(_("there is no config {path}", path=options.config))
-    cfg = Config.fromfile(options.config)
+    if Path(options.config).suffix in (".yaml", ".yml"):
+        load_config(options.config)  # says what is wrong with it, and takes no hours over a bomb of aliases
+    try:
+        cfg = Config.fromfile(options.config)
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidInputError(_("{path} cannot be read: {reason}", path=options.config, reason=why)) from error
+    if "model" not in cfg:
+        raise InvalidInputError(_("{path} has no model: it is no config of a training", path=options.config))
     if options.cfg_options:
-        parser = argparse.ArgumentParser()
+        parser = Parser(prog="vram-guard mmengine compare")
         parser.add_argument("--cfg-options", nargs="+", action=DictAction)
         cfg.merge_from_dict(parser.parse_args(["--cfg-options", *options.cfg_options]).cfg_options)
     return cfg

@@ -65,6 +65,6 @@ def unregistered_types_said() -> Iterator[None]:
             _(
                 "{problem} Run this where tools/train.py runs, and name the modules that register it: "
                 'custom_imports = dict(imports=["mmdet.models"]) in the config, or default_scope = "mmdet"',
-                problem=str(error.args[0]).partition(" Please check")[0],
+                problem=" ".join(str(error.args[0]).partition(" Please check")[0].split()),
             )
         ) from error

@@ -55,7 +55,6 @@ def _add_compare(own: Any) -> None:
     parser.add_argument("config", help=_("a config file"))
     add_options(parser, *DEVICE, "lr-rule", "json")
     add_release_options(parser)
-    add_options(parser, "margin", type=float)
     add_options(parser, "allow", default="")
     parser.add_argument(
         "--batch-size", type=int, nargs="+", default=[], metavar="N", help=_("default: as written, twice")

@@ -10,18 +10,20 @@ cannot be read. Answers go to standard output, messages to standard error.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
 from vram_guard.cli import _compare, _doctor, _estimate, _gpus, _monitor, _optimize, _plan
 from vram_guard.cli._arguments import fill_from_settings, with_dashes
-from vram_guard.cli._parsing import Parser, argparse_locale
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
+from vram_guard.cli.parsing import Parser, argparse_locale
 from vram_guard.cli.printing import JSON_SCHEMA, tell
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
@@ -60,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidInputError as error:
         tell(str(error))
         return EXIT_USAGE
+    if sys.stdout is None or sys.stderr is None:  # closed (`>&-`): nobody listens, and that is no error
+        nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the terminal's encoding cannot show becomes a question mark: the answer is delivered all the same.
         sys.stdout.reconfigure(errors="replace")
@@ -102,6 +107,12 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
         # The reader has seen enough (`| head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
+    except OSError as error:  # a full disk, a folder that may not be read, a path that no system takes
+        if error.errno == errno.ENAMETOOLONG:
+            tell(_("{path} ... is too long for a path", path=str(error.filename)[:40]))
+            return EXIT_USAGE
+        tell(_("{name}: {problem}", name=error.filename or "-", problem=error.strerror or error))
+        return EXIT_ENVIRONMENT
     return code
 
 
@@ -112,7 +123,7 @@ def _python_of(arguments: list[str]) -> tuple[str | None, list[str]]:
             return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
         if word.startswith("--python="):
             return word.removeprefix("--python="), arguments[:index] + arguments[index + 1 :]
-        if not word.startswith("-") and arguments[max(0, index - 1)] != "--lang":
+        if not word.startswith("-") and arguments[max(0, index - 1)] not in ("--lang", "--language"):
             break
     return None, arguments
 
@@ -120,21 +131,25 @@ def _python_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
     """``--lang``, known before there is a parser, whose help speaks it; and the arguments without it.
 
-    What stands after an adapter's command stays as it is: it may be meant for the script that is launched.
+    What stands after an adapter's command stays as it is, but for a ``--lang`` right behind it: it may be meant for the
+    script that is launched.
     """
     wanted, rest, command = None, list[str](), ""
-    words = iter(arguments)
-    for word in words:
-        if word == "--lang":
-            wanted = next(words, None)
-        elif word.startswith("--lang="):
-            wanted = word.removeprefix("--lang=")
+    words = list(arguments)
+    while words:
+        word, _equals, value = words[0].partition("=")
+        if word in ("--lang", "--language"):
+            takes_next = "=" not in words[0]
+            if takes_next and len(words) == 1:
+                break  # argparse says that its value is missing
+            wanted = words[1] if takes_next else value
+            words = words[1 + takes_next :]
+        elif command and command not in _COMMANDS:
+            return wanted, [*rest, *words]
         else:
-            rest.append(word)
+            rest.append(words.pop(0))
             command = command or ("" if word.startswith("-") else word)
-            if command and command not in _COMMANDS:
-                return wanted, [*rest, *words]
-    return wanted, list(with_dashes(rest))
+    return wanted, list(with_dashes([*rest, *words]))
 
 
 def _said(error: VramGuardError) -> str:
@@ -165,7 +180,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "--version", action="version", version=f"vram-guard {__version__}", help=_("show the version and exit")
     )
     parser.add_argument(
-        "--lang", metavar="LANGUAGE", help=_("en or zh (default: the language of the environment, LANG=zh_CN)")
+        "--lang",
+        "--language",
+        metavar="LANGUAGE",
+        help=_("en or zh (default: the language of the environment, LANG=zh_CN)"),
     )
     parser.add_argument(
         "--python",

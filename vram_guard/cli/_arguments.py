@@ -21,8 +21,6 @@ _FROM_SETTINGS = frozenset(
         *("releases", "target_utilization", "threshold", "verbose"),
     }
 )
-#: Commands whose options only share the names: ``monitor --gpu`` is the number of a GPU of this machine.
-_OTHER_MEANING = frozenset({"monitor"})
 
 
 def with_dashes(words: Sequence[str]) -> Iterator[str]:
@@ -40,9 +38,6 @@ def fill_from_settings(options: argparse.Namespace, found: Mapping[str, Setting]
     """Settings for the options that are not given; ``options.from_settings`` says which, and from where."""
     from vram_guard.settings import AMOUNTS
 
-    if options.command in _OTHER_MEANING:
-        options.from_settings = {}
-        return
     given = {name for name in (*AMOUNTS, "device") if getattr(options, name, None) is not None}
     options.from_settings = {}
     for name in _FROM_SETTINGS & found.keys():
@@ -58,6 +53,7 @@ def gpu_memory(
     gpu: str | None = None,
     budget: str | int | None = None,
     margin: str | float | None = None,
+    device: str | None = None,
 ) -> tuple[int, str, Budget]:
     """(Bytes of the whole GPU, where the number comes from, what PyTorch may use of it).
 
@@ -67,6 +63,7 @@ def gpu_memory(
         gpu: a card by name; with neither of the three, the device at hand.
         budget: what PyTorch's allocator may reserve; nothing is taken off but the margin.
         margin: the share to leave free; None: the default.
+        device: a CUDA device of this machine; what is free on it.
 
     Raises:
         InvalidInputError: it is no amount, or no card is known by that name.
@@ -76,8 +73,11 @@ def gpu_memory(
     from vram_guard.budget import Budget, find_gpu
 
     kept = checked_margin(margin)
+    if device is not None and not (memory is None and gpu is None and budget is None):
+        raise InvalidInputError(_("give either --device (what is free there) or --gpu, --budget, --gpu-memory"))
     if memory is None:
-        resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept)
+        which = int(device) if device is not None and device.isdigit() and device.isascii() else device
+        resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept, device=which)
         return resolved.total, resolved.source_text, resolved
     if budget is not None:
         raise InvalidInputError(_("give --gpu-memory (of the whole GPU) or --budget (of PyTorch), not both"))
@@ -142,8 +142,8 @@ def whole_number(name: str, text: str) -> int:
     return checked_count(option, int(text))
 
 
-def number(name: str, text: str | float | None, default: float) -> float:
-    """A number from an option, the default where it is not given.
+def number(name: str, text: str | float | None, default: float, *, option: bool = True) -> float:
+    """A number from an option (or an argument without dashes), the default where it is not given.
 
     Raises:
         InvalidInputError: it is none.
@@ -153,4 +153,5 @@ def number(name: str, text: str | float | None, default: float) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidInputError(_("--{name} must be a number, not {text}", name=name, text=repr(text)[:40])) from None
+        shown = f"--{name}" if option else name
+        raise InvalidInputError(_("{name} must be a number, not {text}", name=shown, text=repr(text)[:40])) from None

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import checked_margin
 from vram_guard.cli._configuration import configuration, parsed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_options
-from vram_guard.cli.printing import print_json, tell
+from vram_guard.cli.options import DEVICE, add_options, asked_budget
+from vram_guard.cli.printing import print_json, say, tell
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -34,8 +33,11 @@ def add(commands: Any) -> None:
             "fit, its learning rate, and its modelled speed. Exit code 1 where one of them does not fit."
         ),
     )
-    parser.add_argument("configs", nargs="*", metavar="CONFIG", help=_("training configs, YAML"))
-    add_options(parser, "step", "input", "lr-rule")
+    parser.add_argument(
+        "configs", action="extend", nargs="*", metavar="CONFIG", default=[], help=_("training configs, YAML")
+    )
+    add_options(parser, "config", action="append", dest="configs", default=argparse.SUPPRESS)
+    add_options(parser, "model", "input", "lr-rule")
     parser.add_argument(
         "--set",
         action="append",
@@ -71,17 +73,17 @@ def add_variants(commands: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
-    add_options(parser, *DEVICE, "margin", "json")
+    add_options(parser, *DEVICE, "json", "verbose")
     add_options(parser, "allow", default=allow)
     add_release_options(parser)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from vram_guard.budget import Budget
     from vram_guard.plan.comparison import compare
     from vram_guard.plan.techniques import DEFAULT_ALLOW
 
-    budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
+    _something_to_compare(options)
+    budget = asked_budget(options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     required = required_releases(options)
     configurations = tuple(_configurations(options))
@@ -97,10 +99,9 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _variants(options: argparse.Namespace) -> int:
-    from vram_guard.budget import Budget
     from vram_guard.plan.variants import variants
 
-    budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
+    budget = asked_budget(options)
     required = required_releases(options)
     steps = dict[str, "TrainingStep"]()
     for name, step in _named(options.names):
@@ -125,13 +126,23 @@ def listed(names: str) -> list[str]:
 
 
 def _print(answer: Comparison, options: argparse.Namespace, required: RequiredReleases) -> None:
+    from vram_guard.report import text
     from vram_guard.report.comparison import comparison_dict, show
 
     if options.json:
         print_json(comparison_dict(answer))
     else:
         show(answer)
+        for row in answer.rows if options.verbose else ():
+            if row.plan is not None:
+                say(f"\n{row.name}")
+                text.show(row.plan)
     tell_differences(required, answer.releases)
+
+
+def _something_to_compare(options: argparse.Namespace) -> None:
+    if not options.configs and not options.set:
+        raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4 --set batch_size=8"))
 
 
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
@@ -140,9 +151,7 @@ def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
 
     configs = [(Path(path).stem, load_config(path)) for path in options.configs]
     changes = [parsed(text) for text in options.set or ()]
-    if not configs and not changes:
-        raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4 --set batch_size=8"))
-    given = {"model": options.step, "input": options.input}
+    given = {"model": options.model, "input": options.input}
     for name, config in configs:
         yield configuration(name, config, {}, given)
     base = configs[0][1] if configs else {}

@@ -11,6 +11,8 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
+    import argparse
+
     from vram_guard.plan.comparison import Configuration
     from vram_guard.step import TrainingStep
 
@@ -33,6 +35,29 @@ def parsed(text: str) -> dict[str, Any]:
         except yaml.YAMLError:
             raise InvalidInputError(_("--set: {value} is not a valid value", value=repr(value)[:60])) from None
     return values
+
+
+def add_set(parser: Any) -> None:
+    """Add ``--set``, of the commands that read one config."""
+    parser.add_argument(
+        "--set", action="append", metavar="A=1,B=2", help=_("values in place of the config's; repeatable")
+    )
+
+
+def changed(config: dict[str, Any], options: argparse.Namespace, model: str | None) -> dict[str, Any]:
+    """The config with the values of every ``--set`` in place of its own.
+
+    Raises:
+        InvalidInputError: nothing reads a value of such a name, or it is given twice.
+    """
+    if not options.set:
+        return config
+    from vram_guard.closed_form.from_config import parse_request
+
+    change = parsed(",".join(options.set))
+    merged = _with(config, change)
+    _check_used(change, config, parse_request(merged, {"model": model}).model)
+    return merged
 
 
 def configuration(name: str, config: dict[str, Any], change: dict[str, Any], given: Mapping[str, Any]) -> Configuration:

@@ -6,10 +6,10 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import counts, gpu_memory, number, unknown_model
-from vram_guard.cli._configuration import tell_assumed
+from vram_guard.cli._configuration import add_set, changed, tell_assumed
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_options
+from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
 from vram_guard.cli.printing import Notes, print_json, print_now, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
@@ -40,15 +40,13 @@ def add(commands: Any) -> None:
             "Underscores in options are understood too (--hidden_dim)."
         ),
     )
+    add_config(parser, _("the same"))
+    add_set(parser)
     add_options(parser.add_argument_group(_("the calculator")), "batch", *NETWORK)
     folder = parser.add_argument_group(_("a model folder"))
     add_options(folder, *FOLDER)
     folder.add_argument("--recommend", action="store_true", help=_("list what would make it fit, with numbers"))
-    folder.add_argument(
-        "--device", "--device-id", metavar="N", help=_("CUDA device whose free memory counts (0, cuda:1)")
-    )
-    parser.add_argument("--gpu-memory", metavar="SIZE", help=_('memory of the GPU: 24 is 24 GB, "24GiB", "80GB"'))
-    add_options(parser, *DEVICE, "margin", "cudnn", "json")
+    add_options(parser, *DEVICE, "cudnn", "json")
     add_options(parser, "verbose", default=None)
     add_release_options(parser)
     parser.set_defaults(run=_estimate)
@@ -58,6 +56,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from vram_guard.plan.checks import check_cudnn
 
     check_cudnn(options.cudnn)
+    required = required_releases(options)
     if options.model_path is not None:
         return estimate_folder(options)
     from vram_guard.capture.config_step import is_buildable
@@ -67,15 +66,15 @@ def _estimate(options: argparse.Namespace) -> int:
 
     share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
     config = {} if options.config is None else load_config(options.config)
+    config = changed(config, options, options.model)
     request, amounts = _request(options, config)
     if request.model is not None and request.missing() and not is_buildable(request.model):
         raise InvalidInputError(unknown_model(request.model))
-    memory, source, budget = gpu_memory(**amounts, margin=options.margin)
+    memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
     by_rule = options.quick or not _tells_its_sizes(request)
     calculation = Calculation(request.network(), memory, share) if by_rule else None
     notes = Notes()
     step = None if options.quick else _step(request, config, notes)
-    required = None if step is None else required_releases(options)
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:
@@ -108,7 +107,7 @@ def _estimate(options: argparse.Namespace) -> int:
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
     if symbolic is not None and step is not None:
         tell_assumed(step, request.model or "")
-    if symbolic is not None and required is not None:
+    if symbolic is not None:
         tell_differences(required, symbolic.estimate.releases)
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
 
@@ -126,7 +125,7 @@ def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[Estim
     request = parse_request(
         config, {**counts(options, *_COUNTS), "model": options.model, "input": options.input, **own}
     )
-    if request.memory is not None or request.gpu is not None:
+    if options.device is None and (request.memory is not None or request.gpu is not None):
         amounts = {"memory": request.memory, "gpu": request.gpu, "budget": own.get("budget")}
     return request, amounts
 

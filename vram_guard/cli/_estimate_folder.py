@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vram_guard.cli._arguments import checked_margin, count, counts, gpu_memory
+from vram_guard.cli._arguments import count, counts
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
+from vram_guard.cli.options import asked_budget
 from vram_guard.cli.printing import Notes, print_json, print_now, tell
 from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError, NoDeviceError
@@ -111,20 +112,12 @@ def _no_weights(name: str, pickles: tuple[str, ...]) -> str:
 
 def _budget(options: argparse.Namespace) -> Budget | None:
     """The budget; None where no option names one and there is no GPU here."""
-    from vram_guard.budget import Budget
-
-    if options.device is not None:
-        if options.gpu or options.budget or options.gpu_memory:
-            raise InvalidInputError(_("give either --device (what is free there) or --gpu, --budget, --gpu-memory"))
-        device = options.device
-        which = int(device) if device.isdigit() and device.isascii() else device
-        return Budget.resolve(device=which, margin=checked_margin(options.margin))
-    if options.gpu is None and options.budget is None and options.gpu_memory is None:
-        try:
-            return Budget.resolve(margin=checked_margin(options.margin))
-        except NoDeviceError:
-            return None
-    return gpu_memory(options.gpu_memory, options.gpu, options.budget, options.margin)[2]
+    try:
+        return asked_budget(options)
+    except NoDeviceError:
+        if options.device is not None:
+            raise
+        return None
 
 
 def _symbolic(

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.cli._arguments import checked_margin
+from vram_guard.cli._configuration import add_set
 from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import FOLDER, NETWORK, add_options
@@ -27,10 +29,18 @@ def add(commands: Any) -> None:
             "With a model: the largest batch of it on every GPU."
         ),
     )
-    parser.add_argument("name", nargs="?", help=_('one GPU, by any of its names ("4090", "A100 40GB")'))
-    add_options(parser, "json")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help=_('one GPU, by any of its names ("4090", "A100 40GB")'),
+    )
+    add_options(parser, "gpu", dest="name", help=_("the same"))  # not the settings' gpu: all cards are listed
+    add_options(parser, "margin", "json")
     group = parser.add_argument_group(_("a model: what fits on each GPU"))
-    add_options(group, *NETWORK, *FOLDER)
+    add_options(group, "config", *NETWORK, *FOLDER)
+    add_set(group)
     add_release_options(group)
     group.add_argument(
         "--resolutions", metavar="LIST", help=_('several in one table: "64,128,256x512" (height x width)')
@@ -45,14 +55,15 @@ def _gpus(options: argparse.Namespace) -> int:
     cards = catalogue() if options.name is None else (find_gpu(options.name),)
     if asks_about_a_model(options):
         return gpus_for_model(options, cards)
+    margin = checked_margin(options.margin)
     if options.json:
-        print_json({"gpus": [_gpu_facts(card) for card in cards]})
+        print_json({"kind": "cards", "gpus": [_gpu_facts(card, margin) for card in cards]})
     else:
-        _print_gpus(cards)
+        _print_gpus(cards, margin)
     return EXIT_DONE
 
 
-def _gpu_facts(card: GPU) -> dict[str, Any]:
+def _gpu_facts(card: GPU, margin: float | None) -> dict[str, Any]:
     """A card for programs: bytes, bytes a second, FLOP a second; null where unknown."""
     from vram_guard.budget import Budget
 
@@ -63,13 +74,13 @@ def _gpu_facts(card: GPU) -> dict[str, Any]:
         "architecture": card.architecture,
         "compute_capability": list(card.compute_capability),
         "memory_bytes": card.memory_bytes,
-        "usable_bytes": Budget.of(card).usable,
+        "usable_bytes": Budget.of(card, margin).usable,
         **{name: getattr(card, name) for name in names},
         "sources": {figure: card.source_of(figure) for figure, _document in card.sources},
     }
 
 
-def _print_gpus(cards: Sequence[GPU]) -> None:
+def _print_gpus(cards: Sequence[GPU], margin: float | None) -> None:
     from vram_guard.budget import DEFAULT_MARGIN, Budget
     from vram_guard.budget.margins import measured_margin
 
@@ -77,21 +88,17 @@ def _print_gpus(cards: Sequence[GPU]) -> None:
     rows: list[tuple[str, ...]] = [head]
     for card in cards:
         major, minor = card.compute_capability
-        memory, usable = card.memory_bytes / 2**30, Budget.of(card).usable / 2**30
+        memory, usable = card.memory_bytes / 2**30, Budget.of(card, margin).usable / 2**30
         figures = [_tera(flops) for flops in (card.fp32_flops, card.fp16_flops, card.bf16_flops)]
         sizes = (f"{memory:.2f}", f"{usable:.2f}", f"{card.memory_bandwidth / 1e9:.0f}")
         rows.append((card.name, card.architecture, f"{major}.{minor}", *sizes, *figures))
     print_columns(rows, left=2)
-    margin, source = f"{100 * DEFAULT_MARGIN:g}%", measured_margin().source
+    source = measured_margin().source
+    taken = _("less the default margin of {margin} ({source})", margin=f"{100 * DEFAULT_MARGIN:g}%", source=source)
+    if margin is not None:
+        taken = _("less a margin of {margin}", margin=f"{100 * margin:g}%")
     say()
-    say(
-        _(
-            "usable: GiB less what the driver and the CUDA context take (partly estimates), less the default margin of "
-            "{margin} ({source}).",
-            margin=margin,
-            source=source,
-        )
-    )
+    say(_("usable: GiB less what the driver and the CUDA context take (partly estimates), {margin}.", margin=taken))
     say(_("fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. --json names each figure's source."))
 
 

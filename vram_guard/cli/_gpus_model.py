@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import counts, number, unknown_model, whole_number
+from vram_guard.cli._arguments import checked_margin, counts, number, unknown_model, whole_number
+from vram_guard.cli._configuration import changed
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.printing import print_columns, print_json, say, tell
 from vram_guard.cli.releases import required_releases, tell_differences
@@ -28,7 +29,10 @@ Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
 
 def asks_about_a_model(options: argparse.Namespace) -> bool:
     """True where more is asked for than the list of cards."""
-    return bool(options.model or options.model_path or options.config or options.hidden_dim)
+    return any(
+        value is not None
+        for value in (options.model, options.model_path, options.config, options.hidden_dim, options.set)
+    )
 
 
 def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
@@ -60,6 +64,7 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
 
     config = {} if options.config is None else load_config(options.config)
     given: dict[str, Any] = counts(options, *_COUNTS)
+    config = changed(config, options, options.model)
     sizes = _resolutions(options.resolutions)
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
@@ -72,8 +77,9 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     own = found.model.lower() in EXAMPLE_NAMES
     if own:
         found.network()  # raises where a number is missing
+    margin = checked_margin(options.margin)
     wanted: list[tuple[int, int] | None] = list(sizes) or [_own(found) if own else None]
-    return _SYMBOLIC, {size: _symbolic(_sized(found, size), config, cards) for size in wanted}
+    return _SYMBOLIC, {size: _symbolic(_sized(found, size), config, cards, margin) for size in wanted}
 
 
 _RULE, _SYMBOLIC, _CLOSED = "rule of thumb", "symbolic", "closed form"
@@ -94,7 +100,9 @@ def _by_rule(found: EstimateRequest, options: argparse.Namespace, cards: Sequenc
     return tuple(map(one, cards))
 
 
-def _symbolic(found: EstimateRequest, config: Mapping[str, Any], cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
+def _symbolic(
+    found: EstimateRequest, config: Mapping[str, Any], cards: Sequence[GPU], margin: float | None
+) -> tuple[OnGpu, ...]:
     from vram_guard.capture.config_step import step_from_config
     from vram_guard.plan.every_gpu import on_every_gpu
     from vram_guard.simulate import trace
@@ -106,7 +114,7 @@ def _symbolic(found: EstimateRequest, config: Mapping[str, Any], cards: Sequence
         tell(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
         return trace(step, compute_capability=capability)
 
-    return on_every_gpu(traced, cards)
+    return on_every_gpu(traced, cards, margin=margin)
 
 
 def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
@@ -118,6 +126,7 @@ def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[s
     from vram_guard.plan.every_gpu import OnGpu
 
     given = counts(options, "height", "width", "num_frames", "seq_length")
+    margin = checked_margin(options.margin)
     folder = read_folder(Path(options.model_path).expanduser())
 
     def table(size: tuple[int, int] | None) -> tuple[OnGpu, ...]:
@@ -125,7 +134,7 @@ def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[s
         tuning = tuning_of_folder(folder, options, InputSizes(**own), 1)
 
         def one(card: GPU) -> OnGpu:
-            usable = Budget.of(card).usable
+            usable = Budget.of(card, margin).usable
             largest = tuning.largest_batch(usable)
             return OnGpu(card, usable, largest, replace(tuning, batch=max(largest, 1)).total, tuning.complete)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_options
+from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
 from vram_guard.cli.printing import print_json, say, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -37,8 +37,8 @@ def add(commands: Any) -> None:
             "shown."
         ),
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help=_("the training config, YAML"))
-    add_options(parser, *DEVICE, "step", "lr-rule", "json")
+    add_config(parser, _("the training config, YAML"))
+    add_options(parser, *DEVICE, "model", "lr-rule", "json")
     parser.add_argument("--output", metavar="FILE", help=_("where to write it (FILE_gpu_optimized.yaml)"))
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
     parser.add_argument("--processes", default=1, type=int, metavar="N", help=_("training processes here, one per GPU"))
@@ -58,7 +58,6 @@ def add(commands: Any) -> None:
 
 
 def _optimize(options: argparse.Namespace) -> int:
-    from vram_guard.budget import Budget
     from vram_guard.optimize.document import Document
     from vram_guard.optimize.host import usable_cores
     from vram_guard.optimize.names import SETTINGS, argument_sections, check, find, trainer_section
@@ -66,6 +65,8 @@ def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.report.files import must_be_written, write_atomically
     from vram_guard.step import checked_count
 
+    if not options.config:
+        raise InvalidInputError(_("name the config to rewrite: CONFIG, or --config FILE"))
     keep = frozenset(name.strip() for name in options.keep.split(",") if name.strip())
     for name in keep - set(SETTINGS):
         raise InvalidInputError(
@@ -86,7 +87,7 @@ def _optimize(options: argparse.Namespace) -> int:
         raise InvalidInputError(
             _("the config has no batch size ({names}): name it with --key batch_size=PATH", names=names)
         )
-    budget = Budget.resolve(options.budget, options.gpu)
+    budget = asked_budget(options)
     section = trainer_section(document.values)
     trainer = next((entry for entry in entries if entry.place[:-1] == section and entry.editable), None)
     can_accumulate = "accumulate" not in keep and (
@@ -149,11 +150,11 @@ def _step(options: argparse.Namespace, document: Document) -> tuple[TrainingStep
     from vram_guard.capture.config_step import is_buildable, step_from_config
     from vram_guard.closed_form.from_config import parse_request
 
-    given = parse_request(document.values, {"model": options.step})
+    given = parse_request(document.values, {"model": options.model})
     precision = given.precision or "32-true"
     if not is_buildable(given.model):
-        if options.step:
-            raise InvalidInputError(_("--step is module:function, not {name}", name=repr(options.step)))
+        if options.model:
+            raise InvalidInputError(_("--step is module:function, not {name}", name=repr(options.model)))
         return None, precision
     step = step_from_config(given, document.values)
     return step, step.precision if given.precision is None else precision

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vram_guard.cli._arguments import checked_margin, count, whole_number
+from vram_guard.cli._arguments import count, whole_number
 from vram_guard.cli._compare import listed, tell_progress
-from vram_guard.cli._configuration import configuration, parsed, tell_assumed
+from vram_guard.cli._configuration import add_set, configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_options
+from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
 from vram_guard.cli.printing import print_json, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
@@ -30,10 +30,9 @@ def add(commands: Any) -> None:
             "trained. The report is printed; plots are written on request."
         ),
     )
-    parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help=_("the training config, YAML; or file.py:name of a step or a model")
-    )
-    add_options(parser, "step", "batch", "input", *DEVICE, "margin", "allow", "cudnn", "json")
+    add_config(parser, _("the training config, YAML; or file.py:name of a step or a model"))
+    add_set(parser)
+    add_options(parser, "model", "batch", "input", *DEVICE, "allow", "cudnn", "json")
     add_options(parser, "verbose", default=None)  # None: as the settings say
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
@@ -51,9 +50,6 @@ def add(commands: Any) -> None:
     )
     several.add_argument(
         "--compare-gpus", metavar="N,M", help=_("other numbers of GPUs for the same training, as a table")
-    )
-    parser.add_argument(
-        "--set", action="append", metavar="A=1,B=2", help=_("values in place of the config's; repeatable")
     )
     parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
     parser.add_argument(
@@ -78,9 +74,20 @@ def _several(options: argparse.Namespace) -> dict[str, Any]:
     return {"gpus": gpus, **given}
 
 
+def _one_of(options: argparse.Namespace) -> None:
+    """The one thing to plan for: a config, or the name of a step or a model, which CONFIG may be as well."""
+    from vram_guard.capture.object_reference import names_object
+
+    if options.config and names_object(options.config):
+        if options.model is not None:
+            raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
+        options.config, options.model = None, options.config
+    if not options.config and not options.model:
+        raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))
+
+
 def _plan(options: argparse.Namespace) -> int:
     from vram_guard.budget import Budget
-    from vram_guard.capture.object_reference import names_object
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
     from vram_guard.report.annotations import annotate, checked_annotations, finding
@@ -91,18 +98,15 @@ def _plan(options: argparse.Namespace) -> int:
     check_pictures(options)
     if options.annotations is not None:
         checked_annotations(options.annotations)
-    budget = Budget.resolve(options.budget, options.gpu, checked_margin(options.margin))
+    _one_of(options)
+    budget = asked_budget(options)
     required = required_releases(options)
     cards = listed(options.cards or "")
     for card in cards:
         Budget.of(card)  # an unknown one is an error before any work
-    if options.config and names_object(options.config):
-        if options.step is not None:
-            raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
-        options.config, options.step = None, options.config
-    name = options.title or (Path(options.config).name if options.config else options.step or "")
+    name = options.title or (Path(options.config).name if options.config else options.model)
     config = load_config(options.config) if options.config else {}
-    given = {"model": options.step, "batch": count("batch", options.batch), "input": options.input}
+    given = {"model": options.model, "batch": count("batch", options.batch), "input": options.input}
     one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, given)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     made = plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vram_guard.cli.printing import say
@@ -32,9 +33,12 @@ def check_pictures(options: argparse.Namespace) -> None:
     """Before any work: matplotlib is there if it is needed, and the files' names have endings that can be written.
 
     Raises:
-        InvalidInputError: another ending than .png, .svg or .pdf.
+        InvalidInputError: another ending than .png, .svg or .pdf, or a folder.
         MissingLibraryError: matplotlib is not installed; names the extra that brings it.
     """
+    for path in (options.html, options.plot, options.plot_batch, options.trace, options.snapshot):
+        if path and Path(path).is_dir():
+            raise InvalidInputError(_("{path} is a folder: give the name of a file", path=path))
     asked = [path for path in (options.plot, options.plot_batch) if path]
     if asked:
         from vram_guard.report.plot import new_figure, picture_format

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+import argparse
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vram_guard.language import _, marked
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
 
 
 class _Option(NamedTuple):
@@ -22,9 +26,11 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "bytes-per-element": _Option("N", marked("4 in float32, 2 in half precision")),
     "config": _Option("FILE", marked("training config in YAML: the numbers are read from it")),
     "cudnn": _Option("FILE", marked("libcudnn.so.9 to ask for workspaces; ask: the installed one; off: none")),
+    "device": _Option("N", marked("CUDA device of this machine whose free memory counts (0, cuda:1)")),
     "dtype": _Option("TYPE", marked("type of the weights: float32, float16, bfloat16 (default: as stored)")),
     "frozen": _Option("NAMES", marked("frozen components; one that is trained too is held twice")),
     "gpu": _Option("NAME", marked('GPU by name, such as "RTX 4090" (default: the GPU of this machine)')),
+    "gpu-memory": _Option("SIZE", marked('memory of the GPU: 24 is 24 GB, "24GiB", "80GB"')),
     "height": _Option("N", marked("height of the input")),
     "hidden-dim": _Option("N", marked("channels between the layers")),
     "input": _Option(
@@ -38,7 +44,10 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "margin": _Option("SHARE", marked("share of the budget to leave free")),
     "model": _Option(
         "MODEL",
-        marked("module:callable, a config.json, a model of timm or torchvision, or an example: fno, unet, transformer"),
+        marked(
+            "module:function of a step or a model, a config.json, a model of timm or torchvision, or an example: fno, "
+            "unet, transformer"
+        ),
     ),
     "model-path": _Option("DIR", marked("local model folder of diffusers or transformers")),
     "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
@@ -46,7 +55,6 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "quick": _Option("", marked("the closed form alone: no model is built")),
     "releases": _Option("FILE", marked("lock file or requirements of the training (default: those in this folder)")),
     "seq-length": _Option("N", marked("time steps or tokens (default: 1)")),
-    "step": _Option("NAME", marked("module:function that makes the TrainingStep")),
     "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
     "train": _Option("NAMES", marked('components to train ("none": inference)')),
     "verbose": _Option("", marked("print the whole report: tables, reasons, alternatives")),
@@ -54,17 +62,22 @@ _OPTIONS: Final[dict[str, _Option]] = {
 }
 
 #: Other spellings of an option; it is known to the program by its first.
-_ALIASES: Final = {"batch": ("--batch-size",), "verbose": ("-v",)}
+_ALIASES: Final = {
+    "batch": ("--batch-size",),
+    "device": ("--device-id",),
+    "model": ("--step",),
+    "verbose": ("-v",),
+}
 
 #: What the rule of thumb asks for, and the model of which it is asked.
 NETWORK: Final = (
-    *("config", "height", "width", "hidden-dim", "num-layers", "seq-length", "bytes-per-element"),
+    *("height", "width", "hidden-dim", "num-layers", "seq-length", "bytes-per-element"),
     *("threshold", "model", "input", "quick"),
 )
 #: What is asked about a folder with a model.
 FOLDER: Final = ("model-path", "train", "frozen", "num-frames", "dtype")
-#: How much memory there is: PyTorch's part, or a card's.
-DEVICE: Final = ("gpu", "budget")
+#: How much memory there is: a card's, PyTorch's part, what is free here; and the share to leave free.
+DEVICE: Final = ("gpu", "budget", "gpu-memory", "device", "margin")
 
 
 def add_options(parser: Any, *names: str, **settings: Any) -> None:
@@ -81,4 +94,21 @@ def add_options(parser: Any, *names: str, **settings: Any) -> None:
         if option.choices:
             kind = {"choices": option.choices, "default": option.choices[0]}
         flags = (f"--{name}", *_ALIASES.get(name, ()))
-        parser.add_argument(*flags, help=_(option.help), **{**kind, **settings})
+        parser.add_argument(*flags, **{"help": _(option.help), **kind, **settings})
+
+
+def add_config(parser: Any, help: str) -> None:  # noqa: A002 - argparse's word
+    """Add a config that is named either way: ``CONFIG`` or ``--config FILE``."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", default=argparse.SUPPRESS, help=help)
+    add_options(parser, "config")
+
+
+def asked_budget(options: argparse.Namespace) -> Budget:
+    """What PyTorch may use, by the options :data:`DEVICE`.
+
+    Raises:
+        InvalidInputError, NoDeviceError, DeviceQueryError: as :meth:`vram_guard.Budget.resolve`.
+    """
+    from vram_guard.cli._arguments import gpu_memory
+
+    return gpu_memory(options.gpu_memory, options.gpu, options.budget, options.margin, options.device)[2]

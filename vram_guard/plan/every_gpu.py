@@ -33,7 +33,11 @@ class OnGpu:
 
 
 def on_every_gpu(
-    trace: Callable[[tuple[int, int]], Timeline], gpus: Sequence[GPU], *, limit: int = LARGEST_BATCH_ASKED
+    trace: Callable[[tuple[int, int]], Timeline],
+    gpus: Sequence[GPU],
+    *,
+    limit: int = LARGEST_BATCH_ASKED,
+    margin: float | None = None,
 ) -> tuple[OnGpu, ...]:
     """The largest batch on each card, as written.
 
@@ -41,6 +45,7 @@ def on_every_gpu(
         trace: compute capability -> the step's timeline on such a card; called once for each capability.
         gpus: the cards.
         limit: the largest batch size that is considered.
+        margin: the share of each card to leave free; None: the default.
     """
     from vram_guard.budget import Budget
 
@@ -52,7 +57,7 @@ def on_every_gpu(
         card = gpu.compute_capability, gpu.multiprocessors
         timeline = timeline_for(gpu.compute_capability)
         tier, network = timeline.tier, timeline.network
-        budget = Budget.of(gpu).for_tier(tier, network)
+        budget = Budget.of(gpu, margin).for_tier(tier, network)
         largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size), tier, network), limit)
         return OnGpu(gpu, budget.usable, largest, peak_at(card, max(largest, 1)), tier != "formula")
 

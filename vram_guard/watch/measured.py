@@ -71,6 +71,10 @@ class Watcher:
         """Training begins: model and optimizer are made, validation's sanity check is over."""
         self._earlier = (self._reader.peak_allocated(), self._reader.peak_reserved())
 
+    def allocated(self) -> int:
+        """Bytes in live tensors now."""
+        return self._reader.allocated()
+
     def missing(self) -> int:
         """Bytes by which the device has less left than the prediction asks for; 0 where it has enough.
 

@@ -7,9 +7,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vram_guard.cli.parsing import Parser, argparse_locale, fail, refuse_unknown
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.patching import replaced
@@ -43,8 +45,14 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
     add_options(both)
     both.prog = "vram-guard launch"
     both.formatter_class = _with_hyphens(both.formatter_class)
-    with replaced(sys, {"argv": [both.prog]}):  # where accelerate's help looks to find what to leave out
-        found = both.parse_args(list(arguments))
+    said = {"error": partial(fail, both)}  # one line, not the usage with hundreds of options before it
+    with (
+        argparse_locale(),
+        replaced(both, said),
+        replaced(sys, {"argv": [both.prog]}),
+    ):  # where accelerate's help looks to find what to leave out
+        found, unknown = both.parse_known_args(list(arguments))
+        refuse_unknown(both, unknown)
     if found.yes and found.ask:
         raise InvalidInputError(_("--yes and --ask contradict each other: give one of them"))
     if found.no_python:
@@ -53,9 +61,10 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
         )
     # What follows the script is the script's own, whatever it looks like.
     head = list(arguments[: len(arguments) - len(found.training_script_args) - 1])
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = Parser(prog="vram-guard launch", passes_on=True, add_help=False, allow_abbrev=False)
     add_options(own)
-    _found, accelerates = own.parse_known_args(head)
+    with argparse_locale():
+        _found, accelerates = own.parse_known_args(head)
     check_script(found.training_script, module=found.module)
     return LaunchArguments(
         settings=Settings.of_options(vars(found)),

@@ -157,7 +157,7 @@ def _expanded_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -
 
 
 def _like_query(query: torch.Tensor, head: int) -> torch.Tensor:
-    """Attention's result: (batch, heads, length, head) over memory laid out (batch, length, heads, head)."""
+    """Efficient attention's result: (batch, heads, length, head) over memory laid out (batch, length, heads, head)."""
     batch, heads, length = query.shape[:3]
     return torch.empty((batch, length, heads, head), dtype=query.dtype, device="meta").transpose(1, 2)
 
@@ -171,10 +171,13 @@ def _seed(dtype: torch.dtype = torch.int64, *shape: int) -> torch.Tensor:
 
 
 def flash_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Output, log-sum-exp (batch, heads, length) in float32, the two words of the random state."""
-    query, key, value = args[:3]
+    """Output, log-sum-exp (batch, heads, length) in float32, the two words of the random state.
+
+    ``mha_fwd``: the output lies in memory as the query does (``empty_like``), so that what follows copies it, or not.
+    """
+    query, key = args[:2]
     batch, heads, length = query.shape[:3]
-    out = _like_query(query, value.shape[-1])
+    out = torch.empty_like(query, device="meta")
     lse = _float(batch, heads, length)
     uint64 = getattr(torch, "uint64", torch.int64)
     empty = _seed(query.dtype, 0)
@@ -184,20 +187,24 @@ def flash_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict
 def flash_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Gradients; for the time of the call a float32 accumulator of dq, padded, and the row sums.
 
-    ``mha_bwd``: lengths rounded up to 128, head sizes to 32 (to 64 above 128).
+    ``mha_bwd``: lengths rounded up to 128, head sizes to 32 (to 64 above 128). ``_flash_attention_backward``: the
+    output and its gradient are copied where they do not lie as (batch, length, heads, head).
     """
     query, key, value = args[1:4]
     batch, heads, length, head = query.shape
-    made = tuple(_like_query(t, t.shape[-1]) for t in (query, key, value))
+    name = str(func)
+    scattered = (each for each in (args[0], args[4]) if not each.transpose(1, 2).is_contiguous())
+    copies = [recorder.hold(each.numel() * each.element_size(), name) for each in scattered]
+    made = tuple(torch.empty_like(t, device="meta") for t in (query, key, value))
     rounded_length = -(-length // 128) * 128
     rounded_head = -(-head // 32) * 32 if head <= 128 else -(-head // 64) * 64
-    name = str(func)
     for tensor in made:
         recorder.track(tensor, name)
     sizes = [batch * heads * rounded_length * 4, batch * heads * rounded_length * rounded_head * 4]
     if key.shape[1] != heads:  # grouped queries: dk and dv come out per query head and are summed
         sizes += [batch * heads * key.shape[2] * head * query.element_size()] * 2
     recorder.together(sizes, name)
+    recorder.release(copies)
     return made
 
 
@@ -237,12 +244,12 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kw
 
 
 def cudnn_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Output and log-sum-exp (batch, heads, length, 1) in float32."""
-    query, key, value = args[:3]
+    """Output and log-sum-exp (batch, heads, length, 1) in float32; MHA.cpp, ``alloc_with_matching_layout``."""
+    query, key = args[:2]
     with_lse = args[4]
     batch, heads, length = query.shape[:3]
     lse = _float(batch, heads, length if with_lse else 0, 1)
-    out = _like_query(query, value.shape[-1])
+    out = torch.empty_like(query, device="meta")
     return out, lse, None, None, length, key.shape[2], _seed(), _seed(), None
 
 

@@ -5,6 +5,7 @@ here stand in front of that decomposition, for symbolic tensors only, and call w
 
 | operator | on CUDA | source |
 |---|---|---|
+| linear | the bias is added in place where the input is not contiguous | Linear.cpp ``linear`` |
 | dropout | ``native_dropout``, mask of one byte an element | Dropout.cpp ``is_fused_kernel_acceptable`` |
 | batch_norm | ``cudnn_batch_norm`` within cuDNN's limits, else ``native_batch_norm`` | Normalization.cpp |
 | softmax, log_softmax to float32 | float16 input: in one kernel, without a float32 copy of the input | SoftMax.cpp |
@@ -30,6 +31,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 #: cuDNN's numbers for its RNN modes, as ``_cudnn_rnn`` takes them.
 _RNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """With a dispatch mode on, torch takes the bias for a subclass and adds it to a copy (``isTensorSubclassLike``)."""
+    if bias is None or input.dim() < 3 or input.is_contiguous():
+        return torch.ops.aten.linear.default.decompose(input, weight, bias)  # type: ignore[no-any-return]
+    return (input @ weight.t()).add_(bias)
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -119,6 +127,7 @@ def _fused_rms_norm(
 
 
 def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "linear", _linear
     yield "dropout", _dropout
     yield "batch_norm", _batch_norm
     yield "softmax.int", _softmax_kernel(torch.ops.aten._softmax)

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import _attention, _convolutions, _data_dependent_shapes, _norms, _recurrent, kernels
+from vram_guard.simulate.operators import (
+    _attention,
+    _convolutions,
+    _data_dependent_shapes,
+    _losses,
+    _norms,
+    _recurrent,
+    kernels,
+)
 
 Handler = Callable[[Recorder, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -24,6 +32,12 @@ HANDLERS: dict[str, Handler] = {
     "aten::native_layer_norm_backward": _norms.layer_norm_backward,
     "aten::_fused_rms_norm": _norms.rms_norm,
     "aten::_fused_rms_norm_backward": _norms.rms_norm_backward,
+    **dict.fromkeys(("aten::mse_loss", "aten::smooth_l1_loss"), _losses.result_first),
+    "aten::huber_loss": _losses.elements_first,
+    "aten::binary_cross_entropy": _losses.keeps_elements,
+    "aten::binary_cross_entropy_with_logits": _losses.with_logits,
+    "aten::log_sigmoid_forward": kernels.log_sigmoid,
+    "aten::roll": kernels.roll,
     "aten::sort": kernels.sort,
     "aten::scatter": kernels.scatter,
     "aten::scatter_add": kernels.scatter,

@@ -191,6 +191,32 @@ def logsumexp(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     return out
 
 
+def roll(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result; rolled along several dimensions, one after the other, those before the last live for the call.
+
+    TensorTransformations.cu, ``roll_cuda``, and TensorTransformations.h, ``roll_common``; what is not contiguous is
+    copied for the first.
+    """
+    source, shifts = args[:2]
+    name = str(func)
+    size = source.numel() * source.element_size()
+    out = torch.empty(source.shape, dtype=source.dtype, device="meta")
+    copied = [recorder.hold(size, name)] if not source.is_contiguous() else []
+    held = []
+    for _shift in shifts[1:]:
+        held.append(recorder.hold(size, name))
+        recorder.release(copied)
+        copied = []
+    recorder.track(out, name)
+    recorder.release([*held, *copied])
+    return out
+
+
+def log_sigmoid(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """The result alone: the buffer is the CPU's (ActivationLogSigmoidKernel.cu, ``log_sigmoid_forward_cuda``)."""
+    return torch.empty_like(args[0], device="meta"), torch.empty(0, dtype=args[0].dtype, device="meta")
+
+
 def in_backward_formula(recorder: Recorder) -> bool:
     """True if a C++ backward formula is running (not a user's, not a recomputation)."""
     if not recorder.in_backward or torch.is_grad_enabled():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vram_guard.simulate.tracing.loop import Loop
 
 #: Fields of a step that may differ from one stretch of steps to the next.
-CHANGEABLE = ("accumulate", "batch", "clip_grad_norm", "clip_grad_value", "loss", "whole_batch", "zero_grad")
+CHANGEABLE = ("accumulate", "batch", "clip_grad_norm", "clip_grad_value", "keeps", "loss", "whole_batch", "zero_grad")
 
 
 class PlayedRun:

@@ -67,9 +67,10 @@ class Loop:
 
     def run(self, numbers: Iterable[int] = (1, 2)) -> None:
         """Optimizer steps; forwards where nothing is trained."""
-        if self.step.keeps != "outputs":
+        if self.step.keeps == "loss":
             return self._run(numbers)
         # ``outputs = model(batch)``: the old ones die where the new ones are there, and not only once the loss is.
+        # Where nothing is kept, the steps before may have kept some.
         handle = self.model.register_forward_hook(lambda *_: setattr(self, "returned", None))
         try:
             return self._run(numbers)

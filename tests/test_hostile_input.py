@@ -1,0 +1,356 @@
+"""Bad input on the command line: one clear line on standard error, exit code 2, no answer, in both languages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+from vram_guard import cli
+from vram_guard.language import CHINESE, ENGLISH
+from vram_guard_accelerate._settings import add_options as add_launch_options
+
+#: A terminal's escape sequence and a control that turns the direction of text around.
+ESCAPES = "\x1b[31m\u202e"
+CARD = ("--gpu", "RTX 4090")
+
+FILES = {
+    "ok.yaml": "batch_size: 4\nmodel: unet\nheight: 64\nwidth: 64\nhidden_dim: 8\nnum_layers: 2\n",
+    "ok.py": "def main(): pass\n",
+    "binary": bytes(range(256)),
+    "latin.yaml": "batch_size: 4\nname: café\n".encode("latin-1"),
+    "list.yaml": "- 1\n- 2\n",
+    "text.yaml": "just text\n",
+    "empty.yaml": "",
+    "types.yaml": "batch_size: [1]\nmodel: {a: 1}\n",
+    "escapes.yaml": 'batch_size: "\\e[2J\\u202e"\nmodel: "\\e[31mred\\u202e"\n',
+    "broken.yaml": "a:\n\t- b: {\n",
+    "bomb.yaml": "a: &a [x]\n"
+    + "".join(
+        f"{after}: &{after} [{','.join(['*' + one] * 9)}]\n" for one, after in zip("abcdefg", "bcdefgh", strict=True)
+    ),
+}
+#: Files of which nothing can be read that describes a training.
+BAD_FILES = (
+    *(name for name in FILES if not name.startswith("ok")),
+    "missing.yaml",
+    "folder",
+    ESCAPES,
+    "a\0b",
+    "x" * 5000,
+)
+BAD_COUNTS = ("0", "-1", "nan", "1.5", "", "1e9", "9" * 40, "١", "four", ESCAPES)
+BAD_NAMES = ("ok.py:nothing", "missing.py:a", "folder:a", ":", "a:", ":b", "no_such_module:a")
+
+#: A complete command of each, to which one bad thing is added.
+BASES = {
+    "estimate": ("estimate", "--config", "ok.yaml", "--quick"),
+    "plan": ("plan", "ok.yaml"),
+    "compare": ("compare", "ok.yaml"),
+    "variants": ("variants", "ok.py:main", "--batch", "4"),
+    "optimize": ("optimize", "ok.yaml", "--dry-run"),
+    "mmengine": ("mmengine", "compare", "ok.py"),
+}
+AMOUNTS = ("24", "-1GiB", "nan", "", "1e400GiB", "lots", ESCAPES)
+MARGINS = ("2", "nan", "", "-1", "inf", "a tenth", ESCAPES)
+
+
+def cases():
+    for base in BASES.values():
+        for amount in AMOUNTS:
+            yield *base, "--budget", amount
+        for margin in MARGINS:
+            yield *base, *CARD, "--margin", margin
+        for name in ("RTX 9999", "", ESCAPES):
+            yield *base, "--gpu", name
+        for more in (
+            ("--margn", "0.1"),
+            ("--json=1",),
+            ("--gpu",),
+            ("--gpu", "RTX 4090"),
+            ("--budget", "24GiB", "--budget", "8GiB"),
+            ("--gpu-memory", "x"),
+            ("--gpu-memory", "24", "--budget", "24GiB"),
+            ("--device", "0"),
+        ):
+            yield *base, *CARD, *more
+    for base in (BASES[name] for name in ("estimate", "plan", "compare", "variants")):
+        for name in ("missing.txt", "folder", "binary"):
+            yield *base, *CARD, "--releases", name
+    for base in (BASES[name] for name in ("plan", "compare", "variants")):
+        for name in ("everything", ESCAPES):
+            yield *base, *CARD, "--allow", name
+    for base in (BASES[name] for name in ("estimate", "plan")):
+        for change in ("batchsize=3", "=", "batch_size", "batch_size=", ESCAPES, "batch_size=1,batch_size=2"):
+            yield *base, *CARD, "--set", change
+        yield *base, *CARD, "--set", "batch_size=1", "--set", "batch_size=2"
+        yield *base, *CARD, "--cudnn", "nowhere"
+    for name in BAD_FILES:
+        yield "plan", name, *CARD
+        yield "compare", name, *CARD
+        yield "estimate", "--config", name, *CARD
+        yield "optimize", name, "--dry-run", *CARD
+        yield "gpus", "--config", name
+        yield "variants", name, "--batch", "2", *CARD
+        yield "estimate", "--model-path", name, *CARD
+        yield "plan", "--step", name, "--batch", "2", *CARD
+        yield "mmengine", "compare", name, *CARD
+    for name in BAD_NAMES:
+        yield "plan", name, "--batch", "2", *CARD
+        yield "plan", "--model", name, "--batch", "2", *CARD
+        yield "variants", name, "--batch", "2", *CARD
+        yield "optimize", "ok.yaml", "--dry-run", "--step", name, *CARD
+    for number in BAD_COUNTS:
+        yield *BASES["plan"], "--batch", number, *CARD
+        yield "variants", "ok.py:main", "--batch", number, *CARD
+        yield "estimate", "--config", "ok.yaml", "--batch", number, *CARD
+        yield *BASES["plan"], "--gpus", number, *CARD
+        yield *BASES["plan"], "--gpus", "2", "--node-gpus", number, *CARD
+        yield "gpus", "--model", "unet", "--resolutions", number
+        yield "plan", "--step", "ok.py:main", "--batch", "2", "--input", number, *CARD
+    for number in ("-1", "nan", "inf", "", "soon", ESCAPES):
+        yield "monitor", number
+        yield "monitor", "1", "--interval", number
+        yield *BASES["optimize"], *CARD, "--target", number
+        yield *BASES["optimize"], *CARD, "--processes", number
+        yield *BASES["optimize"], *CARD, "--benchmark-seconds", number
+        yield "monitor", "1", "--device", number
+    yield from (tuple(text.split()) for text in OTHERS)
+
+
+OTHERS = (
+    "",
+    "estmate",
+    "--lang",
+    "--lang xx gpus",
+    "--python",
+    "--python /nowhere doctor",
+    "gpus nothing-like-it",
+    "gpus --jsn",
+    "gpus --gpu 4090 A100",
+    "doctor --x",
+    "doctor extra",
+    "plan",
+    "compare",
+    "variants",
+    "optimize",
+    "launch",
+    "launch --buget 24GiB ok.py",
+    "launch --budget 24GiB --budget 8GiB --dry-run ok.py",
+    "launch --budget 24GiB missing.py",
+    "launch --budget 24GiB folder",
+    "launch --budget 24 ok.py",
+    "launch --margin 2 --budget 24GiB ok.py",
+    "launch --margin x ok.py",
+    "launch --longest lots --budget 24GiB ok.py",
+    "launch --start-seconds nan --budget 24GiB ok.py",
+    "launch --yes --ask ok.py",
+    "mmengine",
+    "mmengine compare",
+    "mmengine init --configs missing",
+    "mmengine init --configs ok.yaml",
+    "monitor 1 --csv folder",
+    "monitor 1 --csv - --json",
+    "plan ok.yaml --gpu 4090 --html folder",
+    "plan ok.yaml --gpu 4090 --plot folder.png",
+    "plan ok.yaml --gpu 4090 --plot x.docx",
+    "plan ok.yaml --gpu 4090 --annotations x",
+    "plan ok.yaml --gpu 4090 --cards nope",
+    "plan ok.yaml --gpu 4090 --gpus 2 --link x",
+    "plan ok.yaml --gpu 4090 --gpus 2 --layouts x",
+    "plan ok.yaml ok.yaml --gpu 4090",
+    "plan ok.yaml --config ok.yaml --gpu 4090",
+    "plan ok.py:main --model ok.py:main --gpu 4090",
+    "optimize ok.yaml --gpu 4090 --keep x",
+    "optimize ok.yaml --gpu 4090 --key x",
+    "optimize ok.yaml --gpu 4090 --key batch_size=a.b",
+    "optimize ok.yaml --gpu 4090 --output folder",
+    "optimize ok.yaml --gpu 4090 --output ok.yaml",
+    "optimize ok.yaml --gpu 4090 --output /proc/a.yaml",
+    "optimize ok.yaml --gpu 4090 --lr-rule cubic",
+    "estimate --config ok.yaml --gpu 4090 --threshold 2",
+    "estimate --model-path folder --gpu 4090 --dtype x",
+    "variants a=ok.py:main a=ok.py:main --batch 2 --gpu 4090",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("hostile")
+    for name, content in FILES.items():
+        (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (made / "folder").mkdir()
+    (made / "folder.png").mkdir()
+    return made
+
+
+def faults(arguments, language, capsys):
+    """What is wrong with the answer to a bad command line."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException as error:  # noqa: BLE001 - a traceback is what this looks for
+        capsys.readouterr()
+        return f"{type(error).__name__}: {error}"[:200]
+    out, err = capsys.readouterr()
+    if code != 2:
+        return f"exit code {code}"
+    if out:
+        return f"an answer: {out[:60]}"
+    if err.count("\n") != 1 or not err.endswith("\n"):
+        return f"{err.count(chr(10))} lines: {err[:200]}"
+    if re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]|\\{[a-z_]+\\}", err):
+        return f"controls, or a placeholder: {err!r}"
+    if language == CHINESE and not re.search("[\u4e00-\u9fff]", err):
+        return f"not Chinese: {err}"
+    return ""
+
+
+@pytest.mark.parametrize("language", [ENGLISH, CHINESE])
+def test_one_clear_line_and_exit_code_2(language, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("VRAM_GUARD_LANG", language)
+    found = {}
+    for arguments in cases():
+        if fault := faults(arguments, language, capsys):
+            found[tuple(word[:40] for word in arguments)] = fault
+    assert not found, f"{len(found)}:\n" + "\n".join(f"{' '.join(words)!r}: {fault}" for words, fault in found.items())
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("plan --margn 0.1", "--margin"),
+        ("estimate --buget 1GiB", "--budget"),
+        ("gpus --jsn", "--json"),
+        ("estmate", "estimate"),
+        ("mmengine compar", "compare"),
+        ("launch --buget 24GiB train.py", "--budget"),
+    ],
+)
+def test_the_nearest_right_one_is_named(typed, meant, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(typed.split())
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def run(shell, **environment):
+    """A command in a shell of its own, where a stream can be closed; $VG is vram-guard."""
+    own = {name: value for name, value in os.environ.items() if name not in environment}
+    own |= {name: value for name, value in environment.items() if value is not None}
+    command = f"{sys.executable} -m vram_guard.cli"
+    return subprocess.run(["bash", "-c", shell], env={**own, "VG": command}, capture_output=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "environment"),
+    [
+        ("$VG gpus >&-", 0, {}),
+        ("$VG gpus > /dev/full", 3, {}),
+        ("set -o pipefail; $VG gpus | true", 0, {}),
+        ("$VG gpus nothing-like-it 2>&-", 2, {}),
+        ("$VG gpus $'\\xff\\xfe'", 2, {}),
+        ("$VG gpus > /dev/null", 0, {"HOME": None, "XDG_CACHE_HOME": None}),
+        ("$VG gpus > /dev/null", 0, {"HOME": "/proc/nothing", "VRAM_GUARD_CACHE": "/proc/nothing"}),
+        ("$VG gpus nothing-like-it", 2, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}),
+        ("d=$(mktemp -d); cd $d; rmdir $d; $VG gpus > /dev/null", 0, {}),
+    ],
+)
+def test_streams_and_surroundings(shell, code, environment):
+    done = run(shell, **environment)
+    said = done.stderr.decode()
+    assert (done.returncode, "Traceback" in said, "Exception" in said) == (code, False, False), said
+    assert said.count("\n") == (1 if code and "2>&-" not in shell else 0), said
+
+
+def test_the_table_has_every_command():
+    assert {case[0] for case in cases() if case} >= {*cli._COMMANDS, "launch", "mmengine"}
+
+
+# --- one grammar of options -----------------------------------------------------------------------------------------
+
+
+def parsers():
+    """Command -> its options, by flag."""
+    parser = cli._parser([])
+    found = {}
+
+    def walk(name, one):
+        inner = [action for action in one._actions if isinstance(action, argparse._SubParsersAction)]
+        for each in inner:
+            for word, command in each.choices.items():
+                walk(f"{name} {word}".strip(), command)
+        if not inner:
+            found[name] = {flag: action for action in one._actions for flag in action.option_strings}
+
+    walk("", parser)
+    launch = argparse.ArgumentParser()
+    add_launch_options(launch)
+    found["launch"] = {flag: action for action in launch._actions for flag in action.option_strings}
+    return found
+
+
+#: Where an option of the same name means the same, but says more: launch names its defaults, compare and estimate what
+#: the values are put into, and monitor counts as nvidia-smi.
+SAID_DIFFERENTLY = {"--allow", "--set", "--device", "--device-id", "--batch-size", "--dry-run", "--gpu", "--quiet"}
+
+
+def test_an_option_means_the_same_in_every_command():
+    meanings = defaultdict(dict)
+    for command, flags in parsers().items():
+        for flag, action in flags.items():
+            meanings[flag][command] = (action.help, action.metavar)
+    differing = {flag: found for flag, found in meanings.items() if len(set(found.values())) > 1}
+    assert not differing.keys() - SAID_DIFFERENTLY, differing
+
+
+def test_options_are_there_wherever_they_make_sense():
+    found = parsers()
+    predicting = found.keys() - {"gpus", "doctor", "monitor", "mmengine init"}
+    for command in predicting:
+        wanted = {"--gpu", "--budget", "--margin", "--json"}
+        if command != "launch":  # whose GPUs are Accelerate's
+            wanted |= {"--gpu-memory", "--device"}
+        if command != "optimize":
+            wanted |= {"--releases", "--ignore-releases"}
+        assert wanted <= found[command].keys(), command
+    for command in ("estimate", "plan", "compare", "optimize", "gpus"):
+        assert {"--config", "--model", "--step"} <= found[command].keys(), command
+    for command in ("estimate", "plan", "compare", "gpus"):
+        assert "--set" in found[command], command
+    assert all("--json" in flags for command, flags in found.items() if command != "mmengine init")
+    assert {"--gpu", "--margin"} <= found["gpus"].keys()
+
+
+@pytest.mark.parametrize("arguments", [("plan", "ok.yaml"), ("plan", "--config", "ok.yaml"), ("estimate", "ok.yaml")])
+@pytest.mark.parametrize("amount", [("--gpu-memory", "24GiB", "--margin", "0.1"), ("--budget", "24GiB")])
+def test_both_ways_to_name_a_config_and_every_amount(arguments, amount, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert cli.main([*arguments, *amount, "--set", "batch_size=2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    symbolic = answer["report"] if "report" in answer else answer["symbolic"]
+    assert '"batch_size": 2' in json.dumps(symbolic)
+
+
+def test_the_language_behind_a_command(capsys):
+    for words in (["gpus", "--language", "zh", "4090"], ["--lang=zh", "gpus", "4090"]):
+        assert cli.main(words) == 0
+        assert "架构" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["mmengine", "--lang", "zh"])
+    assert "vram-guard mmengine" in capsys.readouterr().err
+
+
+def test_margin_of_the_cards(capsys):
+    assert cli.main(["gpus", "--gpu", "4090", "--margin", "0.5", "--json"]) == 0
+    (half,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert cli.main(["gpus", "4090", "--margin", "0", "--json"]) == 0
+    (whole,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert half["usable_bytes"] == pytest.approx(whole["usable_bytes"] / 2, rel=1e-6)
