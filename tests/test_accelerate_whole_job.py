@@ -52,6 +52,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "on_device", SCRIPT, "plain", "--sgd", "--resume", sgd, "--on_device")
     cases.request(asked / "two_processes", SCRIPT, "plain", "--sgd", "--resume", sgd, ranks=2)
     cases.request(asked / "not_a_checkpoint", SCRIPT, "plain", "--resume", output)
+    cases.request(asked / "finally", SCRIPT, "plain", "--finally", 100_000)
     cases.request(asked / "leaks", SCRIPT, "plain", "--leaks")
     cases.request(asked / "samples", SCRIPT, "plain", "--samples")
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
@@ -64,6 +65,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
         )
     cases.request(asked / "never_evaluates", SCRIPT, *trainer)
     cases.request(asked / "bf16", SCRIPT, *trainer, "--bf16")
+    cases.request(asked / "smaller", SCRIPT, "plain", "--held_out", 16384, "--evaluation_batch", 16384, budget="110MiB")
     cases.request(asked / "too_small", SCRIPT, *trainer, "--eval_strategy", "epoch", budget="100MiB")
     return cases.dry_runs(asked)
 
@@ -94,7 +96,7 @@ def notes(answer: dict[str, Any]) -> list[str]:
 def test_evaluation_saving_and_the_next_epoch_follow_the_first_steps(answers: dict[str, Any]) -> None:
     for name in ("few", "prepared"):
         assert [phase["name"] for phase in phases(answers[name])] == [
-            *("setup", "training", "validation", "saving", "training")
+            *("setup", *("training", "validation", "saving") * 2)
         ]
         assert "leaks" not in answers[name]["plan"]["estimate"]
 
@@ -161,6 +163,14 @@ def test_the_line_that_keeps_memory_is_named(answers: dict[str, Any]) -> None:
     assert leak["bytes_per_step"] == 512  # the least block: a loss is one number
 
 
+def test_what_a_script_does_after_its_last_epoch_is_followed(answers: dict[str, Any]) -> None:
+    """Once, with all epochs after the second one left out."""
+    answer = answers["finally"]
+    assert peak_of(answer, "validation") > 100_000 * (64 + 256 + 512) * 4 > 10 * peak_of(answer, "training")
+    assert [phase["name"] for phase in phases(answer)].count("training") == 2
+    assert not notes(answer)
+
+
 def test_a_forward_without_gradients_after_the_epoch_is_an_evaluation(answers: dict[str, Any]) -> None:
     assert peak_of(answers["samples"], "validation") > 100_000 * (64 + 256 + 512) * 4
     assert peak_of(answers["samples"], "training") < 100_000 * 256 * 4  # what it is made from comes before
@@ -194,7 +204,7 @@ def test_the_cache_of_a_generation_grows_with_every_token(answers: dict[str, Any
     if name == "generation":
         assert grown == pytest.approx(5 * copy, rel=0.01)
     assert peak_of(many, "validation") > peak_of(many, "training")
-    assert [phase["name"] for phase in phases(many)][-1] in ("training", "saving")  # it comes to an end
+    assert [phase["name"] for phase in phases(many)].count("training") == 2  # it comes to an end
 
 
 def test_a_run_whose_evaluation_does_not_fit_does_not_fit(answers: dict[str, Any]) -> None:
@@ -202,6 +212,13 @@ def test_a_run_whose_evaluation_does_not_fit_does_not_fit(answers: dict[str, Any
     assert not answer["fits"]
     assert "validation" in answer["text"]
     assert max(phases(answer), key=lambda phase: phase["peak_reserved"])["name"] == "validation"
+
+
+def test_a_smaller_batch_of_an_evaluation_is_proposed(answers: dict[str, Any]) -> None:
+    """The Trainer's own is no use: it keeps all logits, however many batches they come from."""
+    assert "With batches of 8192 in place of 16384, validation fits" in " ".join(answers["smaller"]["text"].split())
+    assert "Not even batches of one sample make validation fit" in " ".join(answers["too_small"]["text"].split())
+    assert peak_of(answers["smaller"], "validation") > 80 * MIB  # as written
 
 
 def test_arguments_of_a_trainer_find_a_gpu_with_bfloat16(answers: dict[str, Any]) -> None:

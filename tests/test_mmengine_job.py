@@ -507,3 +507,22 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(build: Callable[..., Any],
     assert plan.splits > 1
     assert len(cases.diary(runner).batches) == 6
     assert all(parameter.requires_grad for parameter in runner.model.parameters())
+
+
+def test_a_smaller_validation_batch_is_proposed_and_not_applied(build: Callable[..., Any]) -> None:
+    def planned(size: int, budget: int | str) -> Any:
+        shared = {"margin": 0, "allow": ["accumulate"], "loss_weight": "mean", "budget": budget}
+        changes = {
+            "val_dataloader__batch_size": size,
+            "val_dataloader__dataset__samples": 256,
+            "train_cfg__max_epochs": 1,
+        }
+        runner = build(runner_type="vram_guard_mmengine.GuardRunner", vram_guard=shared, **changes)
+        runner.train()
+        assert runner.val_dataloader.batch_size == size
+        return cases.guard(runner).plan
+
+    budget = (planned(64, "1GiB").before.peak_reserved + planned(128, "1GiB").before.peak_reserved) // 2
+    plan = planned(256, budget)
+    assert not plan.fits
+    assert any("With batches of 64 in place of 256, validation fits" in reason for reason in plan.reasons)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from vram_guard.checks import checked_count, one_of
 from vram_guard.errors import InvalidInputError
@@ -15,7 +15,7 @@ from vram_guard.timeline import PHASE_NAMES, PhaseName
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Change", "Evaluation", "Job", "JobRun", "Resuming", "Saving"]
+__all__ = ["Change", "Evaluation", "Job", "JobRun", "Resizable", "Resuming", "Saving"]
 
 
 class JobRun(Protocol):
@@ -118,6 +118,22 @@ class JobRun(Protocol):
         ...
 
 
+class Resizable(Protocol):
+    """A job's ``play`` of a framework, which can be played with smaller batches of its evaluations."""
+
+    def evaluation_batch_size(self, name: str) -> int | None:
+        """Samples of the largest batch in phases of this name; None where no loader of its own delivers them."""
+        ...
+
+    def with_evaluation_batch_size(self, name: str, size: int) -> Resizable:
+        """The same run, in which batches of these phases have at most so many samples, and are more."""
+        ...
+
+    def __call__(self, run: JobRun) -> object:
+        """Play it, see :class:`Job`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Job:
     """The phases of a run besides (and between) its training steps: evaluation, saving, resuming, schedules.
@@ -178,6 +194,15 @@ class Job:
         """
         more = evaluation.batches_of(batch_size) if batches is None else batches
         return self._with(lambda part: {"batch_size": batch_size, "batches": more} if part is evaluation else {})
+
+    def evaluation_batch_size(self, name: str) -> int | None:
+        """Samples of the largest batch in phases of this name, where a :class:`Resizable` tells."""
+        asked = getattr(self.play, "evaluation_batch_size", None)
+        return None if asked is None else asked(name)
+
+    def with_evaluation_batch_size(self, name: str, size: int) -> Job:
+        """The same job with smaller batches in phases of this name, of a :class:`Resizable`."""
+        return Job(cast("Resizable", self.play).with_evaluation_batch_size(name, size))
 
     def beside(self, batch_size: int) -> Job:
         """The same job where the training's batches of this size may be cut: those of evaluations are not."""

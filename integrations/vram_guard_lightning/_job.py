@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -104,6 +104,16 @@ class _Play:
     later: LaterEpochs
     view: View
     heard: Heard
+    most: int | None = None
+    """Samples of a batch of validation; None: as many as its loaders deliver."""
+
+    def evaluation_batch_size(self, name: str) -> int | None:
+        """See :class:`~vram_guard.job.Resizable`."""
+        return None if self.validation is None or name != "validation" else self.validation.batch_size
+
+    def with_evaluation_batch_size(self, _name: str, size: int) -> _Play:
+        """See :class:`~vram_guard.job.Resizable`."""
+        return replace(self, most=size)
 
     def __call__(self, run: JobRun) -> None:
         trainer, module = self.trainer, self.module
@@ -173,11 +183,11 @@ class _Play:
         with playing.followed(what), playing.run.phase("validation", label), logging_own(module):
             try:
                 if sanity is not None:
-                    validation.play(playing.run, shadow, loop, shadow._run_sanity_check, sanity=sanity)
+                    validation.play(playing.run, shadow, loop, shadow._run_sanity_check, sanity=sanity, most=self.most)
                     return
                 shadow.validating = True
                 module.on_validation_model_zero_grad()
-                validation.play(playing.run, shadow, loop, loop.run)
+                validation.play(playing.run, shadow, loop, loop.run, most=self.most)
                 shadow.training = True
             finally:
                 loop._results.batch = None  # it is let go of at the end of a round, which may have raised

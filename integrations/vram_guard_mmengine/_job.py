@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from vram_guard_mmengine._shadow import Shadow, followed_hooks, quiet_mmengine
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
@@ -51,6 +52,7 @@ class RunnerJob:
         checkpoint: None where the training begins anew, or it cannot be followed.
         saves: False where the strategy gathers and writes checkpoints itself.
         schedule: of later steps that differ.
+        most: samples of a batch of validation; None: as many as its loader delivers.
     """
 
     runner: Any
@@ -62,6 +64,15 @@ class RunnerJob:
     checkpoint: Checkpoint | None
     saves: bool
     schedule: Schedule
+    most: int | None = None
+
+    def evaluation_batch_size(self, name: str) -> int | None:
+        """See :class:`~vram_guard.job.Resizable`."""
+        return None if self.validation is None or name != "validation" else self.validation.sample.batch_size
+
+    def with_evaluation_batch_size(self, _name: str, size: int) -> RunnerJob:
+        """See :class:`~vram_guard.job.Resizable`."""
+        return replace(self, most=size)
 
     def __call__(self, run: JobRun) -> None:
         """Play the whole training."""
@@ -74,7 +85,7 @@ class RunnerJob:
                     self._save(shadow)
             if self.validation is not None:
                 with self._followed(run, "validation"):
-                    self.validation.play(run, shadow)
+                    self.validation.play(run, shadow, self.most)
             run.model.train()
             shadow.call("before_train_iter", batch_idx=0, data_batch=shadow.data_batch)
             try:

@@ -56,6 +56,9 @@ def plain(options):
             raise RuntimeError("the metric is broken")
         del logits, correct
         accelerator.save_state(f"checkpoints/{epoch}")
+    if options.finally_:
+        with torch.no_grad():
+            model(torch.zeros(options.finally_, 64, device=accelerator.device))
 
 
 def counted(options):
@@ -206,5 +209,6 @@ parser.add_argument("--new_tokens", type=int, default=64)
 parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
+parser.add_argument("--finally", dest="finally_", type=int, default=0, help="rows of a test after the last epoch")
 options, options.rest = parser.parse_known_args()
 globals()[options.loop](options)

@@ -132,6 +132,24 @@ def smaller_evaluation(
         asking: what each trace runs in.
     """
 
+    def halved(
+        job: Job, phase: PhasePeak, follow: Callable[[Job], Timeline], size: int, option: Option
+    ) -> tuple[int, int] | None:
+        """The same for the evaluation of a framework: half its batch, or half of that: the first that fits."""
+        asked = job.evaluation_batch_size(phase.name)
+        if asked is None:
+            return None
+        settings = request.settings_under(option.recipe)
+        try:
+            for times in range(1, asked.bit_length()):
+                timeline = follow(job.with_evaluation_batch_size(phase.name, asked >> times))
+                if request.fits(replace(timeline, traced=(size,)).at(size, settings=settings)):
+                    return asked, asked >> times
+        except Exception as error:  # noqa: BLE001 - the user's evaluation, which may not take smaller batches
+            _log.info("no smaller batch of %s is proposed: %s: %s", phase.name, type(error).__name__, error)
+            return None
+        return asked, 0
+
     def largest(option: Option, size: int, phase: PhasePeak) -> tuple[int, int] | None:
         from vram_guard.simulate import law
 
@@ -139,10 +157,10 @@ def smaller_evaluation(
             return None
         job, whole = source.job.beside(option.splits * size * source.batch_slices), source.whole
         evaluation = job.evaluation(phase.name, phase.label)
-        if evaluation is None:
-            return None
-        asked = evaluation.batch_size or size
         traced = source.request(option.precision, option.splits, option.recipe, size)
+        if evaluation is None:
+            return halved(job, phase, lambda one: asking(whole(one))(traced), size, option)
+        asked = evaluation.batch_size or size
 
         def most_of(batches: int) -> int:
             def follow(count: int) -> Timeline:

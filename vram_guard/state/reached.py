@@ -57,6 +57,8 @@ class ReachedState:
         self._globals: list[tuple[str, dict[str, Any], Any]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._kinds: set[type] = set()
+        """Classes whose methods have been looked at."""
         pending = deque(roots)
         most += len(pending)
         seen: set[int] = set()
@@ -80,7 +82,9 @@ class ReachedState:
         if isinstance(parts, dict):
             self._attributes.append((name, parts, dict(parts)))
         # A callable object, or one whose methods the others call, may keep something in globals.
-        own = [one for kind in type(value).__mro__ for one in vars(kind).values() if isinstance(one, FunctionType)]
+        new = [kind for kind in type(value).__mro__ if kind not in self._kinds]
+        self._kinds.update(new)
+        own = [one for kind in new for one in vars(kind).values() if isinstance(one, FunctionType)]
         if isinstance(parts, Mapping):
             named = [(f"{name}.{key}" if name else str(key), part) for key, part in parts.items()]
         else:

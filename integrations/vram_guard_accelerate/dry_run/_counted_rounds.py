@@ -1,4 +1,4 @@
-"""Rounds of loops that call ``next``, which end early where a script's modules count them with this ``range``."""
+"""Rounds of loops that call ``next`` or hold other loops: they end early where modules count with this ``range``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _RangeType(type):
         frame = sys._getframe(1)  # noqa: SLF001 - who counts is the question
         node = function_of(frame.f_code)
         for loop in [] if node is None else loops_around(node, frame.f_lineno):
-            if isinstance(loop, ast.For) and loop.lineno == frame.f_lineno and any(map(is_next, inside(loop))):
+            if isinstance(loop, ast.For) and loop.lineno == frame.f_lineno and any(map(_may_end, inside(loop))):
                 counted = _counted[id(frame), loop.lineno] = Rounds(made)
                 return counted
         return made
@@ -59,12 +59,17 @@ class _RangeType(type):
         return isinstance(instance, builtins.range)
 
 
+def _may_end(part: ast.AST) -> bool:
+    """True in loops over batches, and over epochs."""
+    return is_next(part) or isinstance(part, (ast.For, ast.While))
+
+
 class _Range(metaclass=_RangeType):
     """See :class:`_RangeType`."""
 
 
 def count_rounds() -> None:
-    """From here on, the script's modules count the rounds of loops that call ``next`` in a way that can end."""
+    """From here on, the script's modules count the rounds of such loops in a way that can end."""
     for module in list(sys.modules.values()):
         if is_users(str(getattr(module, "__file__", None) or "<")):
             vars(module).setdefault("range", _Range)

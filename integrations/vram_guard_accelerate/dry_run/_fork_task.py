@@ -25,3 +25,5 @@ class ForkTask:
     """True if the profile of the loop is wanted too: as written, at its own batch size."""
     whole_job: bool = False
     """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
+    most: int | None = None
+    """Samples of a batch of evaluations; None: as many as their loaders deliver."""

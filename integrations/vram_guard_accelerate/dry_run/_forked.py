@@ -219,7 +219,7 @@ class ForkedPhase(LoopPhase):
         )
         if not self._task.first_look:
             return TraceResult(timeline, facts)
-        return FirstLook(timeline, facts, observer.profile(self._sample, between))
+        return FirstLook(timeline, facts, profile=observer.profile(self._sample, between))
 
 
 def _batch_size(loader: Any) -> int | None:

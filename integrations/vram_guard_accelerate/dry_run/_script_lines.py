@@ -148,6 +148,17 @@ class ScriptLines:
             self._leaving[asking.frame, loop.lineno] = (loop, left)
             self.watch([asking.frame])
 
+    def leave_epochs(self) -> bool:
+        """End the outermost counted loop at which the script stands, at its next round; False where there is none."""
+        for frame in reversed(list(script_frames(sys._getframe(1)))):  # noqa: SLF001 - where it stands is the question
+            node = function_of(frame.f_code)
+            for loop in () if node is None else loops_around(node, frame.f_lineno):
+                counted = counted_rounds(frame, loop.lineno)
+                if counted is not None:
+                    counted.left = lambda _ended: None
+                    return True
+        return False
+
     def _called(self, frame: FrameType, _event: str, _given: Any) -> Callable[..., Any] | None:
         return self._line if frame.f_code in self._watched else None
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
@@ -24,7 +25,7 @@ from vram_guard_accelerate.dry_run._script_lines import ScriptLines, asker
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
-from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ class WholeJobPhase(ForkedPhase):
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
         super().__init__(run, loop, sample, task, parent)
         self._recorder: Recorder = loop.tracer.recorder
-        self._evaluates = False
+        self._evaluates = self._saves = False
         self._over: BatchIterator | None = None
         """Over the training's batches, once it has come to its end."""
+        self._largest: int | None = None
+        """Samples of the largest batch of an evaluation whose loader can make smaller ones."""
         self._next_epoch_at: int | None = None
         """Steps before the second epoch; None: it has not begun."""
         self._alive: set[int] | None = None
@@ -65,6 +68,10 @@ class WholeJobPhase(ForkedPhase):
         self._rounds.install()
         self._lines = ScriptLines(self._branch_entered)
         self._asked = False
+        self._by_next = False
+        """The script called ``next`` for the latest training batch."""
+        self._last = False
+        """No more training batches come: what the script does after its epochs follows."""
         self._entered: list[str] = []
         """Branches that were."""
         for model in loop.models:
@@ -84,11 +91,14 @@ class WholeJobPhase(ForkedPhase):
         asking = asker()
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
+            self._cut(batches.loader)
             with self._rounds.asked(batches, asking):
                 if asking is not None and asking.loops and self._rounds.enough(batches):
                     self._lines.leave(asking, lambda _ended: self._rounds.close_all())
                 return batches.next_beside_training()
-        self._evaluates = False
+        self._evaluates, self._by_next = False, asking is not None
+        if self._last:
+            raise StopIteration
         steps = self.loop.tracer.steps
         if not self._asked:
             self._asked = True
@@ -108,6 +118,15 @@ class WholeJobPhase(ForkedPhase):
             self._next_epoch_at, self._alive = steps, None
             self._lines.rest()
         return self.made_batch()
+
+    def _cut(self, loader: Any) -> None:
+        """A loader of an evaluation makes batches of no more than what is asked for, and so more of them."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if type(sampler) is not BatchSampler:
+            return
+        self._largest = max(self._largest or 0, sampler.batch_size)
+        if self._task.most is not None:
+            sampler.batch_size = min(sampler.batch_size, self._task.most)
 
     def _loop_left(self, batches: BatchIterator, ended: bool) -> None:
         self._over = batches
@@ -134,8 +153,10 @@ class WholeJobPhase(ForkedPhase):
 
     def _forward_begins(self, *_call: object) -> None:
         """Without gradients, once the epoch is over, it belongs to an evaluation, whether that loads data or not."""
-        over = self._next_epoch_at is None and (self._over is not None or self._entered)
-        if over and not torch.is_grad_enabled() and self._recorder.phases[-1].name in STEP_PHASES:
+        over = self._last or (self._next_epoch_at is None and (self._over is not None or self._entered))
+        name = self._recorder.phases[-1].name
+        elsewhere = name in STEP_PHASES or (name == "saving" and not self._saves)
+        if over and elsewhere and not torch.is_grad_enabled():
             self._enter_evaluation()
 
     def _enter_evaluation(self) -> None:
@@ -144,7 +165,7 @@ class WholeJobPhase(ForkedPhase):
             self._recorder.phase("validation", self.loop.tracer.steps)
 
     def followed(self) -> None:
-        """Both first steps were taken: from here on time is short, and the second epoch's first step is the last."""
+        """Both first steps were taken: from here on time is short, and the second epoch is the last."""
         steps = self.loop.tracer.steps
         self._lines.enters = steps >= FOLLOWED_STEPS and self._next_epoch_at is None
         if steps == 2:
@@ -153,7 +174,10 @@ class WholeJobPhase(ForkedPhase):
             self._growth = self._recorder.grown(self._first_block, self._alive)
         self._alive, self._first_block = self._recorder.alive(), self._recorder.blocks_so_far
         by_trainer = self.run.script.by_trainer  # which comes to an end by itself then
-        if self._next_epoch_at is not None and steps > self._next_epoch_at and not by_trainer:
+        if self._last or self._next_epoch_at is None or steps <= self._next_epoch_at or by_trainer:
+            return
+        self._last = not self._by_next and self._lines.leave_epochs()
+        if not self._last:
             self.answer()
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -177,12 +201,13 @@ class WholeJobPhase(ForkedPhase):
         if before.name == "saving":
             return original(*args, **kwargs)
         self._recorder.phase("saving", self.loop.tracer.steps)
+        self._saves = True
         try:
             for model in self.loop.models if gathers else ():
                 self.loop.accelerator.get_state_dict(model)
             return original(*args, **kwargs)
         finally:
-            self._evaluates = False  # another evaluation is a phase of its own
+            self._evaluates = self._saves = False  # another evaluation is a phase of its own
             if before.name in STEP_PHASES:
                 self._recorder.phase(before.name, self.loop.tracer.steps + 1)
 
@@ -212,6 +237,9 @@ class WholeJobPhase(ForkedPhase):
                 )
             )
         )
+
+    def _result(self) -> TraceResult:
+        return replace(super()._result(), evaluation_batch_size=self._largest)
 
     def timeline(self) -> Timeline:
         """With what a step leaves behind, and what was not followed."""

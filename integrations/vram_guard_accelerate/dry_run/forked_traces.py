@@ -22,8 +22,8 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import Fork
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult
 
-#: What is asked of a copy, and whether of the whole job.
-_Asked = tuple[TraceRequest, bool]
+#: What is asked of a copy, whether of the whole job, and samples of the largest batch of its evaluations.
+_Asked = tuple[TraceRequest, bool, int | None]
 
 T = TypeVar("T", bound=TraceResult)
 
@@ -54,7 +54,7 @@ class ForkedTraces:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
         request = TraceRequest(self._first.sample.batch_size, self._first.precision)
         found = _answer_of(forks.fork(ForkTask(request, first_look=True)), FirstLook)
-        self._answers[request, False] = found
+        self._answers[request, False, None] = found
         self._compares_samples = found.facts.compares_samples
         return found
 
@@ -72,37 +72,54 @@ class ForkedTraces:
         """:attr:`vram_guard.plan.source.Source.trace` of the script's loop."""
         return self._answer(request).timeline
 
-    def whole_job(self, request: TraceRequest) -> Timeline:
-        """The same with what the script does besides its steps, as far as that can be followed."""
+    def evaluation_batch_size(self) -> int | None:
+        """Samples of the largest batch of an evaluation that was followed; None where none can be made smaller."""
+        return max((one.evaluation_batch_size or 0 for one in self._answers.values()), default=0) or None
+
+    def whole_job(self, request: TraceRequest, most: int | None = None) -> Timeline:
+        """The same with what the script does besides its steps, as far as that can be followed.
+
+        Args:
+            request: as of :meth:`trace`.
+            most: samples of a batch of evaluations; None: as many as their loaders deliver.
+        """
         try:
-            return self._answer(request, whole_job=True).timeline
+            return self._answer(request, whole_job=True, most=most).timeline
         except VramGuardError as error:
             alone = self.trace(request)
             note = Note(_("what the script does besides its training steps is not included ({why})", why=error))
             return replace(alone, notes=(*alone.notes, note))
 
-    def _answer(self, request: TraceRequest, *, whole_job: bool = False) -> TraceResult:
-        if (request, whole_job) in self._answers:
-            return self._answers[request, whole_job]
+    def _answer(self, request: TraceRequest, *, whole_job: bool = False, most: int | None = None) -> TraceResult:
+        if (request, whole_job, most) in self._answers:
+            return self._answers[request, whole_job, most]
         # The planner asks for these two one after the other: they run side by side.
         sizes = TRACED_SIZES if request.batch_size == TRACED_SIZES[0] else (request.batch_size,)
-        for wanted in ((replace(request, batch_size=size), whole_job) for size in sizes):
+        for wanted in ((replace(request, batch_size=size), whole_job, most) for size in sizes):
             if wanted not in self._answers and wanted not in self._running:
                 self._running[wanted] = self._fork(*wanted)
         try:
-            copy = self._running.pop((request, whole_job))
-            answer = self._answers[request, whole_job] = _answer_of(copy, TraceResult)
+            copy = self._running.pop((request, whole_job, most))
+            answer = self._answers[request, whole_job, most] = _answer_of(copy, TraceResult)
         except VramGuardError as error:
             self.why_not_sliced = str(error) if request.slices_of_model > 1 else self.why_not_sliced
             self.why_not_sharded = str(error) if request.recipe.parameters_on_host else self.why_not_sharded
             raise
         return answer
 
-    def _fork(self, request: TraceRequest, whole_job: bool) -> Fork:
+    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
         sample = self._first.sample
         numbers = next((part.numbers for part in sample.parts), ())
-        task = ForkTask(request, self._compares_samples, self.layouts, numbers, sample.batch_size, whole_job=whole_job)
+        task = ForkTask(
+            request,
+            self._compares_samples,
+            self.layouts,
+            numbers,
+            sample.batch_size,
+            whole_job=whole_job,
+            most=most,
+        )
         if request.recipe.parameters_on_host and self._first.fork_server is not None:
             return self._first.fork_server.fork(task)
         return forks.fork(task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback as tracebacks
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from vram_guard import errors
@@ -61,13 +61,15 @@ class TraceResult:
 
     timeline: Timeline
     facts: LoopFacts
+    evaluation_batch_size: int | None = None
+    """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
 
 
 @dataclass(frozen=True)
 class FirstLook(TraceResult):
     """The answer of a copy that ran the loop as written, at its own batch size."""
 
-    profile: LoopProfile
+    profile: LoopProfile = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
@@ -15,12 +15,13 @@ from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
-from vram_guard.plan.source import SlicedBy, Source
+from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.simulate.device.symbolic import without_modes
 from vram_guard.techniques import Recipe
+from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import NOT_HERE, Settings
@@ -40,11 +41,25 @@ if TYPE_CHECKING:
     import torch
 
 
-def _played_by_itself(_run: JobRun) -> None:
-    """The script itself does what its job is."""
+@dataclass(frozen=True)
+class _OwnJob:
+    """The script itself does what its job is, see :class:`~vram_guard.job.Resizable`."""
 
+    traces: ForkedTraces
+    most: int | None = None
+    """Samples of a batch of evaluations; None: as many as their loaders deliver."""
 
-_OWN_JOB = Job(_played_by_itself)
+    def evaluation_batch_size(self, name: str) -> int | None:
+        return self.traces.evaluation_batch_size() if name == "validation" else None
+
+    def with_evaluation_batch_size(self, _name: str, size: int) -> _OwnJob:
+        return replace(self, most=size)
+
+    def __call__(self, _run: JobRun) -> None:
+        """Nothing is left to be played."""
+
+    def trace(self, request: TraceRequest) -> Timeline:
+        return self.traces.whole_job(request, self.most)
 
 
 @dataclass(frozen=True)
@@ -162,8 +177,8 @@ class _Planner:
             sharded=first.fork_server is not None,
             sliced_by=sliced_by,
             forward_again=forward_again,
-            job=_OWN_JOB if settings.whole_job and first.any_size else None,
-            whole=lambda _job: self.traces.whole_job,
+            job=Job(_OwnJob(self.traces)) if settings.whole_job and first.any_size else None,
+            whole=lambda job: cast("_OwnJob", job.play).trace,
         )
         return plan(
             source,
