@@ -92,7 +92,7 @@ class EvaluationRounds:
         """The rounds that the second one stands for, itself included."""
         try:
             rounds = len(loader) if asking is None or not asking.loops else asking.rounds
-        except TypeError:
+        except Exception:  # noqa: BLE001 - of the user's data set
             rounds = None
         if rounds is not None:
             return max(1, rounds - 1)
