@@ -470,7 +470,7 @@ def _length(runner: Any, loader: Any) -> tuple[int, int]:
 def _notes(runner: Any, model: nn.Module) -> list[str]:
     notes = []
     if runner.cfg.get("compile"):
-        notes.append(_("torch.compile is not followed: counted as eager, and a compiled step takes no more"))
+        notes.append(_("torch.compile is not followed: counted as eager"))
     if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
         notes.append(_("SyncBatchNorm's exchange of statistics is not counted"))
     return notes

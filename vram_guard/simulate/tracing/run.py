@@ -249,7 +249,7 @@ class _Run:
         return compiler_followed(self.device, self.mode, self.capability, module_call)
 
     def _eager(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Compiled models run uncompiled in a trace: a compiler fuses, so real training takes no more than this."""
+        """Compiled models run uncompiled here; what the compiler changes is another trace's (``compiled``)."""
         if compiles(model):
             self.recorder.note(EAGER, tier="partly symbolic")
             if not hasattr(torch.compiler, "set_stance"):
