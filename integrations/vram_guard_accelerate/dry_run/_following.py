@@ -106,7 +106,7 @@ class FollowingPhase(LoopPhase):
         )
         try:
             with loop.tracer.paused():
-                if first.any_size:
+                if not first.why_one_size:
                     first = replace(first, sample=longest_of(first, self.run.wish))
                 self._sample = first.sample
                 self.run.decide(first)
