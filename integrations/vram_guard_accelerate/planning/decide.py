@@ -104,7 +104,8 @@ def _decided(
     proofs = Proofs(first, look, settings.proof_seconds)
     weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
     judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts))
-    may_relaunch = may_relaunch and not first.why_one_size
+    alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
+    may_relaunch = may_relaunch and alone and not first.why_one_size
     candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
@@ -237,6 +238,8 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
         return ""
     if len(first.models) > 1:
         return _("the script trains several models without Accelerate, whose order may be another one in its real run")
+    if first.shape.ranks > 1:
+        return _("the script spreads its training over processes without Accelerate, in which the plan was not proven")
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
     return first.fails_at_others or first.sample.growable
