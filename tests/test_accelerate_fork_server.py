@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import threading
@@ -32,7 +33,7 @@ def waiting(seen: list[str]) -> ForkServer:
             os._exit(3)
         if name == "wait":
             threading.Event().wait()  # until it is ended
-        copy.parent.send((name, value, seen, os.getpid()))
+        copy.parent.send((name, random.random() if name == "draw" else value, seen, os.getpid()))
 
 
 @pytest.fixture
@@ -50,6 +51,11 @@ def test_copies_begin_where_it_waits_and_answer_in_any_order(server: ForkServer)
     assert one.answer(WATCHDOG)[:2] == ("one", 1)
     assert process not in (os.getpid(), 0)
     assert list(forks.running.values()) == [server]
+
+
+def test_data_sets_draw_the_same_in_every_copy(server: ForkServer) -> None:
+    drawn = [server.fork(("draw", 0)).answer(WATCHDOG)[1] for _ in range(2)]
+    assert drawn == [random.random()] * 2  # Python seeds its generator anew after a fork
 
 
 def test_a_copy_that_dies_or_takes_too_long_is_said(server: ForkServer) -> None:

@@ -38,11 +38,14 @@ def answers(folder: Path) -> dict[str, Any]:
         cases.request(folder / name, SCRIPT, name, "never.pt", budget="90MiB", whole_job=False)
     for name in ("parallel", "casts", "by_hand", "cpu", "forks"):
         cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
+    for name in ("spread", "casts"):
+        cases.request(folder / f"{name}_over_4", SCRIPT, name, "never.pt", ranks=4, whole_job=False)
+    cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, budget="90MiB", whole_job=False)
     cases.request(folder / "waits", SCRIPT, "waits", "never.pt", start_seconds=0.5)
     return cases.dry_runs(folder)
 
 
-def traced(precision: str = "32-true") -> tuple[int, int]:
+def traced(precision: str = "32-true", ranks: int = 1) -> tuple[int, int]:
     """The script's training as a step: peak reserved and allocated."""
     source = SCRIPT.read_text(encoding="utf-8")
     names: dict[str, Any] = {"nn": torch.nn}
@@ -53,6 +56,7 @@ def traced(precision: str = "32-true") -> tuple[int, int]:
         lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         precision=precision,
+        data_parallel_ranks=ranks,
     )
     peak = trace(step, check_at=64).at(64)
     return peak.peak_reserved, peak.peak_allocated
@@ -70,6 +74,18 @@ def test_the_prediction_is_that_of_the_same_step(answers: Any) -> None:
     # autocast and GradScaler of the script's own.
     casts = answers["casts"]["plan"]["estimate"]
     assert (casts["peak_reserved"], casts["peak_allocated"]) == traced("16-mixed")
+
+
+def test_distributed_data_parallel_of_the_script_s_own_is_followed_and_its_plan_told(answers: Any) -> None:
+    spread = answers["spread_over_4"]
+    assert "rank 0 of 4" in spread["printed"]
+    found = spread["plan"]["estimate"]
+    assert (found["peak_reserved"], found["peak_allocated"]) == traced(ranks=4)
+    assert traced(ranks=4)[1] > traced()[1]  # the buckets
+    assert spread["plan"]["effective_batch_size"] == {"before": 256, "after": 256}
+    tight = answers["spread_tight"]
+    assert tight["fits"]
+    assert "spreads its training over processes without Accelerate" in tight["only_told"]
 
 
 def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> None:
@@ -132,6 +148,7 @@ def test_what_is_not_proven_is_told_and_not_started(
     [
         ("cpu", "it trains without Accelerate, on the CPU"),
         ("cpu", "accelerator.prepare(model, optimizer, loader)\n"),
+        ("casts_over_4", "without Accelerate and without DistributedDataParallel"),
         ("forks", "os.fork"),
         ("waits", "it has not begun to train after 0.5 s"),
     ],

@@ -42,6 +42,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name in ("Plain", "Dropping", "Contrastive", "Weighted", "Ignoring", "Masked", "Counting", "Queued"):
         cases.request(asked / name, LOSSES, name, **sliced)
     cases.request(asked / "segmentation", SEGMENTATION, budget="26MiB", allow=("accumulate",))
+    cases.request(asked / "Grouped", LOSSES, "Grouped", budget="40MiB", allow=("accumulate", "offload_activations"))
     cases.request(asked / "Wide", LOSSES, "Wide", **WIDE)
     cases.request(asked / "Wide_heavy", LOSSES, "Wide", **WIDE, proof_seconds=1e-4)
     cases.request(asked / "Wide_running", LOSSES, "Wide", budget="1MiB", allow=("expandable_segments",))
@@ -117,6 +118,15 @@ def test_what_is_too_heavy_to_run_is_proven_by_the_loss_graph(answers: Any) -> N
     assert answer["launch_plan"]["micro_batch_size"] == 8
     (note,) = [note for note in answer["notes"] if note.startswith(BY_GRAPH)]
     assert "it would take" in note
+
+
+def test_a_script_that_takes_no_other_batch_size_is_planned_for_at_its_own(answers: Any) -> None:
+    answer = answers["Grouped"]
+    assert "error" not in answer, answer
+    assert answer["plan"]["before"]["peak_reserved"] > 40 * 2**20
+    (refusal,) = [note for note in answer["notes"] if note.startswith("smaller micro-batches ")]
+    assert "with batches of 2 samples, the script fails: RuntimeError: shape '[-1, 4, 10]' is invalid" in refusal
+    assert "losses.py, line" in refusal
 
 
 def test_what_neither_proves_is_not_cut(answers: Any) -> None:

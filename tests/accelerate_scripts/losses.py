@@ -64,6 +64,14 @@ class Weighted(Plain):
         return nn.functional.cross_entropy(logits, labels, self.classes)
 
 
+class Grouped(Plain):
+    """Samples come in groups of four, which are told apart by their mean: batches of other sizes fail."""
+
+    def loss(self, logits, labels):
+        means = logits.view(-1, 4, 10).mean(1, keepdim=True)
+        return super().loss((logits.view(-1, 4, 10) - means).flatten(0, 1), labels)
+
+
 class Ignoring(Plain):
     """The samples of one class, another one than torch's own -100, do not count."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("habit")
@@ -22,6 +22,10 @@ if habit == "parallel":
 else:
     device = torch.device("cuda" if torch.cuda.is_available() and habit != "cpu" else "cpu")
 print("device:", device.type)
+if habit == "spread":  # as torchrun starts it
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    print("rank", torch.distributed.get_rank(), "of", torch.distributed.get_world_size())
 place = 0 if habit == "by_hand" and device.type == "cuda" else device  # as PyTorch's tutorials name a GPU
 torch.manual_seed(0)
 
@@ -68,6 +72,8 @@ if habit == "compiles":
     model = torch.compile(model)
 if habit == "parallel":
     model = nn.DataParallel(model)
+if habit == "spread":
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[int(os.environ["LOCAL_RANK"])])
 optimizer = None if habit == "by_hand" else torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cuda", enabled=habit == "casts")
 casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else contextlib.nullcontext()
@@ -81,7 +87,9 @@ def batches():
             x, y = inputs[chosen].pin_memory(), labels[chosen].pin_memory()
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         return
-    for x, y in DataLoader(TensorDataset(inputs, labels), args.batch_size, num_workers=1, pin_memory=True):
+    data = TensorDataset(inputs, labels)
+    sampler = DistributedSampler(data) if habit == "spread" else None
+    for x, y in DataLoader(data, args.batch_size, sampler=sampler, num_workers=1, pin_memory=True):
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 

@@ -59,6 +59,20 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and sys.platform != "darwin"
 
 
+def fork_with_generators() -> int:
+    """``os.fork``, but the copy draws what its original would have drawn: Python seeds its own generator anew there.
+
+    Example:
+        >>> fork_with_generators()  # doctest: +SKIP
+        4711
+    """
+    generators = random.getstate()
+    process = os.fork()
+    if process == 0:
+        random.setstate(generators)
+    return process
+
+
 def run_in_fork(
     work: Callable[[Progress], T], progress: Progress | None = None, *, most_seconds: float = MOST_SECONDS
 ) -> T:
@@ -91,14 +105,12 @@ def run_in_fork(
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        generators = random.getstate()  # Python seeds its own anew in a copy
         try:
-            process = os.fork()
+            process = fork_with_generators()
         except OSError as error:
             raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
     if process == 0:
         here.close()
-        random.setstate(generators)
         _work_in_copy(work, there, stack)
     there.close()
     with here, contextlib.closing(stack):

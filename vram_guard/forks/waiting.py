@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from vram_guard.errors import LostCopyError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
-from vram_guard.forks.fork import ForkRefusedError, as_picklable, can_fork, run_in_fork
+from vram_guard.forks.fork import ForkRefusedError, as_picklable, can_fork, fork_with_generators, run_in_fork
 from vram_guard.forks.isolation import isolate
 from vram_guard.language import _
 
@@ -40,7 +40,7 @@ class WaitingCopy(Generic[A, R]):
         (asked, self._asking), (self._answers, answering) = Pipe(duplex=False), Pipe(duplex=False)
         with alone_in_process():
             try:
-                self._process = os.fork()
+                self._process = fork_with_generators()
             except OSError as error:
                 raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
         if self._process == 0:

@@ -25,6 +25,9 @@ def replicated(model: nn.Module, mesh: Any, options: Mapping[str, Any]) -> nn.Mo
     class Replica(DistributedDataParallel):
         """As torch's; what it has not, it looks for in the model: a loss may ask that for its settings."""
 
+        of_a_layout = True
+        """Tells it from one that a script makes."""
+
         def __getattr__(self, name: str) -> Any:
             try:
                 return super().__getattr__(name)

@@ -10,6 +10,7 @@ from torch import nn
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.language import _
+from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_accelerate.apply.checkpoints import loaded_folder
 from vram_guard_accelerate.dry_run import _resuming
@@ -86,7 +87,10 @@ class FollowingPhase(LoopPhase):
         loop, copy, configured = self.loop, self.run.sharding.copy, self.run.sharding.configured
         self._sample = sample
         loop.tracer.train(loop.root)
-        if self.run.sharding.process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
+        if loop.by_itself:
+            for module, options in (found for model in loop.models for found in replicas_in(model)):
+                loop.tracer.reduce([module], self.run.shape.ranks, options)
+        elif self.run.sharding.process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
             handler = getattr(loop.accelerator, "ddp_handler", None)
             loop.tracer.reduce(loop.models, self.run.shape.ranks, {} if handler is None else handler.to_kwargs())
         if copy is not None:
@@ -106,7 +110,7 @@ class FollowingPhase(LoopPhase):
         )
         try:
             with loop.tracer.paused():
-                if first.any_size:
+                if not first.why_one_size:
                     first = replace(first, sample=longest_of(first, self.run.wish))
                 self._sample = first.sample
                 self.run.decide(first)

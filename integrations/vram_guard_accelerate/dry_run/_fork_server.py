@@ -18,6 +18,7 @@ import struct
 from typing import Any, NoReturn
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.forks.fork import fork_with_generators
 from vram_guard.language import _
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
@@ -77,7 +78,7 @@ def _serve(asked: socket.socket) -> NoReturn:
             message = _received(asked, _SIZE.unpack(head)[0])
         except (OSError, EOFError, struct.error):
             os._exit(0)  # the original is gone
-        process = os.fork()
+        process = fork_with_generators()
         if process == 0:
             asked.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -72,6 +72,8 @@ class FirstBatch:
     """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
     by_engine: bool = False
     """True if DeepSpeed's engine trains the model."""
+    fails_at_others: str = ""
+    """The reason why the loop fails at other batch sizes than its own; "" where none was seen to."""
 
     @property
     def root(self) -> nn.Module:
@@ -89,9 +91,9 @@ class FirstBatch:
         return isinstance(self.accelerator, OwnLoop)
 
     @property
-    def any_size(self) -> bool:
-        """True if its batches can be made of any size: they come from a loader."""
-        return self.sample.loader is not None
+    def why_one_size(self) -> str:
+        """The reason why it is followed at its own batch size alone; "" where its loader makes batches of any size."""
+        return self.fails_at_others or (self.sample.growable if self.sample.loader is None else "")
 
     @property
     def precision(self) -> str:

@@ -49,13 +49,17 @@ class ForkedTraces:
         """The reason why a copy that worked in slices came to no answer; "" where none failed."""
         self.why_not_sharded = ""
         """The same of a copy whose parameters are kept on the host."""
+        self.fails_at_others = ""
+        """The same of the loop as written, at another batch size than its own."""
 
     def first_look(self) -> FirstLook:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
         request = TraceRequest(self._first.sample.batch_size, self._first.precision)
-        found = _answer_of(forks.fork(ForkTask(request, first_look=True)), FirstLook)
-        self._answers[request, False, None] = found
-        self._compares_samples = found.facts.compares_samples
+        found = self._answers.get((request, False, None))
+        if not isinstance(found, FirstLook):
+            found = _answer_of(forks.fork(ForkTask(request, first_look=True)), FirstLook)
+            self._answers[request, False, None] = found
+            self._compares_samples = found.facts.compares_samples
         return found
 
     def facts_at(self, batch_size: int) -> LoopFacts:
@@ -102,6 +106,8 @@ class ForkedTraces:
             copy = self._running.pop((request, whole_job, most))
             answer = self._answers[request, whole_job, most] = _answer_of(copy, TraceResult)
         except VramGuardError as error:
+            if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
+                self.fails_at_others = _("with batches of {count} samples, {why}", count=request.batch_size, why=error)
             self.why_not_sliced = str(error) if request.slices_of_model > 1 else self.why_not_sliced
             self.why_not_sharded = str(error) if request.recipe.parameters_on_host else self.why_not_sharded
             raise

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
 from vram_guard.forks import hanging
-from vram_guard.forks.fork import write_all
+from vram_guard.forks.fork import fork_with_generators, write_all
 from vram_guard.forks.hanging import HangsError, Patience, abort
 from vram_guard.language import _
 
@@ -123,10 +123,10 @@ def fork(task: Any) -> Fork:
 
 
 def flushed_fork() -> int:
-    """``os.fork``, with nothing in the buffers of the output that a copy would write once more."""
+    """A copy of this process, with nothing in the buffers of the output that it would write once more."""
     sys.stdout.flush()
     sys.stderr.flush()
-    return os.fork()
+    return fork_with_generators()
 
 
 def check_forks() -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from vram_guard.language import _
+from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
+from vram_guard_accelerate.dry_run import _own_ranks
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
@@ -83,11 +85,14 @@ class PreparingPhase(Phase):
 
     def _follow(self, models: list[nn.Module]) -> None:
         """From here on these models are symbolic, as if they had been prepared."""
-        if self.run.shape.ranks > 1:
+        why = _own_ranks.why_not_followed(models)
+        if why:
+            stopped(why)
+        if self.run.shape.ranks > 1 and not any(map(replicas_in, models)):
             stopped(
                 _(
-                    "it trains without Accelerate, which is followed in one process only; launch it with "
-                    "--num_processes 1"
+                    "it trains without Accelerate and without DistributedDataParallel, which is followed in one "
+                    "process only; launch it with --num_processes 1"
                 )
             )
         self._calls.end()

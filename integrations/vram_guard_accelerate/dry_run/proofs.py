@@ -72,8 +72,8 @@ class Proofs:
         possible = [samples for samples in SAMPLES if samples <= size and 2 * samples * of_each <= seconds]
         if not seconds:
             self._why_not = "--proof-seconds 0"
-        elif not first.any_size:
-            self._why_not = first.sample.growable
+        elif first.why_one_size:
+            self._why_not = first.why_one_size
         elif first.proof_server is None:
             self._why_not = _("its model is too large to keep a copy of it")
         elif size < min(SAMPLES):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
+from vram_guard.errors import VramGuardError
 from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout, splitting_notes
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
@@ -99,13 +100,33 @@ def decide(
             be another training than its baseline.
     """
     traces = ForkedTraces(first)
+    try:
+        return _decided(first, traces, settings, budget, current, may_relaunch=may_relaunch)
+    except VramGuardError:
+        if not traces.fails_at_others:
+            raise
+    # As written it has been followed: a script may take no other batch sizes than its own.
+    only = replace(first, fails_at_others=traces.fails_at_others)
+    return _decided(only, traces, settings, budget, current, may_relaunch=False)
+
+
+def _decided(
+    first: FirstBatch,
+    traces: ForkedTraces,
+    settings: Settings,
+    budget: Budget,
+    current: Relaunch | None,
+    *,
+    may_relaunch: bool,
+) -> ScriptPlan:
     look = traces.first_look()
     if current is not None:
         current.check(first.precision, look.profile, first.shape.ranks)
     proofs = Proofs(first, look, settings.proof_seconds)
     weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
     judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts), lambda recipe: _small_steps(first, recipe))
-    may_relaunch = may_relaunch and first.any_size
+    alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
+    may_relaunch = may_relaunch and alone and not first.why_one_size
     candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
@@ -173,11 +194,11 @@ class _Planner:
             precision=first.precision,
             accumulate=self.facts.batches_per_step,
             ranks=first.shape.ranks,
-            one_size=not first.any_size,
+            one_size=bool(first.why_one_size),
             sharded=first.fork_server is not None,
             sliced_by=sliced_by,
             forward_again=forward_again,
-            job=Job(_OwnJob(self.traces)) if settings.whole_job and first.any_size else None,
+            job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,
             whole=lambda job: cast("_OwnJob", job.play).trace,
         )
         return plan(
@@ -238,9 +259,11 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
         return ""
     if len(first.models) > 1:
         return _("the script trains several models without Accelerate, whose order may be another one in its real run")
+    if first.shape.ranks > 1:
+        return _("the script spreads its training over processes without Accelerate, in which the plan was not proven")
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
-    return first.sample.growable
+    return first.fails_at_others or first.sample.growable
 
 
 def _sharding(first: FirstBatch, on_host: tuple[str, ...]) -> ShardingChange:
@@ -325,16 +348,17 @@ def _beside_shards(first: FirstBatch) -> dict[str, str]:
 
 
 def _why_not_grown(first: FirstBatch) -> str:
-    if first.sample.growable or first.batch_size_option or first.loader_place is not None:
-        return first.sample.growable
+    why = first.fails_at_others or first.sample.growable
+    if why or first.batch_size_option or first.loader_place is not None:
+        return why
     return _(
         "the script makes no loader with the training's batch size (it gives it a batch sampler, or a library does)"
     )
 
 
 def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -> str:
-    if not first.any_size:
-        return first.sample.growable
+    if first.why_one_size:
+        return first.why_one_size
     if facts.updates_others:
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:

@@ -144,12 +144,12 @@ class RelaunchCandidates:
             refuted = self._halved().refutation if unread else ""
             reason = "; ".join(filter(None, (why, refuted)))
             note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=reason)
-            if unread and not refuted:
+            if unread and not refuted and self._halved().samples:
                 note = _(
-                    "{note}. Where it is a mean over samples, or is divided by what all batches of a step hold (as the "
-                    "trainers of Transformers and TRL divide it), you can type half the batch yourself: {options}",
+                    "{note}. {count} samples came to the same in the first step, whole and in halves; other samples "
+                    "and later steps may not, so that half the batch, typed by hand, may be another training",
                     note=note,
-                    options=f"{batch} {size // 2} {accumulation} {2 * facts.batches_per_step}",
+                    count=self._halved().samples,
                 )
             self.notes.append(note)
             return []

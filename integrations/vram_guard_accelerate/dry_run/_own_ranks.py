@@ -1,0 +1,75 @@
+"""Scripts that make a process group by themselves: their dry run stands for the first of the launch's processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vram_guard.language import _
+from vram_guard.patching import replace_attributes
+from vram_guard.simulate.parallel.groups import pretended_group
+from vram_guard.simulate.parallel.own_replicas import replacements
+from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate._script_files import is_users
+from vram_guard_accelerate.dry_run.first_batch import LaunchShape
+from vram_guard_accelerate.dry_run.results import stopped
+
+_entered = ExitStack()
+"""The pretended group, until the process ends."""
+
+
+def announce(shape: LaunchShape) -> None:
+    """The variables by which torchrun names the first of several processes."""
+    if shape.ranks > 1:
+        os.environ.update(_variables(shape.ranks, shape.local_ranks))
+
+
+def take_back() -> None:
+    """Without them: Accelerate, which the script turns out to use, would join the other processes."""
+    for name in _variables(1, 1):
+        os.environ.pop(name, None)
+
+
+def watch(ranks: int) -> None:
+    """Groups that the script makes are pretended ones, and DistributedDataParallel passes calls on, from now on."""
+    wrap(dist, "init_process_group", partial(_group_made, ranks), optional=True)
+    replace_attributes(DistributedDataParallel, replacements(stopped))
+
+
+def why_not_followed(models: list[nn.Module]) -> str:
+    """The reason why the models of a script without Accelerate cannot be followed, as it divides them by itself."""
+    if dist.is_available() and any(
+        hasattr(parameter, "device_mesh") or hasattr(parameter, "_is_flat_param")
+        for model in models
+        for parameter in model.parameters()
+    ):
+        return _(
+            "it divides its model over the processes without Accelerate, which is not followed; Accelerate does it "
+            "with --use_fsdp"
+        )
+    return ""
+
+
+def _variables(ranks: int, local_ranks: int) -> dict[str, str]:
+    own = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    return {**own, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local_ranks), **where}
+
+
+def _group_made(ranks: int, original: Any, *args: Any, **kwargs: Any) -> None:
+    if not is_users(sys._getframe(2).f_code.co_filename):  # noqa: SLF001 - who asks is the question
+        original(*args, **kwargs)
+        return
+    asked = int(kwargs.get("world_size", -1))
+    if asked not in (-1, ranks):
+        stopped(
+            _("it makes a process group of {count} processes, and is launched in {ranks}", count=asked, ranks=ranks)
+        )
+    _entered.enter_context(pretended_group(ranks))
