@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vram_guard.language import _
@@ -43,18 +43,20 @@ def watch(ranks: int) -> None:
     replace_attributes(DistributedDataParallel, replacements(stopped))
 
 
-def why_not_followed(models: list[nn.Module]) -> str:
-    """The reason why the models of a script without Accelerate cannot be followed, as it divides them by itself."""
-    if dist.is_available() and any(
-        hasattr(parameter, "device_mesh") or hasattr(parameter, "_is_flat_param")
-        for model in models
-        for parameter in model.parameters()
-    ):
-        return _(
+def refuse_divided_models() -> None:
+    """End the dry run of a script without Accelerate if it has divided a model (``fully_shard``)."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is not None and any(issubclass(one, kind) for one in map(type, gc.get_objects()) if isinstance(one, type)):
+        _refuse_division()
+
+
+def _refuse_division(*_args: Any, **_kwargs: Any) -> NoReturn:
+    stopped(
+        _(
             "it divides its model over the processes without Accelerate, which is not followed; Accelerate does it "
             "with --use_fsdp"
         )
-    return ""
+    )
 
 
 def _variables(ranks: int, local_ranks: int) -> dict[str, str]:
@@ -73,3 +75,6 @@ def _group_made(ranks: int, original: Any, *args: Any, **kwargs: Any) -> None:
             _("it makes a process group of {count} processes, and is launched in {ranks}", count=asked, ranks=ranks)
         )
     _entered.enter_context(pretended_group(ranks))
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrap(FullyShardedDataParallel, "__init__", _refuse_division)
