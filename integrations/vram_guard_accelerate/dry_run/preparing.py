@@ -16,7 +16,7 @@ from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
-from vram_guard_accelerate.dry_run import _own_ranks
+from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
@@ -85,7 +85,7 @@ class PreparingPhase(Phase):
 
     def _follow(self, models: list[nn.Module]) -> None:
         """From here on these models are symbolic, as if they had been prepared."""
-        why = _own_ranks.why_not_followed(models)
+        why = own_ranks.why_not_followed(models)
         if why:
             stopped(why)
         if self.run.shape.ranks > 1 and not any(map(replicas_in, models)):
