@@ -15,7 +15,7 @@ from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate._script_files import is_users
 from vram_guard_accelerate.apply.fsdp import plugin_of, why_not_followed
-from vram_guard_accelerate.dry_run import _engine, _own_ranks, side_effects
+from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -33,7 +33,7 @@ def install(run: DryRun) -> None:
     if run.early_writes is not None:
         run.early_writes.install()
     _refuse_processes()
-    _own_ranks.watch(run.shape.ranks)
+    own_ranks.watch(run.shape.ranks)
     _refuse_local_sgd()
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
     run.script.options.watch()
@@ -89,7 +89,7 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
 def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kwargs: Any) -> None:
     """The parameters after ``state`` are Accelerate's own."""
     kwargs.pop("cpu", None)
-    _own_ranks.take_back()
+    own_ranks.take_back()
     asker = sys._getframe(2).f_locals.get("self")  # TrainingArguments asks, and looks again after
     if asker is not None and hasattr(asker, "use_cpu"):
         asker.use_cpu = False

@@ -16,7 +16,7 @@ from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
-from vram_guard_accelerate.dry_run import _own_ranks
+from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
@@ -59,7 +59,7 @@ class PreparingPhase(Phase):
                     "model, the optimizer and the loader first"
                 )
             )
-        _own_ranks.refuse_divided_models()
+        own_ranks.refuse_divided_models()
         stopped(
             _(
                 "it trains without Accelerate, on the CPU: the loops that are followed train a model that was moved to "

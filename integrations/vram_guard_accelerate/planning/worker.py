@@ -21,7 +21,7 @@ from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
-from vram_guard_accelerate.dry_run import _own_ranks, forks, patches
+from vram_guard_accelerate.dry_run import forks, own_ranks, patches
 from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
@@ -92,7 +92,7 @@ def _follow(
     )
     forks.check_forks()
     run.phase = PreparingPhase(run)
-    _own_ranks.announce(shape)
+    own_ranks.announce(shape)
     patches.install(run)
     run.phase.begins()
     gc.freeze()  # nothing of the script's is among what was imported for it: the collector need not look at it
