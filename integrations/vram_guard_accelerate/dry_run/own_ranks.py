@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.simulate.parallel.own_replicas import replacements
+from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate._script_files import is_users
 from vram_guard_accelerate.dry_run.first_batch import LaunchShape
@@ -46,7 +46,7 @@ def watch(ranks: int) -> None:
 def refuse_divided_models() -> None:
     """End the dry run of a script without Accelerate if it has divided a model (``fully_shard``)."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is not None and any(issubclass(one, kind) for one in map(type, gc.get_objects()) if isinstance(one, type)):
+    if kind is not None and alive(kind):
         _refuse_division()
 
 
