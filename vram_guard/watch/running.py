@@ -68,6 +68,7 @@ class Running:
         with suppress(OSError):
             if folder is not None:
                 (folder / f"{self.pid}.json").unlink(missing_ok=True)
+                folder.rmdir()  # the last one leaves nothing behind
 
 
 class EpochGrowth:
