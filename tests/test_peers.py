@@ -16,6 +16,7 @@ from benchmarks.peers import bench, formulas, pages, tools
 from benchmarks.peers.workloads import workloads
 
 GB = 10**9
+ROOT = Path(__file__).parents[1]
 MEM_TRACKER = "torch.distributed._tools.mem_tracker"
 
 
@@ -172,6 +173,17 @@ def test_the_page_shows_answers_errors_seconds_and_reasons(results, language, mi
     assert "10.0% (1/1) | - |" in page
     assert "| vram_guard | 1.00 | 1.50 | 2/2 |" in page
     assert "- guide: grid: does not apply (A, B)" in page
+
+
+@pytest.mark.parametrize("language", ["en", "zh_cn"])
+def test_the_page_that_is_committed_has_the_words_of_today(language):
+    """Figures come from a run; words are changed without one, in both places."""
+    page, words = (ROOT / "docs" / language / "peers.md").read_text(encoding="utf-8"), pages.TEXTS[language]
+    for part in ("title", "intro", "answers", "seconds", "cannot", "published", "published_intro"):
+        assert f"{words[part]}\n" in page, part
+    for line in (*words["limits"].items(), *words["published_rows"]):
+        assert f"| {' | '.join(line)} |" in page
+    assert f"| {words['error']} |" in page
 
 
 def test_both_languages_say_what_every_tool_cannot_answer():
