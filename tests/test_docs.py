@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from docs_blocks import commands_of, files_of, missing
+from docs_blocks import commands_of, files_of, missing, pinned
 from folders import write_cogvideox
-from packaging.requirements import Requirement
 
 from vram_guard import cli, settings
 
@@ -31,9 +29,8 @@ def twice(page):
     return page.parent.name == "zh_cn" and english.exists() and shown(page) == shown(english)
 
 
-PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
 #: Outputs are those of the releases that everything is run with; elsewhere numbers may differ, exit codes may not.
-SAME_TORCH = next(pin for pin in PINS if pin.name == "torch").specifier.contains(torch.__version__.partition("+")[0])
+SAME_TORCH = pinned("torch")
 
 
 def named(page):
