@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path) -> dict[str, dict[str, Any]]:
     """Everything that is asked of dry runs here, answered in one process."""
     asked = folder / "asked"
-    for name in (*LOOPS, *REFUSED, *TOLD_LATE, "asks", "saves", "caches"):
+    for name in (*LOOPS, *REFUSED, *TOLD_LATE, "asks", "saves", "caches", "loaded_there"):
         cases.request(asked / name, HABITS, name, "--out", folder / name)
     for name in ("folds", "shuffled_by_hand"):
         cases.request(asked / f"{name}_grow", HABITS, name, budget="160MiB", grow=True, lr_rule="linear")
@@ -61,7 +61,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     return cases.dry_runs(asked, HF_HOME=str(folder / "home"))
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *TOLD_LATE, "asks", "saves", "caches", "begins"])
+@pytest.mark.parametrize("name", [*LOOPS, *TOLD_LATE, "asks", "saves", "caches", "loaded_there", "begins"])
 def test_they_are_followed(answers: Any, name: str) -> None:
     answer = answers[name]
     assert "error" not in answer, answer

@@ -38,7 +38,7 @@ def answers(folder: Path) -> dict[str, Any]:
         cases.request(folder / name, SCRIPT, name, "never.pt", budget="90MiB", whole_job=False)
     for name in ("parallel", "casts", "by_hand", "cpu", "forks"):
         cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
-    for name in ("spread", "casts"):
+    for name in ("spread", "casts", "divides"):
         cases.request(folder / f"{name}_over_4", SCRIPT, name, "never.pt", ranks=4, whole_job=False)
     cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, budget="90MiB", whole_job=False)
     cases.request(folder / "waits", SCRIPT, "waits", "never.pt", start_seconds=0.5)
@@ -149,6 +149,7 @@ def test_what_is_not_proven_is_told_and_not_started(
         ("cpu", "it trains without Accelerate, on the CPU"),
         ("cpu", "accelerator.prepare(model, optimizer, loader)\n"),
         ("casts_over_4", "without Accelerate and without DistributedDataParallel"),
+        ("divides_over_4", "divides its model over the processes without Accelerate"),
         ("forks", "os.fork"),
         ("waits", "it has not begun to train after 0.5 s"),
     ],

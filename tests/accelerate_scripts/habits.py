@@ -433,6 +433,23 @@ def caches(options):
     train(accelerator, model, optimizer, loader)
 
 
+def loaded_there(options):
+    """A model whose weights are loaded onto the GPU at once, which Transformers does in threads."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2, loss_type="ForCausalLM")
+    GPT2LMHeadModel(config).save_pretrained(f"{options.out}.model")
+    model = GPT2LMHeadModel.from_pretrained(f"{options.out}.model", device_map="cuda")
+    tokens = torch.randint(0, 16, (options.samples, 8))
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=8)
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def saves(options):
     """After every batch, with the means of several libraries."""
     from tokenizers import Tokenizer, models

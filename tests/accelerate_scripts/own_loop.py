@@ -72,6 +72,11 @@ if habit == "compiles":
     model = torch.compile(model)
 if habit == "parallel":
     model = nn.DataParallel(model)
+if habit == "divides":
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("nccl")
+    fully_shard(model)
 if habit == "spread":
     model = nn.parallel.DistributedDataParallel(model, device_ids=[int(os.environ["LOCAL_RANK"])])
 optimizer = None if habit == "by_hand" else torch.optim.AdamW(model.parameters(), lr=1e-3)

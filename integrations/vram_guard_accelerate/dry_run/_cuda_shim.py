@@ -7,6 +7,7 @@ stays where it is and is remembered: from ``prepare`` on it is symbolic.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,6 +62,7 @@ class CudaShim(TorchFunctionMode):
         if self._begun:
             return
         self._begun = True
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads of Transformers that load weights would find no GPU
         self._stack.enter_context(replaced(torch.cuda, self._answers))
         if hasattr(torch, "accelerator"):
             self._stack.enter_context(replaced(torch.accelerator, self._on_accelerator))

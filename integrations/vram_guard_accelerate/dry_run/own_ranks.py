@@ -6,16 +6,16 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.simulate.parallel.own_replicas import replacements
+from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate._script_files import is_users
 from vram_guard_accelerate.dry_run.first_batch import LaunchShape
@@ -43,18 +43,20 @@ def watch(ranks: int) -> None:
     replace_attributes(DistributedDataParallel, replacements(stopped))
 
 
-def why_not_followed(models: list[nn.Module]) -> str:
-    """The reason why the models of a script without Accelerate cannot be followed, as it divides them by itself."""
-    if dist.is_available() and any(
-        hasattr(parameter, "device_mesh") or hasattr(parameter, "_is_flat_param")
-        for model in models
-        for parameter in model.parameters()
-    ):
-        return _(
+def refuse_divided_models() -> None:
+    """End the dry run of a script without Accelerate if it has divided a model (``fully_shard``)."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is not None and alive(kind):
+        _refuse_division()
+
+
+def _refuse_division(*_args: Any, **_kwargs: Any) -> NoReturn:
+    stopped(
+        _(
             "it divides its model over the processes without Accelerate, which is not followed; Accelerate does it "
             "with --use_fsdp"
         )
-    return ""
+    )
 
 
 def _variables(ranks: int, local_ranks: int) -> dict[str, str]:
@@ -73,3 +75,6 @@ def _group_made(ranks: int, original: Any, *args: Any, **kwargs: Any) -> None:
             _("it makes a process group of {count} processes, and is launched in {ranks}", count=asked, ranks=ranks)
         )
     _entered.enter_context(pretended_group(ranks))
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrap(FullyShardedDataParallel, "__init__", _refuse_division)

@@ -59,6 +59,7 @@ class PreparingPhase(Phase):
                     "model, the optimizer and the loader first"
                 )
             )
+        own_ranks.refuse_divided_models()
         stopped(
             _(
                 "it trains without Accelerate, on the CPU: the loops that are followed train a model that was moved to "
@@ -85,9 +86,6 @@ class PreparingPhase(Phase):
 
     def _follow(self, models: list[nn.Module]) -> None:
         """From here on these models are symbolic, as if they had been prepared."""
-        why = own_ranks.why_not_followed(models)
-        if why:
-            stopped(why)
         if self.run.shape.ranks > 1 and not any(map(replicas_in, models)):
             stopped(
                 _(
