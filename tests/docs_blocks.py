@@ -16,11 +16,24 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>\S[^>]*) -->\s*$")
 TITLE = re.compile(r'title="([^"]+)"')
+
+
+def pinned(name: str) -> bool:
+    """Whether a package is here in the release of ``constraints.txt``, which the pages' figures are of."""
+    lines = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    pin = next(one for one in map(Requirement, (line for line in lines if "==" in line)) if one.name == name)
+    try:
+        return pin.specifier.contains(version(name).partition("+")[0])
+    except PackageNotFoundError:
+        return False
 
 
 @dataclass

@@ -22,6 +22,23 @@ from vram_guard.language import CHINESE, ENGLISH, LOCALE, display_width, ljust, 
 
 ROOT = Path(__file__).parents[1]
 CATALOGUE = LOCALE / CHINESE / "LC_MESSAGES" / "vram_guard.po"
+#: One Chinese word for one thing; the others are not written.
+GLOSSARY = {
+    "微批": "微批次|微批量|小批量|小批次",
+    "批大小": "批量大小|批次大小|批尺寸|批数据大小|batch 大小|batch size",
+    "激活检查点": "梯度检查点|激活重计算|重计算",
+    "方案": "计划",
+    "预留": "保留显存|保留峰值|保留的显存|总共保留",
+    "监控": "监视",
+    "利用率": "使用率",
+    "余量": "裕量",
+    "优化器状态": "优化器的状态",
+    "学习率": "学习速率",
+    "梯度累积": "梯度累加",
+    "工作区": "工作空间",
+    "你": "您",
+    "vram_guard": "守卫",
+}
 ADVICE = "run `make messages`, and translate what it adds"
 
 
@@ -67,6 +84,23 @@ def test_every_message_is_translated_with_the_same_placeholders(catalogue):
         assert message.string, f"{message.id!r} is not translated: {ADVICE}"
         assert placeholders(message.string) == placeholders(message.id), message.id
         assert not message.fuzzy, message.id
+
+
+def chinese(catalogue):
+    """Where it stands -> every Chinese line that people read: pages without their code, the menu, messages."""
+    pages = [p for where in ("docs/zh_cn/*.md", "examples/*/*_zh-CN.md", "*_zh-CN.md") for p in ROOT.glob(where)]
+    for page in (*pages, ROOT / "mkdocs.yml"):
+        text = re.sub(r"(?ms)^ *```.*?^ *```|`[^`\n]*`", "", page.read_text(encoding="utf-8"))
+        for line in text.splitlines():
+            if re.search("[\u4e00-\u9fff]", line):
+                yield page.name, line
+    yield from ((message.id, message.string) for message in catalogue if message.id)
+
+
+@pytest.mark.parametrize("term", GLOSSARY)
+def test_one_chinese_word_for_one_thing(term, catalogue):
+    found = [(where, line) for where, line in chinese(catalogue) if re.search(GLOSSARY[term], line)]
+    assert not found, f"write {term}"
 
 
 @pytest.mark.parametrize("name", ["vram_guard", "argparse"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docs_blocks import pinned
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -16,6 +18,7 @@ from benchmarks.peers import bench, formulas, pages, tools
 from benchmarks.peers.workloads import workloads
 
 GB = 10**9
+ROOT = Path(__file__).parents[1]
 MEM_TRACKER = "torch.distributed._tools.mem_tracker"
 
 
@@ -172,6 +175,32 @@ def test_the_page_shows_answers_errors_seconds_and_reasons(results, language, mi
     assert "10.0% (1/1) | - |" in page
     assert "| vram_guard | 1.00 | 1.50 | 2/2 |" in page
     assert "- guide: grid: does not apply (A, B)" in page
+
+
+@pytest.mark.skipif(not (pinned("torch") and pinned("transformers")), reason="the figures are of other releases")
+def test_our_figures_on_the_pages_are_what_we_answer_today():
+    """The column of vram_guard, and the allocated peaks of the READMEs' table of speed."""
+    found = {asked.title: tools.traced(asked) for asked in workloads().values()}
+    for page in (ROOT / "docs" / "en" / "peers.md", ROOT / "docs" / "zh_cn" / "peers.md"):
+        rows = [line.strip("| ").split(" | ") for line in page.read_text(encoding="utf-8").splitlines()]
+        shown = {row[0]: row[2].split()[0] for row in rows if row[0] in found}
+        assert shown == {title: f"{estimate.peak_reserved / 2**30:.2f}" for title, estimate in found.items()}
+    for page in (ROOT / "README.md", ROOT / "README_zh-CN.md"):
+        shown = re.findall(r"^(\w.*\S) +vram_guard .* ([\d.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(shown) == 3
+        for title, peak in shown:
+            assert peak == f"{found[f'{title}, AdamW'].peak_allocated / 2**30:.2f}", title
+
+
+@pytest.mark.parametrize("language", ["en", "zh_cn"])
+def test_the_page_that_is_committed_has_the_words_of_today(language):
+    """Figures come from a run; words are changed without one, in both places."""
+    page, words = (ROOT / "docs" / language / "peers.md").read_text(encoding="utf-8"), pages.TEXTS[language]
+    for part in ("title", "intro", "answers", "seconds", "cannot", "published", "published_intro"):
+        assert f"{words[part]}\n" in page, part
+    for line in (*words["limits"].items(), *words["published_rows"]):
+        assert f"| {' | '.join(line)} |" in page
+    assert f"| {words['error']} |" in page
 
 
 def test_both_languages_say_what_every_tool_cannot_answer():

@@ -42,6 +42,8 @@ def page(results: Results, words: Texts) -> str:
     reasons = _reasons(results)
     if reasons:
         parts += [words["reasons"], "\n".join(f"- {line}" for line in reasons)]
+    parts += [words["published"], words["published_intro"]]
+    parts.append(pages.table(words["published_columns"], words["published_rows"]))
     return "\n\n".join(parts) + "\n"
 
 

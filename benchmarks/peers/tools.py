@@ -15,7 +15,7 @@ from benchmarks.harness.mem_tracker import tracked_peak
 from benchmarks.harness.records import Row
 from benchmarks.peers import formulas
 from benchmarks.peers.workloads import Asked, workloads
-from vram_guard import trace
+from vram_guard import Estimate, trace
 
 #: Above this many bytes of weights a model is handed over without them (on the meta device): this machine's memory
 #: would not hold a training script's own copy.
@@ -77,10 +77,15 @@ def row_of(tool: str, step: Asked, **answered: Any) -> Row:
 # --- ours, and torch's ----------------------------------------------------------------------------------------
 
 
-def _vram_guard(workload: Asked) -> int:
+def traced(workload: Asked) -> Estimate:
+    """Our own answer, whole."""
     capability = workload.measured.compute_capability if workload.measured else (8, 0)
     timeline = trace(workload.step.with_(zero_grad="before_forward"), compute_capability=capability)
-    return timeline.at(workload.batch_size).peak_reserved
+    return timeline.at(workload.batch_size)
+
+
+def _vram_guard(workload: Asked) -> int:
+    return traced(workload).peak_reserved
 
 
 # --- formulas -------------------------------------------------------------------------------------------------
