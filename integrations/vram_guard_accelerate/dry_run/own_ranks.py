@@ -46,7 +46,8 @@ def watch(ranks: int) -> None:
 def refuse_divided_models() -> None:
     """End the dry run of a script without Accelerate if it has divided a model (``fully_shard``)."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is not None and any(issubclass(one, kind) for one in map(type, gc.get_objects()) if isinstance(one, type)):
+    kinds: set[Any] = set(map(type, gc.get_objects()))
+    if kind is not None and any(isinstance(one, type) and issubclass(one, kind) for one in kinds):
         _refuse_division()
 
 
