@@ -92,7 +92,7 @@ def _follow(
     )
     forks.check_forks()
     run.phase = PreparingPhase(run)
-    own_ranks.announce(shape)
+    own_ranks.announce(shape, request.command[0])
     patches.install(run)
     run.phase.begins()
     gc.freeze()  # nothing of the script's is among what was imported for it: the collector need not look at it

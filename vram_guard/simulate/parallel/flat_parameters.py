@@ -40,8 +40,8 @@ def flat_parameters_followed(recorder: Recorder) -> Iterator[None]:
 
     def sharded_views(self: Any) -> None:
         """Parameters that have nothing in this rank's shard are set to an empty tensor, symbolic as they are."""
-        empty, where = torch.empty, self.flat_param.device
-        with replaced(torch, {"empty": lambda *size, **options: empty(*size, **{"device": where, **options})}):
+        nothing = self.flat_param.new_empty(0)
+        with replaced(torch, {"empty": lambda *_size, **_options: nothing}):
             shown(self)
 
     def storage_address(self: torch.UntypedStorage) -> int:
