@@ -151,6 +151,12 @@ class WholeJobPhase(ForkedPhase):
         """Batches of evaluations are no steps."""
         return self._recorder.loading() if self._evaluates else super().moving_batch()
 
+    def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """After the last epoch, another optimizer is another training: what was followed ends before it."""
+        if self._last and any(isinstance(thing, torch.optim.Optimizer) for thing in args):
+            self.answer()
+        return super().prepare(original, accelerator, args, kwargs)
+
     def _forward_begins(self, *_call: object) -> None:
         """Without gradients, once the epoch is over, it belongs to an evaluation, whether that loads data or not."""
         over = self._last or (self._next_epoch_at is None and (self._over is not None or self._entered))
