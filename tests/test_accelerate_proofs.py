@@ -63,7 +63,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "name", ["Plain", "Dropping", "adversarial", "diffusion", "trainer", "Unhindered", "Unhindered_waiting"]
+    "name", ["Plain", "Dropping", "Drawing", "adversarial", "diffusion", "trainer", "Unhindered", "Unhindered_waiting"]
 )
 def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name: str) -> None:
     answer = answers[name]
@@ -101,7 +101,6 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
         ("Weighted_heavy", "smaller micro-batches", "micro-batches have different shares"),
         ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
         ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
-        ("Drawing", "activation checkpointing", "the gradient of "),
         ("Spoiling_waiting", "offload_activations", "the gradient of "),
     ],
 )

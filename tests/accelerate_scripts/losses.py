@@ -125,7 +125,7 @@ class ByChance(Block):
 
 
 class Drawing(Network):
-    """Blocks that draw."""
+    """Blocks that draw from Python's generator, whose state checkpointing puts back."""
 
     def __init__(self):
         super().__init__()
