@@ -1,4 +1,4 @@
-"""With a real GPU: guards in a process that has used CUDA, and recovery from real errors. Skipped where there is none."""
+"""With a real GPU: guards in a process that used CUDA, recovery from real errors. Skipped where there is none."""
 
 from __future__ import annotations
 
