@@ -22,9 +22,10 @@ prepare() { # python, torch, folder
     [ "$2" = newest ] && constraint="torch"
     # Not constraints.txt: each torch release takes the newest frameworks that still go with it.
     # transformers 5 switches itself off below torch 2.6, without saying so to pip.
-    local transformers=transformers
-    case $2 in 2.4* | 2.5*) transformers='transformers<5' ;; esac
-    "$folder/bin/python" -m pip install --quiet "$constraint" "$transformers" -e . --group test
+    local transformers=transformers torchao=torchao
+    # torchao 0.12 and later do not import under torch 2.4, and pip is not told either.
+    case $2 in 2.4* | 2.5*) transformers='transformers<5' torchao='torchao<0.12' ;; esac
+    "$folder/bin/python" -m pip install --quiet "$constraint" "$transformers" "$torchao" -e . --group test
 }
 
 for python in $pythons; do

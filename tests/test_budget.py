@@ -65,6 +65,20 @@ def test_an_amount_can_be_part_of_a_card():
     assert budget.notes == ()
 
 
+def test_a_whole_gpu_is_its_memory_less_the_context():
+    budget = Budget.resolve(gpu_memory=24, margin=0)
+    assert (budget.total, budget.usable) == (24 * 10**9, 24 * 10**9 - budget.context)
+    card = Budget.resolve(gpu="RTX 4090", gpu_memory="20GiB", margin=0)
+    assert card.compute_capability == (8, 9)
+    assert card.usable == 20 * GIB - card.context
+    for wrong in ({"budget": "1GiB"}, {"device": 0}):
+        with pytest.raises(InvalidInputError, match="not both"):
+            Budget.resolve(gpu_memory="24GiB", **wrong)
+    for wrong in ("100MB", "x", True, -1, float("nan")):
+        with pytest.raises(InvalidInputError):
+            Budget.resolve(gpu_memory=wrong)
+
+
 def test_the_whole_nominal_size_of_a_card_is_capped_and_says_so():
     budget = Budget.resolve("24GiB", gpu="RTX 4090", margin=0)
     assert budget.usable == Budget.resolve(gpu="RTX 4090", margin=0).usable

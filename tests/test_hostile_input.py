@@ -315,9 +315,9 @@ def test_options_are_there_wherever_they_make_sense():
     found = parsers()
     predicting = found.keys() - {"gpus", "doctor", "monitor", "mmengine init"}
     for command in predicting:
-        wanted = {"--gpu", "--budget", "--margin", "--json"}
-        if command != "launch":  # whose GPUs are Accelerate's
-            wanted |= {"--gpu-memory", "--device"}
+        wanted = {"--gpu", "--budget", "--gpu-memory", "--margin", "--json"}
+        if command != "launch":  # which of the machine's GPUs it is, Accelerate's --gpu_ids says
+            wanted |= {"--device"}
         if command != "optimize":
             wanted |= {"--releases", "--ignore-releases"}
         assert wanted <= found[command].keys(), command

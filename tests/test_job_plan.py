@@ -142,7 +142,7 @@ def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits
     assert not made.fits
     assert not made.changed
     said = "\n".join(made.reasons)
-    assert "validation (all) needs 408.00 MiB beside the step that fits by itself, 208.00 MiB more" in said
+    assert "leaves too little: validation (all) then needs 408.00 MiB, 208.00 MiB more" in said
     assert "No change of the training step makes the whole run fit." in said
     largest = int(said.partition("With batches of ")[2].partition(" ")[0])
     budget = Budget.of("200MiB", margin=0)

@@ -45,6 +45,20 @@ def test_arguments_come_from_the_project_unless_they_are_given(project, monkeypa
     assert guard.plan.budget.margin == 0.1
 
 
+def test_a_whole_gpu_by_its_memory(project):
+    (project / "pyproject.toml").write_text("[tool.vram_guard]\ngpu_memory = 24\n")
+    guard = VramGuard(mode="report")
+    trained(project, guard)
+    assert guard.plan.budget.total == 24 * 10**9
+    assert 0 < guard.plan.budget.context < guard.plan.budget.total - guard.plan.budget.usable
+    assert VramGuard(gpu_memory="8GiB").settings.resolved_budget().total == 8 * 2**30
+    assert VramGuard(budget="2GiB").settings.gpu_memory is None
+    with pytest.raises(InvalidInputError, match="not both"):
+        VramGuard(budget="2GiB", gpu_memory=24)
+    with pytest.raises(InvalidInputError, match=r"less than the .* of a CUDA context"):
+        VramGuard(gpu_memory="100MB")
+
+
 def test_a_slip_in_the_settings_is_told_when_the_callback_is_made(monkeypatch):
     monkeypatch.setenv("VRAM_GUARD_MARGIN", "much")
     with pytest.raises(InvalidInputError, match="VRAM_GUARD_MARGIN"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from vram_guard import Parallel, TrainingStep
 from vram_guard.errors import InvalidInputError
+from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.parallel.spec import KINDS, MOST_GPUS
 
 NODES = st.sampled_from([1, 2, 4, 8])
@@ -176,3 +179,15 @@ def test_fsdp1_takes_its_gpu_by_number() -> None:
         for device in (0, torch.device("cuda", 0))
     )
     assert by_number.breakdown == by_name.breakdown
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_where_torch_has_no_class_of_divided_modules_none_is_divided(loaded: bool, monkeypatch) -> None:
+    """torch before 2.6, whether the script has imported its FSDP or not; nothing is imported for the question."""
+    name = "torch.distributed.fsdp"
+    if loaded:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    else:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not divided_by_fsdp2(torch.nn.Linear(1, 1))
+    assert (name in sys.modules) is loaded

@@ -279,7 +279,7 @@ def test_torchao_missing_says_what_to_install(monkeypatch):
     host_optimizer.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     try:
-        with pytest.raises(MissingLibraryError, match="pip install torchao"):
+        with pytest.raises(MissingLibraryError, match=r"pip install 'torchao>=0.10'"):
             on_host(torch.optim.AdamW(net().parameters()))
     finally:
         host_optimizer.cache_clear()

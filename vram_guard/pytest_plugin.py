@@ -107,4 +107,8 @@ def _configured(config: pytest.Config) -> tuple[Any, Any]:
     from vram_guard.settings import settings
 
     found = settings()
+    if "gpu_memory" in found:
+        from vram_guard.budget import Budget
+
+        return Budget.resolve(gpu_memory=found["gpu_memory"].value), None  # type: ignore[arg-type]
     return tuple(found[name].value if name in found else None for name in ("budget", "gpu"))  # type: ignore[return-value]

@@ -106,7 +106,7 @@ class Settings(PlanSettings):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The guard's options, for ``vram-guard launch`` and ``python -m vram_guard_accelerate`` alike."""
     group = parser.add_argument_group(_("vram_guard's options"))
-    options.add_options(group, "budget", "gpu", "verbose")
+    options.add_options(group, "budget", "gpu", "gpu-memory", "verbose")
     options.add_options(group, "margin", type=float)
     group.add_argument(
         "--allow",

@@ -92,6 +92,7 @@ class VramGuard(CallbackBase):
         lr_rule: str = "linear",
         loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] = "auto",
         *,
+        gpu_memory: str | float | None = None,
         pin: Mapping[str, Any] | None = None,
         blocks: str | Iterable[str] | None = None,
         host_budget: str | int | None = None,
@@ -112,6 +113,7 @@ class VramGuard(CallbackBase):
         self.settings = Settings(
             budget=budget,
             gpu=gpu,
+            gpu_memory=gpu_memory,
             margin=margin,
             allow=allow,
             mode=mode,

@@ -125,6 +125,7 @@ class Budget(ShownInNotebooks):
         gpu: GPU | str | None = None,
         margin: float | None = None,
         device: object = None,
+        gpu_memory: str | float | None = None,
     ) -> Budget:
         """The budget that a user's settings mean.
 
@@ -135,15 +136,23 @@ class Budget(ShownInNotebooks):
             margin: the fraction left free, in [0, 1). None: :data:`DEFAULT_MARGIN`, or the budget's own.
             device: a CUDA device of this machine (1, "cuda:1"); what is free on it now. None with neither
                 of the others: the current device.
+            gpu_memory: of a whole GPU: an amount, of which the CUDA context takes its part; a number without a unit is
+                GB, as the makers of cards write. Together with a card's name, that card with so much memory.
 
         Raises:
             InvalidInputError: for settings that mean nothing or contradict each other.
             NoDeviceError: neither is given and there is no GPU here.
             DeviceQueryError: neither is given and the GPU here cannot be read.
         """
-        if device is not None and not (budget is None and gpu is None):
+        if device is not None and not (budget is None and gpu is None and gpu_memory is None):
             raise InvalidInputError(_("give either device (what is free there) or budget and gpu, not both"))
         card = gpu if gpu is None or isinstance(gpu, GPU) else find_gpu(gpu)
+        if gpu_memory is not None:
+            if budget is not None:
+                raise InvalidInputError(
+                    _("give gpu_memory (of the whole GPU) or budget (of PyTorch's allocator), not both")
+                )
+            return _of_memory(gpu_memory, card, margin)
         if budget is not None:
             amount = cls.of(budget, margin)
             return amount if card is None else amount.on_card(card)
@@ -176,6 +185,8 @@ class Budget(ShownInNotebooks):
         """``source`` in the reader's language."""
         if self.source == "explicit":
             return _("explicit")
+        if self.source == "given":
+            return _("given")
         if self.free is None and self.gpu is not None:
             return _("catalogue: {name}", name=self.gpu.name)
         return self.source
@@ -228,6 +239,24 @@ class Budget(ShownInNotebooks):
         # "24GiB" of a 24 GiB card: the driver and the context have their part of it all the same.
         note = _("{name} leaves PyTorch at most {amount}", name=gpu.name, amount=format_bytes(most))
         return replace(known, available=most, notes=(*self.notes, note))
+
+
+def _of_memory(memory: str | float, card: GPU | None, margin: float | None) -> Budget:
+    """A GPU with so much memory, less what its CUDA context takes."""
+    text = str(memory).strip()
+    plain = text.replace(".", "", 1).isdigit() and text.isascii()
+    size = parse_bytes(f"{text}GB" if plain else text, "gpu_memory")
+    context = context_bytes(None) if card is None else card.context_bytes
+    if size <= context:
+        raise InvalidInputError(
+            _(
+                "gpu_memory is less than the {taken} of a CUDA context: for what PyTorch may use give budget",
+                taken=format_bytes(context),
+            )
+        )
+    kept, source = _margin(margin)
+    whole = Budget(size, size - context, kept, "given", context=context, margin_source=source)
+    return whole if card is None else whole.on_card(card)
 
 
 def without_unit(count: object) -> InvalidInputError:

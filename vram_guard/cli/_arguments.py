@@ -70,36 +70,16 @@ def gpu_memory(
         NoDeviceError: nothing is given, and there is no GPU here.
         DeviceQueryError: nothing is given, and the GPU here cannot be read.
     """
-    from vram_guard.budget import Budget, find_gpu
+    from vram_guard.budget import Budget
 
     kept = checked_margin(margin)
     if device is not None and not (memory is None and gpu is None and budget is None):
         raise InvalidInputError(_("give either --device (what is free there) or --gpu, --budget, --gpu-memory"))
-    if memory is None:
-        which = int(device) if device is not None and device.isdigit() and device.isascii() else device
-        resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept, device=which)
-        return resolved.total, resolved.source_text, resolved
-    if budget is not None:
+    if memory is not None and budget is not None:
         raise InvalidInputError(_("give --gpu-memory (of the whole GPU) or --budget (of PyTorch), not both"))
-    from vram_guard.budget.catalogue import context_bytes
-    from vram_guard.units import format_bytes, parse_bytes
-
-    text = str(memory).strip()
-    plain = text.replace(".", "", 1).isdigit() and text.isascii()
-    size = parse_bytes(f"{text}GB" if plain else text, "gpu_memory")
-    card = None if gpu is None else find_gpu(gpu)
-    context = context_bytes(None) if card is None else card.context_bytes
-    if size <= context:
-        taken = format_bytes(context)
-        raise InvalidInputError(
-            _(
-                "gpu_memory is less than the {taken} of a CUDA context: for what PyTorch may use give --budget",
-                taken=taken,
-            )
-        )
-    usual = Budget.of(size, kept)
-    whole = Budget(size, size - context, usual.margin, _("given"), context=context, margin_source=usual.margin_source)
-    return size, _("given"), whole if card is None else whole.on_card(card)
+    which = int(device) if device is not None and device.isdigit() and device.isascii() else device
+    resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept, device=which, gpu_memory=memory)
+    return resolved.total, resolved.source_text, resolved
 
 
 def counts(options: argparse.Namespace, *names: str) -> dict[str, int | None]:

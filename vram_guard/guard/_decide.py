@@ -105,10 +105,7 @@ def budget_of(device: torch.device, settings: PlanSettings) -> Budget:
     Raises:
         NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.
     """
-    from vram_guard.budget import Budget
-
-    at_hand = settings.budget is None and settings.gpu is None and device.type == "cuda"
-    return Budget.resolve(settings.budget, settings.gpu, settings.margin, device=device if at_hand else None)
+    return settings.resolved_budget(device if device.type == "cuda" else None)
 
 
 def decide_alone(

@@ -39,6 +39,7 @@ class PlanSettings:
     Args:
         budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
         gpu: a whole card by name ("RTX 4090"). With neither, what is free on the device that trains.
+        gpu_memory: a whole card by its size: "24GiB"; a number without a unit is GB.
         margin: the share of the budget to leave free, in [0, 1); None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; None: the default.
         grow: where the step fits, enlarge the batch up to ``target_utilization`` and scale learning rates by
@@ -64,6 +65,7 @@ class PlanSettings:
 
     budget: Budget | str | int | None = None
     gpu: str | None = None
+    gpu_memory: str | float | None = None
     margin: float | None = None
     allow: str | Iterable[str] | None = None
     """Names as they were given, a frozenset after the check; see :attr:`techniques`."""
@@ -83,7 +85,7 @@ class PlanSettings:
         names = [name.strip() for name in allow.split(",")] if isinstance(allow, str) else list(allow)
         checked_techniques(names)
         self._keep("allow", frozenset(names) - {""})
-        check_amounts(self.budget, self.gpu, self.margin, self.host_budget)
+        check_amounts(self.budget, self.gpu, self.margin, self.host_budget, self.gpu_memory)
         check_growth(self.target_utilization, self.lr_rule)
         self._keep("longest", checked_longest(self.longest))
         check_seconds("longest_seconds", self.longest_seconds)
@@ -96,6 +98,20 @@ class PlanSettings:
     def _keep(self, name: str, value: object) -> None:
         """Replace a value by its checked form."""
         object.__setattr__(self, name, value)
+
+    @property
+    def names_no_memory(self) -> bool:
+        """True if it is left to the device that trains how much memory there is."""
+        return self.budget is None and self.gpu is None and self.gpu_memory is None
+
+    def resolved_budget(self, device: object = None) -> Budget:
+        """The budget that these settings mean; see :meth:`vram_guard.Budget.resolve` for the errors.
+
+        Args:
+            device: whose free memory counts where the settings name none; None: the current device.
+        """
+        device = device if self.names_no_memory else None
+        return Budget.resolve(self.budget, self.gpu, self.margin, device, self.gpu_memory)
 
     @property
     def wish(self) -> Wish:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from vram_guard.language import _
 from vram_guard.parallel.install import install
 from vram_guard.parallel.meshes import make_mesh
+from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.techniques.host_modules import keep_parameters_in_place
 from vram_guard.techniques.recipe import Sharding
@@ -195,10 +196,10 @@ def as_on_the_first(module: nn.Module, device: torch.device) -> None:
 def _taken_off(before: Mapping[nn.Module, set[str]]) -> None:
     """FSDP2 taken off its modules, which are left with their shards."""
     from torch.distributed import _composable_state
-    from torch.distributed.fsdp import FSDPModule
 
+    part: Any
     for part, names in before.items():
-        if isinstance(part, FSDPModule):
+        if divided_by_fsdp2(part):
             part.reshard()
             state: Any = part._get_fsdp_state()  # noqa: SLF001 - torch has no way to take FSDP2 off
             handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]  # noqa: SLF001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +64,12 @@ def set_resharding(model: nn.Module, reshard: bool) -> None:
 
 
 def divided_by_fsdp2(module: nn.Module) -> bool:
-    """True if ``fully_shard`` was called with this module."""
-    from torch.distributed.fsdp import FSDPModule
+    """True if ``fully_shard`` was called with this module.
 
-    return isinstance(module, FSDPModule)
+    Nothing is imported for it: ``torch.distributed.fsdp`` takes a second, and a module that is divided has imported it.
+    torch before 2.6 has no public class of such modules.
+    """
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
 def resharding_of(model: nn.Module) -> frozenset[bool]:
@@ -82,12 +85,9 @@ def resharding_of(model: nn.Module) -> frozenset[bool]:
 
 def _inner(model: nn.Module) -> list[Any]:
     """FSDP2 modules that lie inside others."""
-    from torch.distributed.fsdp import FSDPModule
-
     found: dict[int, Any] = {}
-    for outer in model.modules():
-        if isinstance(outer, FSDPModule):
-            found.update((id(one), one) for one in outer.modules() if one is not outer and isinstance(one, FSDPModule))
+    for outer in filter(divided_by_fsdp2, model.modules()):
+        found.update((id(one), one) for one in outer.modules() if one is not outer and divided_by_fsdp2(one))
     return list(found.values())
 
 

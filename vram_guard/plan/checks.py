@@ -24,7 +24,11 @@ _LEAST_BYTES = 2**10
 
 
 def check_amounts(
-    budget: Budget | str | int | None, gpu: str | None, margin: float | None, host_budget: str | int | None
+    budget: Budget | str | int | None,
+    gpu: str | None,
+    margin: float | None,
+    host_budget: str | int | None,
+    gpu_memory: str | float | None = None,
 ) -> None:
     """Check that these amounts of memory can be read; the device is not queried.
 
@@ -38,8 +42,8 @@ def check_amounts(
         raise without_unit(budget)
     if margin is not None:
         checked_margin(margin)
-    if budget is not None or gpu is not None:
-        Budget.resolve(budget, gpu, margin)
+    if budget is not None or gpu is not None or gpu_memory is not None:
+        Budget.resolve(budget, gpu, margin, gpu_memory=gpu_memory)
     if host_budget is not None:
         parse_bytes(host_budget, "host_budget")
 

@@ -72,7 +72,9 @@ def host_optimizer() -> Any:
     try:
         from torchao.optim import CPUOffloadOptimizer
     except ImportError as error:
-        raise MissingLibraryError(_("optimizer states are kept on the host by torchao: pip install torchao")) from error
+        raise MissingLibraryError(
+            _("optimizer states are kept on the host by torchao: pip install 'torchao>=0.10'")
+        ) from error
     except Exception as error:
         raise unusable("torchao", error) from error
 

@@ -139,10 +139,10 @@ def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
     """
     if gpu_ids != "all":
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids  # as accelerate does for the script
-    if settings.budget is None and settings.gpu is None:
+    if settings.names_no_memory:
         found = [Budget.resolve(margin=settings.margin, device=device) for device in range(ranks)] if ranks > 1 else []
         return min(found, key=lambda one: one.usable, default=None) or Budget.resolve(margin=settings.margin)
-    budget = Budget.resolve(settings.budget, settings.gpu, settings.margin)
+    budget = settings.resolved_budget()
     if budget.compute_capability is None:
         with contextlib.suppress(NoDeviceError, DeviceQueryError):
             return replace(budget, compute_capability=Budget.resolve().compute_capability)
