@@ -90,16 +90,18 @@ class EmbeddingGradient:
             piece that there may be.
         rows: of the embedding.
         width: bytes of one number; of a whole row in float32 for the sums of the pieces.
+        above: number of indices up to which they are not sorted.
     """
 
     part: Literal["indices", "segments", "pieces"]
     rows: int
     width: int
+    above: int = EMBEDDING_SORT_ABOVE
 
     def bytes(self, numbers: tuple[int, ...], _card: Card) -> int:
         """Bytes of this part; 0 where the indices need not be sorted."""
         (count,) = numbers
-        if count <= EMBEDDING_SORT_ABOVE:
+        if count <= self.above:
             return 0
         segments = min(count, self.rows)
         number = {"indices": count, "segments": segments, "pieces": count // _ROWS_PER_THREAD + segments}[self.part]
