@@ -203,11 +203,11 @@ class EarlierNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.dim, self.eps, self.offset = dim, eps, int(add_unit_offset)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of length one, scaled."""
-        exact = input.float()
+        exact = x.float()
         squares = torch.mean(exact * exact, dim=self.dim, keepdim=True)
-        normed = (exact * torch.rsqrt(squares + self.eps)).to(input.dtype)
+        normed = (exact * torch.rsqrt(squares + self.eps)).to(x.dtype)
         return normed * (self.offset + self.weight) if self.offset else normed * self.weight
 
 
