@@ -199,8 +199,8 @@ def _sorted_accumulation(
     if not values.is_contiguous() or values.numel() < selected:
         held.append(recorder.hold(selected * values.element_size(), name))
     held += [recorder.hold(size, name), recorder.hold(size, name)]
-    largest = math.prod(target.shape[dim] for dim, _index in given) - 1
-    recorder.release([recorder.hold(size, name), recorder.hold((RadixSort(), (count, max(largest, 0))), name)])
+    keys = math.prod(target.shape[dim] for dim, _index in given)
+    recorder.release([recorder.hold(size, name), recorder.hold((RadixSort(), (count, keys)), name)])
     recorder.release(held)
 
 
