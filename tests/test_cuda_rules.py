@@ -197,9 +197,9 @@ def test_euclidean_distances_are_a_product_of_longer_rows() -> None:
     assert taken_by(timeline, "_euclidean_dist", "forward") == [
         *(one, 60 * 4, -one, 60 * 4),  # squares, their sums, ones
         *(other, 50 * 4, -other, 50 * 4),
-        *(one, one + 2 * 60 * 4, -one, other + 2 * 50 * 4),  # twice the first, with two columns more; the second
-        60 * 50 * 4,
-        *(-other - 2 * 50 * 4, -one - 2 * 60 * 4, -50 * 4, -50 * 4, -60 * 4, -60 * 4),
+        *(one, one + 2 * 60 * 4, -60 * 4, -60 * 4, -one),  # twice the first, with two columns more
+        *(other + 2 * 50 * 4, -50 * 4, -50 * 4),
+        *(60 * 50 * 4, -other - 2 * 50 * 4, -one - 2 * 60 * 4),
     ]
 
 

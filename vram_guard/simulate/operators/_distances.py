@@ -28,11 +28,12 @@ def euclidean(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     sizes = [operand.numel() * operand.element_size() for operand in args[:2]]
     doubled = recorder.hold(sizes[0], name)
     padded = [recorder.hold(sizes[0] + 2 * rows[0], name)]
-    recorder.release([doubled])
+    recorder.release([doubled, *norms[0]])  # moved into the list that is joined
     padded.append(recorder.hold(sizes[1] + 2 * rows[1], name))
+    recorder.release(norms[1])
     out = func(*args, **kwargs)
     recorder.track(out, name)
-    recorder.release([*(block for held in norms for block in held), *padded])
+    recorder.release(padded)
     return out
 
 
