@@ -99,6 +99,7 @@ class Scored(nn.Module):
         (F.smooth_l1_loss, [4, 400_000], [400_000]),
         (F.huber_loss, [400_000, 4], [400_000]),
         (F.binary_cross_entropy, [400_000, 4], [400_000]),  # Loss.cu: the elements, and their mean
+        (F.soft_margin_loss, [400_000, 4], [400_000]),
         (F.binary_cross_entropy_with_logits, [400_000, 400_000, 4], [400_000, 400_000]),
     ],
 )
@@ -119,7 +120,9 @@ def test_weights_of_a_binary_cross_entropy_are_spread_before_its_elements() -> N
     assert bytes_of(made)[:5] == spread
 
 
-@pytest.mark.parametrize(("loss", "kept"), [(F.binary_cross_entropy, 400_000), (F.mse_loss, 0)])
+@pytest.mark.parametrize(
+    ("loss", "kept"), [(F.binary_cross_entropy, 400_000), (F.soft_margin_loss, 400_000), (F.mse_loss, 0)]
+)
 def test_a_binary_cross_entropy_lives_in_the_memory_of_its_elements(loss, kept) -> None:
     """Loss.cu, ``loss.resize_as_(loss_reduced)``: as long as the loss, so into the next forward."""
     model = Scored(loss)
@@ -127,6 +130,139 @@ def test_a_binary_cross_entropy_lives_in_the_memory_of_its_elements(loss, kept) 
     start = next(phase.start for phase in timeline.phases if (phase.name, phase.step) == ("forward", 2))
     held = [b.size.base for b in timeline.alive_at(start) if loss.__name__ in b.operator]
     assert sum(size for size in held if size > 4) == kept
+
+
+def taken_by(timeline: Timeline, operator: str, phase: str = "backward") -> list[int]:
+    """What an operator takes and gives back (negative) in a phase of the second step, at batch size 4."""
+    start = next(at for at, p in enumerate(timeline.phases) if (p.name, p.step) == (phase, 2))
+    stop = timeline.phases[start + 1].start
+    events = timeline.events[timeline.phases[start].start : stop]
+    blocks = [(timeline.blocks[max(event, ~event)], event >= 0) for event in events]
+    sizes = [(b.bytes_at(4), new) for b, new in blocks if b.operator.startswith(f"aten.{operator}.")]
+    return [size if new else -size for size, new in sizes if size]
+
+
+class Weighted(nn.Module):
+    """60 rows of 40 numbers, and what is made of them."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(60, 40))
+        self.made = made
+
+    def forward(self, x):
+        return self.made(self.weight, x)
+
+
+def weighted(made, batch=lambda b: torch.rand(b, 60, 40)) -> Timeline:
+    return traced(Weighted(made), batch)
+
+
+def test_the_gradient_of_a_soft_margin_loss_is_made_of_exponentials() -> None:
+    """Loss.cpp: ``exp(-target * input)``, then the gradient."""
+    timeline = weighted(lambda w, x: F.soft_margin_loss(w, x[0]))
+    size = 60 * 40 * 4
+    made = [size] * 3 + [-size] * 2 + [size, -size]  # negatives, products, exponentials; the gradient stays
+    assert taken_by(timeline, "soft_margin_loss_backward") == made
+
+
+def test_ones_are_scattered_into_zeros() -> None:
+    """Onehot.cpp; for the meta device torch compares with a range, and converts that."""
+    timeline = weighted(lambda w, x: F.one_hot(x.long(), 7) * w.sum())
+    hot = [b for b in in_phase(timeline, "forward", 2) if b.bytes_at(4) >= 4 * 2400 * 7]
+    assert [(b.operator, b.bytes_at(4)) for b in hot[1:]] == [  # after the indices
+        ("aten.new_zeros.default", 4 * 2400 * 7 * 8),
+        ("aten.mul.Tensor", 4 * 2400 * 7 * 4),
+    ]
+
+
+def test_values_are_not_known_once_ones_are_scattered_among_them() -> None:
+    timeline = weighted(lambda w, x: w[F.one_hot((w[:, 0] > 0).long(), 2)[:, 1].bool()])
+    assert timeline.tier == "partly symbolic"
+    assert 60 * 40 * 4 in taken_by(timeline, "index", "forward")  # every row
+
+
+def test_distances_copy_what_the_batch_repeats() -> None:
+    """Distance.cpp, ``cdist_impl``; DistanceKernel.cu: a buffer of (batch, other rows, rows, features)."""
+    timeline = weighted(lambda w, x: torch.cdist(w[None], x[:, :30], p=1.0))
+    weight, other, pairs = 4 * 60 * 40 * 4, 4 * 30 * 40 * 4, 4 * 60 * 30 * 4
+    assert taken_by(timeline, "_cdist_forward", "forward")[:3] == [weight, other, pairs]  # x[:, :30] has gaps
+    assert taken_by(timeline, "_cdist_backward")[:3] == [weight, weight, pairs * 40]
+
+
+def test_euclidean_distances_are_a_product_of_longer_rows() -> None:
+    """Distance.cpp, ``_euclidean_dist``."""
+    timeline = weighted(lambda w, x: torch.cdist(w, x[0, :50]))
+    one, other = 60 * 40 * 4, 50 * 40 * 4
+    assert taken_by(timeline, "_euclidean_dist", "forward") == [
+        *(one, 60 * 4, -one, 60 * 4),  # squares, their sums, ones
+        *(other, 50 * 4, -other, 50 * 4),
+        *(one, one + 2 * 60 * 4, -60 * 4, -60 * 4, -one),  # twice the first, with two columns more
+        *(other + 2 * 50 * 4, -50 * 4, -50 * 4),
+        *(60 * 50 * 4, -other - 2 * 50 * 4, -one - 2 * 60 * 4),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_are_sorted_whatever_their_number(mode) -> None:
+    """EmbeddingBag.cu: no threshold as for an embedding; maxima are only added."""
+    timeline = weighted(lambda w, x: F.embedding_bag(x, w, mode=mode), lambda b: torch.zeros(b, 500, dtype=torch.long))
+    taken = [size for size in taken_by(timeline, "_embedding_bag_backward") if size > 0]
+    indices, pieces = 4 * 500 * 8, 4 * 500 // 10 + 60
+    gradient = [4 * 40 * 4]  # of the sum, which is expanded
+    if mode == "max":
+        assert taken == [*gradient, 60 * 40 * 4]
+    else:
+        assert taken[:4] == [*gradient, indices, indices, indices]
+        assert taken[5:] == [60 * 40 * 4, indices, 60 * 8, 60 * 8, pieces * 8, pieces * 40 * 4]
+
+
+@pytest.mark.parametrize("of_the_host", [True, False])
+def test_a_ctc_loss_has_a_table_forward_and_one_backward(of_the_host) -> None:
+    """LossCTC.cu; the lengths may lie on the host."""
+
+    def loss(w, x):
+        scores = w[:, None, :].expand(60, x.shape[0], 40).log_softmax(-1)
+        lengths = torch.full((x.shape[0],), 60), torch.full((x.shape[0],), 7)
+        return F.ctc_loss(scores, x[:, 0, :9].long(), *(n if of_the_host else n.to(x.device) for n in lengths))
+
+    timeline = weighted(loss)
+    table, lengths, scores = 4 * 60 * (2 * 7 + 1) * 4, 4 * 8, 60 * 4 * 40 * 4
+    assert taken_by(timeline, "_ctc_loss", "forward") == [*[lengths] * 3, table, 4 * 4, *[-lengths] * 3]
+    assert taken_by(timeline, "_ctc_loss_backward")[:5] == [*[lengths] * 3, table, scores]
+
+
+def test_large_ctc_losses_sum_over_their_blanks() -> None:
+    def loss(w, x):
+        scores = w.repeat(5, 1)[:, None, :].expand(300, x.shape[0], 40).log_softmax(-1)
+        return F.ctc_loss(scores, x[:, 0, :7].long(), [300] * x.shape[0], [5] * x.shape[0])
+
+    taken = taken_by(weighted(loss), "_ctc_loss_backward")
+    rows, blanks = 4 * 300 * 4, 4 * 300 * 6 * 4
+    assert taken[5:9] == [blanks, rows, rows, blanks]
+
+
+def test_a_mask_becomes_indices_where_values_are_put() -> None:
+    """TensorAdvancedIndexing.cpp: a number fills; rows are put by their indices, whose number is the values'."""
+
+    def put(values):
+        def made(w, x):
+            y = w * 1
+            y[w[:, 0] > 0] = values(w)
+            return y
+
+        return taken_by(weighted(made), "index_put_", "forward")
+
+    assert put(lambda w: 0.0) == []
+    assert put(lambda w: w[:17].detach()) == [17 * 8, -17 * 8]
+    assert put(lambda w: w[0]) == [60 * 8, -60 * 8]
+
+
+def test_the_backward_of_a_mask_sorts_its_indices() -> None:
+    timeline = weighted(lambda w, x: w[w[:, 0] > 0])
+    assert [size for size in taken_by(timeline, "index_put") if size > 0][:6] == [60 * 8] * 3 + [60 * 40 * 4] + [
+        480
+    ] * 2
 
 
 def test_dropout_keeps_a_mask_of_one_byte_an_element() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from vram_guard.budget import Budget
 from vram_guard.budget.margins import margins, measured_margin
@@ -183,6 +184,19 @@ def test_a_stated_peak_of_vit_is_predicted_within_a_percent(script, within):
     (found,) = readmes.predict_vit(row)
     assert found.network == f"no convolutions, {'float32' if script == '01_' else 'half precision'}"
     assert abs(found.error) <= within
+
+
+@pytest.mark.parametrize("offset", [False, True])
+def test_the_earlier_norm_of_litgpt_keeps_what_it_scales_in_half_precision(offset):
+    kept = []
+    norm = readmes.EarlierNorm(8, add_unit_offset=offset).to(torch.bfloat16)
+    rows = torch.rand(16, 8, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = norm(rows)
+    whole = [tensor.dtype for tensor in kept if tensor.shape == rows.shape]
+    assert whole[-1] == torch.bfloat16  # before it, in float32, what the length of the rows is made of
+    exact = torch.nn.functional.rms_norm(rows.float(), (8,), eps=1e-6) * (2 if offset else 1)
+    assert torch.allclose(out.float(), exact, rtol=0.02)
 
 
 def test_every_row_of_a_readme_is_predicted_or_has_a_reason():

@@ -188,12 +188,42 @@ MODELS: dict[str, tuple[str, int, bool]] = {
 }
 TOKENS = 512
 
+#: Configurations that came into the table after the norm had changed (916a84ca, 2024-07-23).
+WITH_TODAYS_NORM = ("gemma2-2b", "gemma2-9b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b")
+
+
+class EarlierNorm(nn.Module):
+    """RMSNorm of litgpt until July 2024: what it scales, and so keeps where the scale is trained, is in half precision.
+
+    ``RMSNorm`` in litgpt/model.py at 43c44323, 2024-04-24; today it scales in float32.
+    """
+
+    def __init__(self, size: int, dim: int = -1, eps: float = 1e-6, add_unit_offset: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.dim, self.eps, self.offset = dim, eps, int(add_unit_offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of length one, scaled."""
+        exact = x.float()
+        squares = torch.mean(exact * exact, dim=self.dim, keepdim=True)
+        normed = (exact * torch.rsqrt(squares + self.eps)).to(x.dtype)
+        return normed * (self.offset + self.weight) if self.offset else normed * self.weight
+
 
 def _litgpt(folder: str, kind: str) -> nn.Module:
-    import litgpt.lora
     import litgpt.model
 
     name, rank, everywhere = MODELS[folder]
+    norm = litgpt.model.RMSNorm if folder in WITH_TODAYS_NORM else EarlierNorm
+    with mock.patch.object(litgpt.model, "RMSNorm", norm):
+        return _built(name, rank, everywhere, kind)
+
+
+def _built(name: str, rank: int, everywhere: bool, kind: str) -> nn.Module:
+    import litgpt.lora
+    import litgpt.model
+
     if kind == "full":
         model: nn.Module = litgpt.model.GPT(litgpt.model.Config.from_name(name))
     else:

@@ -26,14 +26,14 @@ _ALIGNED = 256
 
 @dataclass(frozen=True)
 class RadixSort:
-    """CUB's storage for sorting pairs of a key and its index; asked with the number of pairs and the largest key.
+    """CUB's storage for sorting pairs of a key and its index; asked with the numbers of pairs and of possible keys.
 
     ``DeviceRadixSort::SortPairs`` (``dispatch_radix_sort.cuh``, ``invoke_onesweep``): one tile is sorted in place; more
     need bins and counters of each pass, look-back of each block, and, from two passes on, buffers for keys and values.
 
     Attributes:
         width: bytes of a key and of a value.
-        whole: every bit of the keys is sorted, not only those that the largest key has.
+        whole: every bit of the keys is sorted, not only those that the largest possible key has.
         above: number of pairs up to which there is no sort.
     """
 
@@ -43,14 +43,14 @@ class RadixSort:
 
     def bytes(self, numbers: tuple[int, ...], card: Card) -> int:
         """Bytes of temporary storage; 0 where nothing is sorted."""
-        count, largest = numbers
+        count, keys = numbers
         if count <= self.above:
             return 0
         if count <= _tile(*_SINGLE_TILE, self.width):
             return 1
         _since, threads, of_four, of_eight = next(each for each in _TILES if card.capability >= each[0])
         tile = _tile(threads, of_four if self.width == 4 else of_eight, self.width)
-        bits = 8 * self.width if self.whole else max(largest, 1).bit_length()
+        bits = 8 * self.width if self.whole else max(keys - 1, 1).bit_length()
         passes = -(-bits // _DIGIT_BITS)
         portions = -(-count // (_PORTION // tile * tile))
         blocks = -(-min(count, _PORTION // tile * tile) // tile)
@@ -90,16 +90,18 @@ class EmbeddingGradient:
             piece that there may be.
         rows: of the embedding.
         width: bytes of one number; of a whole row in float32 for the sums of the pieces.
+        above: number of indices up to which they are not sorted.
     """
 
     part: Literal["indices", "segments", "pieces"]
     rows: int
     width: int
+    above: int = EMBEDDING_SORT_ABOVE
 
     def bytes(self, numbers: tuple[int, ...], _card: Card) -> int:
         """Bytes of this part; 0 where the indices need not be sorted."""
         (count,) = numbers
-        if count <= EMBEDDING_SORT_ABOVE:
+        if count <= self.above:
             return 0
         segments = min(count, self.rows)
         number = {"indices": count, "segments": segments, "pieces": count // _ROWS_PER_THREAD + segments}[self.part]

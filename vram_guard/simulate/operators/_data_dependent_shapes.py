@@ -117,7 +117,12 @@ def _on_host(recorder: Recorder, tensor: torch.Tensor | None) -> bool:
 
 
 def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In place: returns its target; the functional form returns a copy of it. To accumulate, the indices are sorted."""
+    """In place: returns its target; the functional form returns a copy of it. To accumulate, the indices are sorted.
+
+    A boolean mask becomes indices for the call (TensorAdvancedIndexing.cpp, ``make_info``, ``expandTensors``), except
+    where a single number fills what it selects (``canDispatchToMaskedFill``).
+    """
+    selected, indices = _selected(recorder, func, args)
     if func._schema.name.endswith("_"):
         constants.forget(args[0])
         out = args[0]
@@ -128,26 +133,61 @@ def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
         recorder.track(out, str(func))
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if accumulates and is_symbolic(args[0]):
-        _sorted_accumulation(recorder, str(func), args)
+        _sorted_accumulation(recorder, str(func), args[0], indices, args[2])
+    recorder.release(selected)
     return out
 
 
-def _sorted_accumulation(recorder: Recorder, name: str, args: tuple[Any, ...]) -> None:
+#: Shape of indices, and whether they lie in host memory.
+_Index = tuple[torch.Size, bool]
+
+
+def _selected(recorder: Recorder, func: Any, args: tuple[Any, ...]) -> tuple[list[int | None], list[_Index | None]]:
+    """What masks become, held for the call, and the indices of each dimension; None where all of it is meant.
+
+    A mask selects as many elements as there are values to put, where these are told one by one.
+    """
+    target, indices, values = args[:3]
+    held: list[int | None] = []
+    found: list[_Index | None] = []
+    for index in indices:
+        if index is None:
+            found.append(None)
+        elif index.dtype not in (torch.bool, torch.uint8):
+            found.append((index.shape, _on_host(recorder, index)))
+        else:
+            known = constants.compute(index)
+            if not values.dim():
+                count = 0
+            elif known is not None:
+                count = int(known.count_nonzero())
+                _note_from_batch(recorder, func)
+            elif len(indices) == 1 and values.dim() == target.dim() - index.dim() + 1 and values.shape[0] > 1:
+                count = values.shape[0]
+            else:
+                count = index.numel()
+                _note_bound(recorder, func, count)
+            held.append(recorder.hold(8 * count * index.dim(), str(func)) if count else None)
+            found += [(torch.Size((count,)), False)] * index.dim()
+    return held, found
+
+
+def _sorted_accumulation(
+    recorder: Recorder, name: str, target: torch.Tensor, indices: list[_Index | None], values: torch.Tensor
+) -> None:
     """Indexing.cu, ``index_put_with_sort_kernel``: linear indices, sorted with their positions, and CUB's storage.
 
     Each index is first wrapped around and multiplied (``computeLinearIndex``), one of the host before it is copied;
-    values that are not contiguous are copied. A boolean mask counts as many indices as it selects elements.
+    values that are not contiguous are copied.
     """
-    target, indices, values = args[:3]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if not given or any(index.dtype in (torch.bool, torch.uint8) for _dim, index in given):
+    if not given:
         return
-    shape = torch.broadcast_shapes(*(index.shape for _dim, index in given))
-    count = shape.numel()
+    count = torch.broadcast_shapes(*(shape for _dim, (shape, _host) in given)).numel()
     size = 8 * count
     linear: list[int | None] = []
-    for _dim, index in given:
-        wrapped = None if _on_host(recorder, index) else recorder.hold(size, name)
+    for _dim, (_shape, host) in given:
+        wrapped = None if host else recorder.hold(size, name)
         multiplied = recorder.hold(size, name)
         recorder.release([wrapped])
         if linear:
@@ -159,8 +199,8 @@ def _sorted_accumulation(recorder: Recorder, name: str, args: tuple[Any, ...]) -
     if not values.is_contiguous() or values.numel() < selected:
         held.append(recorder.hold(selected * values.element_size(), name))
     held += [recorder.hold(size, name), recorder.hold(size, name)]
-    largest = math.prod(target.shape[dim] for dim, _index in given) - 1
-    recorder.release([recorder.hold(size, name), recorder.hold((RadixSort(), (count, max(largest, 0))), name)])
+    keys = math.prod(target.shape[dim] for dim, _index in given)
+    recorder.release([recorder.hold(size, name), recorder.hold((RadixSort(), (count, keys)), name)])
     recorder.release(held)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vram_guard.simulate.device import constants
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import reductions
 
@@ -76,7 +77,10 @@ def _reduced(
 
 
 def keeps_elements(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A result in the memory of its elements: it is resized, and lives as long (``binary_cross_entropy_out_cuda``)."""
+    """A result in the memory of its elements: it is resized, and lives as long.
+
+    cuda/Loss.cu, ``binary_cross_entropy_out_cuda``; Loss.cpp, ``soft_margin_loss_out``.
+    """
     name = str(func)
     out = torch.empty_like(args[0], device="meta")
     recorder.track(out, name)
@@ -86,3 +90,85 @@ def keeps_elements(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
         recorder.release([reduced])
         out.resize_(())
     return out
+
+
+def soft_margin_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient, and ``exp(-target * input)`` with what it is made of (``soft_margin_loss_backward_out``)."""
+    name = str(func)
+    _grad, source, target = args[:3]
+    elements = _elements(source, target)
+    made = [_hold(recorder, target, name), _hold(recorder, elements, name)]
+    exponentials = _hold(recorder, elements, name)
+    recorder.release(made)
+    out = func(*args, **kwargs)
+    recorder.track(out, name)
+    recorder.release([exponentials])
+    return out
+
+
+def ctc(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Losses and the table of log-probabilities that the backward needs; lengths and offsets for the call.
+
+    cuda/LossCTC.cu, ``ctc_loss_gpu_template``. The table has two columns for each element of the longest target.
+    """
+    name = str(func)
+    scores, targets, _lengths, target_lengths = args[:4]
+    length, batch, _labels = scores.shape
+    held = _lengths_on_gpu(recorder, batch, name)
+    table = scores.new_empty((batch, length, 2 * _longest(targets, target_lengths) + 1), device="meta")
+    recorder.track(table, name)
+    losses = scores.new_empty((batch,), device="meta")
+    recorder.track(losses, name)
+    recorder.release(held)
+    return losses, table
+
+
+def ctc_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The scores' gradient; for the call a second table, and for large problems the sums over its blanks.
+
+    cuda/LossCTC.cu, ``ctc_loss_backward_gpu_template``.
+    """
+    name = str(func)
+    _grad, scores, *_rest = args
+    table = args[6]
+    length, batch, labels = scores.shape
+    held = [*_lengths_on_gpu(recorder, batch, name), _hold(recorder, table, name)]
+    out = torch.empty(scores.shape, dtype=scores.dtype, device="meta")
+    recorder.track(out, name)
+    if 2 * length + 24 * batch // 10 + 2 * labels // 10 > LARGE_CTC:
+        _sums_over_blanks(recorder, table, name)
+        if _argument(func, args, kwargs, "zero_infinity"):
+            first, out = out, torch.empty_like(out)
+            recorder.track(out, name)
+            del first
+    recorder.release(held)
+    return out
+
+
+#: LossCTC.cu, ``is_large``.
+LARGE_CTC = 450
+
+
+def _sums_over_blanks(recorder: Recorder, table: torch.Tensor, name: str) -> None:
+    """``logsumexp(alpha + beta)`` over every second column: the sum, its maxima and exponentials, the result."""
+    batch, length, columns = table.shape
+    size = table.element_size()
+    rows, blanks = batch * length * size, batch * length * (columns // 2 + 1) * size
+    summed, result = recorder.hold(blanks, name), recorder.hold(rows, name)
+    recorder.together([rows, blanks], name)
+    recorder.release([summed, result])
+
+
+def _lengths_on_gpu(recorder: Recorder, batch: int, name: str) -> list[int | None]:
+    """Lengths of targets and of inputs, and offsets, in int64."""
+    return [recorder.hold(8 * batch, name) for _ in range(3)]
+
+
+def _longest(targets: torch.Tensor, lengths: Any) -> int:
+    """Of all targets: where the lengths are not known, what has room."""
+    if isinstance(lengths, torch.Tensor):
+        known = constants.compute(lengths)
+        lengths = None if known is None else known.tolist()
+    if lengths is not None:
+        return max(lengths, default=0)
+    return targets.shape[-1]

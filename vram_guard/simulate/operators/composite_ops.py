@@ -6,6 +6,8 @@ here stand in front of that decomposition, for symbolic tensors only, and call w
 | operator | on CUDA | source |
 |---|---|---|
 | linear | the bias is added in place where the input is not contiguous | Linear.cpp ``linear`` |
+| ctc_loss | lengths of the host become numbers | LossCTC.cpp ``ctc_loss`` |
+| one_hot | ones scattered into zeros | Onehot.cpp ``one_hot`` |
 | dropout | ``native_dropout``, mask of one byte an element | Dropout.cpp ``is_fused_kernel_acceptable`` |
 | batch_norm | ``cudnn_batch_norm`` within cuDNN's limits, else ``native_batch_norm`` | Normalization.cpp |
 | softmax, log_softmax to float32 | float16 input: in one kernel, without a float32 copy of the input | SoftMax.cpp |
@@ -116,6 +118,40 @@ def _rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     return kernel
 
 
+def _one_hot(input: torch.Tensor, classes: int = -1) -> torch.Tensor:
+    """For a tensor of the meta device torch compares with a range instead."""
+    if classes == -1:
+        classes = int(input.max().item()) + 1
+    made = input.new_zeros((*input.shape, classes))
+    return made.scatter_(-1, input.unsqueeze(-1), 1) if input.numel() else made
+
+
+def _ctc_loss(
+    scores: torch.Tensor,
+    targets: torch.Tensor,
+    lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Lengths may lie on the host: with a dispatch mode on, torch divides by them there (``isTensorSubclassLike``)."""
+    batched = scores.dim() == 3
+    if not batched:
+        scores, targets = scores.unsqueeze(1), targets.unsqueeze(0)
+        lengths, target_lengths = lengths.reshape(1), target_lengths.reshape(1)
+    losses: torch.Tensor = torch.ops.aten._ctc_loss(*(scores, targets, lengths, target_lengths, blank, zero_infinity))[
+        0
+    ]
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
+    if reduction == 1:
+        return (losses / losses.new_empty(losses.shape)).mean()  # by the lengths of the targets, copied to the GPU
+    if reduction == 2:
+        return losses.sum()
+    return losses if batched else losses.squeeze(0)
+
+
 def _fused_rms_norm(
     input: torch.Tensor, normalized_shape: list[int], _weight: torch.Tensor | None, _eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +168,8 @@ def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., A
     yield "batch_norm", _batch_norm
     yield "softmax.int", _softmax_kernel(torch.ops.aten._softmax)
     yield "log_softmax.int", _softmax_kernel(torch.ops.aten._log_softmax)
+    yield "one_hot", _one_hot
+    yield "ctc_loss.Tensor", _ctc_loss
     yield "scaled_dot_product_attention", partial(attention, capability)
     for name in _RNN_MODES:
         yield f"{name}.input", _rnn_kernel(name)

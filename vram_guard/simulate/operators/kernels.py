@@ -120,22 +120,58 @@ def embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     stride = grad.shape[-1]
     out = torch.empty((rows, stride), dtype=grad.dtype, device="meta")
     name = str(func)
-    count, width = indices.numel(), indices.element_size()
-
-    def hold(rule: Rule, *numbers: int) -> int | None:
-        return recorder.hold((rule, numbers or (count,)), name)
-
     copies = [
         recorder.hold(tensor.numel() * tensor.element_size(), name)
         for tensor in (indices, grad)
         if not tensor.is_contiguous()
     ]
-    number = EmbeddingGradient("indices", rows, width)
+    held = _sorted_rows(recorder, name, indices, out, EMBEDDING_SORT_ABOVE)
+    recorder.release([*copies, *held])
+    return out
+
+
+def embedding_bag_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dense gradient; sums and means sort any number of indices and sum their rows as an embedding's does.
+
+    EmbeddingBag.cu, ``embedding_bag_backward_cuda_sum_avg``; ``embedding_bag_backward_cuda_max`` only adds. The storage
+    of the scans for ``scale_grad_by_freq`` is not counted.
+    """
+    grad, indices, _offsets, _bags, _sizes, _maxima, rows, by_frequency, mode, sparse = args[:10]
+    if sparse or not indices.numel():
+        return func(*args, **kwargs)
+    name = str(func)
+    out = torch.empty((rows, grad.shape[-1]), dtype=grad.dtype, device="meta")
+    held = [] if grad.is_contiguous() else [recorder.hold(grad.numel() * grad.element_size(), name)]
+    if mode == _MAXIMA:
+        recorder.track(out, name)
+    else:
+        held += _sorted_rows(recorder, name, indices, out, 0, counted=by_frequency)
+    recorder.release(held)
+    return out
+
+
+#: EmbeddingBag.h, ``EmbeddingBagMode::MAX``.
+_MAXIMA = 2
+
+
+def _sorted_rows(
+    recorder: Recorder, name: str, indices: torch.Tensor, out: torch.Tensor, above: int, *, counted: bool = False
+) -> list[int | None]:
+    """Sorted indices, their order, and sums of pieces; ``out`` comes in between. What is held for the call."""
+    count, width = indices.numel(), indices.element_size()
+    rows, stride = out.shape
+
+    def hold(rule: Rule, *numbers: int) -> int | None:
+        return recorder.hold((rule, numbers or (count,)), name)
+
+    number = EmbeddingGradient("indices", rows, width, above)
     held = [hold(number), hold(number)]
     # Their range, and CUB's storage; all bits are sorted.
-    recorder.release([hold(number), hold(RadixSort(width, whole=True, above=EMBEDDING_SORT_ABOVE), count, 0)])
+    recorder.release([hold(number), hold(RadixSort(width, whole=True, above=above), count, 0)])
+    if counted:
+        held.append(hold(number))
     recorder.track(out, name)
-    summed = 8 if grad.dtype == torch.float64 else 4
+    summed = 8 if out.dtype == torch.float64 else 4
     parts: tuple[tuple[Literal["indices", "segments", "pieces"], int], ...] = (
         ("indices", width),
         ("segments", width),
@@ -144,9 +180,8 @@ def embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
         ("pieces", summed * stride),
     )
     for part, size in parts:
-        held.append(hold(EmbeddingGradient(part, rows, size)))
-    recorder.release([*copies, *held])
-    return out
+        held.append(hold(EmbeddingGradient(part, rows, size, above)))
+    return held
 
 
 def embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
