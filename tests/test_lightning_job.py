@@ -595,29 +595,6 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
     assert not guarded(**short, mode="report", whole_job=False).plan.changed  # the first epoch's step alone
 
 
-def test_a_smaller_validation_batch_is_proposed_and_not_applied(tmp_path: Any) -> None:
-    """The proposal is half the loader's, or half of that; a run with it fits."""
-
-    def guarded(size: int, **settings: Any) -> Any:
-        settings = {"mode": "fit", "allow": ["accumulate"], **settings}
-        guard, sizes = VramGuard(margin=0, remember=False, recover=False, **settings), []
-
-        class Seen(Net):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                sizes.append(len(batch[0]))
-                super().validation_step(batch, batch_idx)
-
-        trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard], max_epochs=1, num_sanity_val_steps=0)
-        trainer.fit(Seen(), loader(), loader(16384, size))
-        return guard.plan, sizes
-
-    low, high = (guarded(size, budget="1GiB", mode="report")[0].before.peak_reserved for size in (4096, 8192))
-    plan, sizes = guarded(16384, budget=(low + high) // 2)
-    assert low < high
-    assert (plan.fits, sizes) == (False, [16384])
-    assert any("With batches of 4096 in place of 16384, validation fits" in reason for reason in plan.reasons)
-
-
 def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), Unfreezing())
     on_host = SimpleNamespace(recipe=Recipe(frozen_on_host=("backbone",), optimizer_on_host=True), precision="32-true")

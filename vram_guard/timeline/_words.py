@@ -9,7 +9,7 @@ from vram_guard.printable import printable
 from vram_guard.timeline._values import STEP_PHASES
 
 if TYPE_CHECKING:
-    from vram_guard.timeline._values import Phase, PhasePeak, StretchName
+    from vram_guard.timeline._values import Phase, PhaseName, PhasePeak, StretchName
 
 _NAMES: dict[StretchName, str] = {
     "setup": marked("setup"),
@@ -28,9 +28,14 @@ _NAMES: dict[StretchName, str] = {
 }
 
 
+def named_phase(name: PhaseName) -> Message:
+    """A phase by its name alone."""
+    return Message(_NAMES[name])
+
+
 def phase_words(phase: Phase | PhasePeak) -> Message:
     """A phase, with what tells it from others of its name."""
-    name = Message(_NAMES[phase.name])
+    name = named_phase(phase.name)
     return Message("{name} ({label})", name=name, label=printable(phase.label, lines=False)) if phase.label else name
 
 
