@@ -9,7 +9,7 @@ from vram_guard.parallel.resharding import set_resharding
 from vram_guard.techniques import install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place, step_where
-from vram_guard_lightning import _closure, _deepspeed, _dividing, _growth, _layouts, _namespaces, _smaller_validation
+from vram_guard_lightning import _closure, _deepspeed, _dividing, _growth, _layouts, _namespaces
 from vram_guard_lightning._precision import plugin
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
     applied.callback(place(trainer.lightning_module, plan.recipe, trainer.strategy.root_device, plan.precision))
     if not _layouts.whole(trainer):  # FSDP's modules go around those that are checkpointed
         applied.callback(install(trainer.lightning_module, plan.recipe))
-    if plan.evaluation is not None:
-        _smaller_validation.install(trainer, plan.evaluation, applied)
     if plan.batch_size != plan.batch_size_before:
         _growth.install(trainer, plan.batch_size_before, plan.batch_size, applied)
 

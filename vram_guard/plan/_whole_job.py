@@ -162,7 +162,8 @@ def _why(
         yield Reason(Why.STEP_DOES_NOT_HELP)
     words = phase_words(phase)
     if smaller is not None and smaller.size:
-        why_not = why_not or Message("values that are averaged batch by batch may come out different")
+        if smaller.timeline is None or why_not is None:
+            why_not = Message("values that are averaged batch by batch may come out different")
         yield Reason(Why.SMALLER_EVALUATION, phase=words, size=smaller.size, batch=smaller.asked, why=why_not)
     elif smaller is not None:
         yield Reason(Why.NO_EVALUATION, phase=words)
