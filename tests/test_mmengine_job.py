@@ -52,7 +52,7 @@ class Look:
         self.peak_phase = taken.peak_phase
         self.phases = taken.phases
         self.leaks = taken.leaks
-        split = cast("Plan", SimpleNamespace(splits=2))
+        split = cast("Plan", SimpleNamespace(splits=2, evaluation=None))
         self.why_whole = getattr(captured.objection(split), "reason", "")
         self.notes = [*captured.notes, *map(str, taken.notes)]
 
@@ -332,6 +332,26 @@ def test_a_test_is_told_before_it_begins(build: Callable[..., Any], monkeypatch:
     assert found[-1].estimate.peak_allocated == few.peak_allocated + states
 
 
+def test_a_test_that_the_script_calls_after_its_training_is_a_phase_of_it(build: Callable[..., Any]) -> None:
+    def runner(samples: int) -> Any:
+        own = {"type": "VramGuardHook", "budget": "1GiB", "mode": "report", "margin": 0, "remember": False}
+        dataset = {"type": "Blobs", "serialize_data": False, "samples": samples, "size": 64}
+        loader = {"batch_size": 8, "num_workers": 0, "dataset": dataset, "sampler": {"type": "DefaultSampler"}}
+        test = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": {"type": "Keeping"}}
+        test["val_evaluator"] = test["test_evaluator"]
+        return build(own, model={**MODEL, "type": "Scoring"}, train_cfg__max_epochs=1, **test)
+
+    def tested(samples: int) -> Any:
+        made = runner(samples)
+        made.train()
+        made.test()
+        return cases.guard(made).plan.before.phases[-1]
+
+    few, many = tested(8 * 20), tested(8 * 50)
+    assert few.name == "test"
+    assert many.peak_allocated - few.peak_allocated == 30 * 8 * 4096
+
+
 # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
 
@@ -551,4 +571,3 @@ def test_a_smaller_validation_batch_is_only_proposed_where_something_counts_batc
     said = "\n".join(plan.reasons)
     assert "With batches of 50 in place of 200, validation fits" in said
     assert "after_val_iter of CountsRounds is called for every batch" in said
-    assert "it is not allowed" in "\n".join(validated(allow=["accumulate"])[1].reasons)

@@ -38,7 +38,7 @@ from vram_guard_mmengine import (
     _smaller_validation,
     _symbolic_run,
 )
-from vram_guard_mmengine._evaluation import capture_evaluation, number_of_batches, validation_of
+from vram_guard_mmengine._evaluation import capture_evaluation, number_of_batches, test_of, validation_of
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of
 from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, is_users
@@ -350,6 +350,7 @@ def _job(
             None if sharded else checkpoint_of(runner, notes),
             not sharded,
             schedule,
+            test=test_of(runner, lambda given: _built(runner, given), _is_endless, notes),
         )
     )
 
