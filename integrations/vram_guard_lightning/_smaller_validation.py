@@ -138,7 +138,7 @@ def rehearse(
     call._call_callback_hooks(trainer, "on_fit_start")
     call._call_lightning_module_hook(trainer, "on_fit_start")
     run.begin()
-    trainer.validating = True  # type: ignore[attr-defined]
+    trainer.validating = True
     module.on_validation_model_zero_grad()
     loop.run()
     return run.result(logged={**trainer.callback_metrics, **trainer.logged_metrics})

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.language import Message
     from vram_guard.plan.spread import Spread
-    from vram_guard.timeline import Estimate, PhaseName, Timeline
+    from vram_guard.timeline import Estimate, StretchName, Timeline
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Rejected:
 class SmallerEvaluation:
     """An evaluation within a training whose loaders deliver smaller batches, and more of them."""
 
-    phase: PhaseName
+    phase: StretchName
     batch_size_before: int
     """Samples of its largest batch as written."""
     batch_size: int

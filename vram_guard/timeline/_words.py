@@ -9,7 +9,7 @@ from vram_guard.printable import printable
 from vram_guard.timeline._values import STEP_PHASES
 
 if TYPE_CHECKING:
-    from vram_guard.timeline._values import Phase, PhaseName, PhasePeak, StretchName
+    from vram_guard.timeline._values import Phase, PhasePeak, StretchName
 
 _NAMES: dict[StretchName, str] = {
     "setup": marked("setup"),
@@ -28,7 +28,7 @@ _NAMES: dict[StretchName, str] = {
 }
 
 
-def named_phase(name: PhaseName) -> Message:
+def named_phase(name: StretchName) -> Message:
     """A phase by its name alone."""
     return Message(_NAMES[name])
 
