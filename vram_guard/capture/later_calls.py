@@ -21,9 +21,9 @@ def later_calls() -> frozenset[str]:
 
     Example:
         >>> def script():
-        ...     return later_calls()
+        ...     return "never_called" in later_calls()
         >>> script()
-        frozenset()
+        False
     """
     names: set[str] = set()
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - where the script stands is the question
