@@ -111,7 +111,7 @@ def test_what_an_evaluation_collects_is_counted_for_all_its_batches(answers: dic
 
 def test_loops_that_call_next_are_followed_beyond_their_rounds(answers: dict[str, Any]) -> None:
     assert [phase["name"] for phase in phases(answers["counted"])] == [
-        *("setup", "training", "validation", "saving", "training")
+        *("setup", *("training", "validation", "saving") * 2)
     ]
     assert not notes(answers["counted"])
 

@@ -534,6 +534,55 @@ def test_a_prediction_that_does_not_fit_is_told_and_left_as_it_is(tmp_path: Any)
     assert evaluated(tmp_path, Judged(), 4096, 4096, whole_job=False, **short).predicted is None
 
 
+class Data(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+    """Its test has rows only once it is set up for it."""
+
+    def __init__(self, rows: int = 4096) -> None:
+        super().__init__()
+        self.stages: list[str] = []
+        self.rows, self._tested = 0, rows
+
+    def setup(self, stage: str) -> None:
+        self.stages.append(stage)
+        if stage == "test":
+            self.rows = self._tested
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def test_dataloader(self) -> Any:
+        return loader(self.rows, self.rows // 4)
+
+
+def test_a_test_that_comes_after_the_training_is_told_before_it(tmp_path: Any, capsys: Any) -> None:
+    """Where the script calls it below ``fit``, and its loader is known."""
+
+    def made(**guard: Any) -> Any:
+        guarded = VramGuard(margin=0, remember=False, **{"budget": "1GiB", **guard})
+        return cases.make_trainer(NAMESPACE, tmp_path, [guarded], max_epochs=1)
+
+    def said() -> list[str]:
+        return [one for one in capsys.readouterr().out.splitlines() if one.startswith("vram_guard: trainer.")]
+
+    trainer, data = made(), Data()
+    trainer.fit(Judged(), datamodule=data)
+    (before,) = said()
+    assert before.startswith("vram_guard: trainer.test fits: ")
+    assert (data.stages, data.rows) == (["fit"], 0)  # what was looked at was looked at in a copy
+    trainer.test(Judged(), datamodule=data)
+    assert said() == [before]
+    strict = made(budget="150MiB", mode="strict")
+
+    def short() -> None:
+        strict.fit(Judged(), datamodule=Data(2**17))
+        strict.test(Judged())
+
+    with pytest.raises(DoesNotFitError, match=r"trainer\.test does not fit"):
+        short()
+    made().fit(Judged(), datamodule=Data())  # nothing comes after it
+    assert not said()
+
+
 def test_a_test_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
     class Odd(Net):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -595,32 +644,11 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
     assert not guarded(**short, mode="report", whole_job=False).plan.changed  # the first epoch's step alone
 
 
-def test_a_smaller_validation_batch_is_proposed_and_not_applied(tmp_path: Any) -> None:
-    """The proposal is half the loader's, or half of that; a run with it fits."""
-
-    def guarded(size: int, **settings: Any) -> Any:
-        settings = {"mode": "fit", "allow": ["accumulate"], **settings}
-        guard, sizes = VramGuard(margin=0, remember=False, recover=False, **settings), []
-
-        class Seen(Net):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                sizes.append(len(batch[0]))
-                super().validation_step(batch, batch_idx)
-
-        trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard], max_epochs=1, num_sanity_val_steps=0)
-        trainer.fit(Seen(), loader(), loader(16384, size))
-        return guard.plan, sizes
-
-    low, high = (guarded(size, budget="1GiB", mode="report")[0].before.peak_reserved for size in (4096, 8192))
-    plan, sizes = guarded(16384, budget=(low + high) // 2)
-    assert low < high
-    assert (plan.fits, sizes) == (False, [16384])
-    assert any("With batches of 4096 in place of 16384, validation fits" in reason for reason in plan.reasons)
-
-
 def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), Unfreezing())
-    on_host = SimpleNamespace(recipe=Recipe(frozen_on_host=("backbone",), optimizer_on_host=True), precision="32-true")
+    on_host = SimpleNamespace(
+        recipe=Recipe(frozen_on_host=("backbone",), optimizer_on_host=True), precision="32-true", evaluation=None
+    )
     assert found.capture.objection(on_host).technique == "offload_frozen"
     on_host.recipe = Recipe(optimizer_on_host=True)
     assert found.capture.objection(on_host).technique == "offload_optimizer"

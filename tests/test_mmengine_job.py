@@ -52,7 +52,7 @@ class Look:
         self.peak_phase = taken.peak_phase
         self.phases = taken.phases
         self.leaks = taken.leaks
-        split = cast("Plan", SimpleNamespace(splits=2))
+        split = cast("Plan", SimpleNamespace(splits=2, evaluation=None))
         self.why_whole = getattr(captured.objection(split), "reason", "")
         self.notes = [*captured.notes, *map(str, taken.notes)]
 
@@ -332,6 +332,26 @@ def test_a_test_is_told_before_it_begins(build: Callable[..., Any], monkeypatch:
     assert found[-1].estimate.peak_allocated == few.peak_allocated + states
 
 
+def test_a_test_that_the_script_calls_after_its_training_is_a_phase_of_it(build: Callable[..., Any]) -> None:
+    def runner(samples: int) -> Any:
+        own = {"type": "VramGuardHook", "budget": "1GiB", "mode": "report", "margin": 0, "remember": False}
+        dataset = {"type": "Blobs", "serialize_data": False, "samples": samples, "size": 64}
+        loader = {"batch_size": 8, "num_workers": 0, "dataset": dataset, "sampler": {"type": "DefaultSampler"}}
+        test = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": {"type": "Keeping"}}
+        test["val_evaluator"] = test["test_evaluator"]
+        return build(own, model={**MODEL, "type": "Scoring"}, train_cfg__max_epochs=1, **test)
+
+    def tested(samples: int) -> Any:
+        made = runner(samples)
+        made.train()
+        made.test()
+        return cases.guard(made).plan.before.phases[-1]
+
+    few, many = tested(8 * 20), tested(8 * 50)
+    assert few.name == "test"
+    assert many.peak_allocated - few.peak_allocated == 30 * 8 * 4096
+
+
 # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
 
@@ -509,20 +529,45 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(build: Callable[..., Any],
     assert all(parameter.requires_grad for parameter in runner.model.parameters())
 
 
-def test_a_smaller_validation_batch_is_proposed_and_not_applied(build: Callable[..., Any]) -> None:
-    def planned(size: int, budget: int | str) -> Any:
-        shared = {"margin": 0, "allow": ["accumulate"], "loss_weight": "mean", "budget": budget}
+@pytest.fixture(scope="module")
+def validated(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A training whose validation has large batches, guarded with a budget between those of 64 and of 128 samples."""
+
+    def planned(size: int, budget: int | str, *hooks: dict[str, Any], **settings: Any) -> Any:
+        shared = {"margin": 0, "loss_weight": "mean", "budget": budget, **settings}
         changes = {
             "val_dataloader__batch_size": size,
-            "val_dataloader__dataset__samples": 256,
+            "val_dataloader__dataset__samples": 200,
             "train_cfg__max_epochs": 1,
         }
-        runner = build(runner_type="vram_guard_mmengine.GuardRunner", vram_guard=shared, **changes)
+        runner = build(*hooks, runner_type="vram_guard_mmengine.GuardRunner", vram_guard=shared, **changes)
         runner.train()
-        assert runner.val_dataloader.batch_size == size
-        return cases.guard(runner).plan
+        return runner, cases.guard(runner).plan
 
-    budget = (planned(64, "1GiB").before.peak_reserved + planned(128, "1GiB").before.peak_reserved) // 2
-    plan = planned(256, budget)
-    assert not plan.fits
-    assert any("With batches of 64 in place of 256, validation fits" in reason for reason in plan.reasons)
+    low, high = (planned(size, "1GiB", mode="report")[1].before.peak_reserved for size in (64, 128))
+    return lambda *hooks, **settings: planned(200, (low + high) // 2, *hooks, **settings)
+
+
+def test_a_smaller_validation_batch_is_applied_where_the_metrics_stay(validated: Callable[..., Any]) -> None:
+    runner, plan = validated(allow=["evaluation"])
+    as_written, _ = validated(mode="report")
+    assert plan.fits
+    assert (plan.evaluation.batch_size_before, plan.evaluation.batch_size) == (200, 50)
+    assert (runner.val_dataloader.batch_size, as_written.val_dataloader.batch_size) == (50, 200)
+    values = [one.message_hub.get_scalar("val/right").current() for one in (runner, as_written)]
+    assert values[0] == values[1]
+
+
+@HOOKS.register_module(force=True)
+class CountsRounds(Hook):
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None: ...
+
+
+def test_a_smaller_validation_batch_is_only_proposed_where_something_counts_batches(
+    validated: Callable[..., Any],
+) -> None:
+    runner, plan = validated({"type": "CountsRounds"}, allow=["evaluation"])
+    assert (plan.fits, plan.evaluation, runner.val_dataloader.batch_size) == (False, None, 200)
+    said = "\n".join(plan.reasons)
+    assert "With batches of 50 in place of 200, validation fits" in said
+    assert "after_val_iter of CountsRounds is called for every batch" in said

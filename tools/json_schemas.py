@@ -98,6 +98,7 @@ PLAN: dict[str, Any] = {
     "reasons": ["str"],
     "rejected": [{"option": "str", "peak_reserved": "int?", "missing": "int?", "why": "str"}],
     "spread?": "#spread",
+    "evaluation?": {"phase": "str", "batch_size_before": "int", "batch_size": "int"},
     "compiled?": {"followed": "bool", "why": "str", "graphs": "int", "breaks": ["str"], "eager": "#estimate"},
     "budget": "#budget",
 }

@@ -118,6 +118,15 @@ class JobRun(Protocol):
         ...
 
 
+def evenly(size: int, most: int) -> int:
+    """The largest batch of at most so many samples that batches of ``size`` can be cut into.
+
+    >>> evenly(100, 60), evenly(100, 100), evenly(7, 3)
+    (50, 100, 1)
+    """
+    return next(part for part in range(min(size, most), 0, -1) if size % part == 0)
+
+
 class Resizable(Protocol):
     """A job's ``play`` of a framework, which can be played with smaller batches of its evaluations."""
 

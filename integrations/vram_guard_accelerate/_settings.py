@@ -29,6 +29,7 @@ NOT_HERE: dict[str, str] = {
         "(offload_parameters); DeepSpeed, which can separate them, is set up by the launch itself"
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
+    "evaluation": marked("what a script makes of the outputs of its evaluations is not known"),
     "optimizer_in_backward": marked("a script may do anything with its gradients before it steps"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,7 @@ from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import disabled, filled_from_settings
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
-from vram_guard_lightning._evaluation import KINDS, capture_evaluation
+from vram_guard_lightning._evaluation import KINDS, capture_evaluation, capture_later, comes_later
 from vram_guard_lightning._settings import Settings
 from vram_guard_lightning._training import LightningTraining, write
 from vram_guard_lightning._utilization import Utilization, log_metrics
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from vram_guard.budget import Budget
+    from vram_guard.guard.evaluation import CapturedEvaluation
     from vram_guard.plan import Plan
     from vram_guard_lightning._recovery import Session
 else:
@@ -168,6 +170,8 @@ class VramGuard(CallbackBase):
                 guard.begin()
             finally:
                 self.plan = guard.plan
+            for later in comes_later(trainer) if self.settings.whole_job else ():
+                self._foresee(training, later, functools.partial(capture_later, trainer, pl_module, later))
 
         def barrier_after_setup(name: str | None = None, *args: Any, **kwargs: Any) -> None:
             barrier(name, *args, **kwargs)
@@ -200,14 +204,17 @@ class VramGuard(CallbackBase):
             if point == "barrier" and "post_setup" not in (*args, *kwargs.values()):
                 return own(*args, **kwargs)
             del vars(strategy)[point]
-            what = f"trainer.{stage}"
-            found = foresee(training, lambda: capture_evaluation(trainer, module, stage), self.settings, what)
-            if found is not None and trainer.is_global_zero:
-                lines = [found.words(what), *found.notes] if found.fits else found.notes
-                write("".join(f"vram_guard: {line}\n" for line in lines))
+            self._foresee(training, stage, functools.partial(capture_evaluation, trainer, module, stage))
             return own(*args, **kwargs)
 
         vars(strategy)[point] = predicted
+
+    def _foresee(self, training: LightningTraining, stage: str, capture: Callable[[], CapturedEvaluation]) -> None:
+        what = f"trainer.{stage}"
+        found = foresee(training, capture, self.settings, what)
+        if found is not None and training.trainer.is_global_zero:
+            lines = [found.words(what), *found.notes] if found.fits else found.notes
+            write("".join(f"vram_guard: {line}\n" for line in lines))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scale learning rates, if the batch grew: after a checkpoint's were restored, and only once."""

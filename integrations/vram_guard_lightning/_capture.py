@@ -29,10 +29,11 @@ from vram_guard_lightning import (
     _namespaces,
     _refusals,
     _rehearsal,
+    _smaller_validation,
     _trainer_proxy,
     private_api,
 )
-from vram_guard_lightning._job import job_of
+from vram_guard_lightning._job import job_of, validation_in
 from vram_guard_lightning._play import Heard
 from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
@@ -44,9 +45,12 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
+    from vram_guard.proof.evaluations import EvaluationRehearsal
+    from vram_guard.proof.observed import Observed
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
     from vram_guard_lightning._epochs import LaterEpochs
+    from vram_guard_lightning._validation import Rounds
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -73,6 +77,19 @@ class Captured(CapturedTraining):
         """See :mod:`vram_guard_lightning._rehearsal`."""
         return _rehearsal.rehearse(self.trainer, self.model, self.sample.distinct, rehearsal)
 
+    @property
+    def evaluated_samples(self) -> tuple[int, ...]:
+        """Of the loaders of its validation."""
+        return _smaller_validation.samples(self._validation)
+
+    def rehearse_evaluation(self, rehearsal: EvaluationRehearsal) -> Observed:
+        """See :mod:`vram_guard_lightning._smaller_validation`."""
+        return _smaller_validation.rehearse(self.trainer, self.model, self._validation, rehearsal)
+
+    @property
+    def _validation(self) -> Rounds | None:
+        return None if self.step.job is None else validation_in(self.step.job)
+
     def rehearses(self, sharding: Sharding) -> bool:
         """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
         return sharding.fsdp2 or not _namespaces.is_a(self.trainer.strategy, _layouts.FSDP)
@@ -95,6 +112,9 @@ class Captured(CapturedTraining):
     def objection(self, plan: Plan) -> Refusal | None:
         """See :func:`vram_guard_lightning._refusals.by_optimizer` and :meth:`LaterEpochs.objection`."""
         found = _refusals.by_optimizer(self.trainer, self.optimizer_traits, plan)
+        if found is None and plan.evaluation is not None:
+            size = plan.evaluation.batch_size
+            found = _smaller_validation.objection(self.trainer, self.model, self._validation, size, self.sample)
         return found or (None if self.later is None else self.later.objection(plan.recipe))
 
 

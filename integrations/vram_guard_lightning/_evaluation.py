@@ -6,10 +6,15 @@ Lightning gives all memory of a training back before one of them begins, so each
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vram_guard.capture.later_calls import later_calls
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.forks.exclusive import in_copy
+from vram_guard.forks.fork import can_fork
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
@@ -42,6 +47,36 @@ KINDS = {
     "test": Kind("test", "test_loop", "limit_test_batches"),
     "predict": Kind("prediction", "predict_loop", "limit_predict_batches"),
 }
+
+
+def comes_later(trainer: Trainer) -> Iterator[str]:
+    """Evaluations that the script calls after its training, over loaders that its module or datamodule declares."""
+    called = later_calls() if can_fork() else ()
+    for stage in ("test", "predict"):
+        source: Any = getattr(trainer, KINDS[stage].loop)._data_source
+        if stage in called and source.instance is not None and source.is_defined():
+            yield stage
+
+
+def capture_later(trainer: Trainer, module: LightningModule, stage: str) -> CapturedEvaluation:
+    """Read an evaluation that comes after the training, in a copy of the process, as if it had begun.
+
+    Args:
+        trainer: whose ``fit`` is running.
+        module: that it trains.
+        stage: of :data:`KINDS`.
+
+    Raises:
+        UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
+    """
+    if not in_copy():
+        raise UnsupportedStepError(_("it cannot be looked at before it begins"))
+    states = import_module(f"{_namespaces.of(trainer).__name__}.trainer.states")
+    trainer.state.fn, trainer.state.stage = states.TrainerFn(stage), states.RunningStage(stage)
+    for part in (trainer.datamodule, module):  # type: ignore[attr-defined]
+        if part is not None:
+            part.setup(stage)
+    return capture_evaluation(trainer, module, stage)
 
 
 def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str) -> CapturedEvaluation:

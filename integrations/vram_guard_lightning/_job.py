@@ -80,6 +80,11 @@ def job_of(
     return Job(_Play(trainer, module, validation, later, view, heard)), later, notes
 
 
+def validation_in(job: Job) -> Rounds | None:
+    """The validation of a job of :func:`job_of`."""
+    return job.play.validation if isinstance(job.play, _Play) else None
+
+
 def _epochs(trainer: Trainer, batches: float) -> float:
     """Epochs of the training."""
     most = math.inf if trainer.max_epochs in (-1, None) else float(trainer.max_epochs or 0)

@@ -69,8 +69,8 @@ def rehearse(
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
     step = RehearsedStep(module, rehearsal, closed=(*closed, Metric))
     divided = shards_in_configure_model(trainer)
-    _on_cpu(trainer, module, double=rehearsal.double)
-    _quiet(trainer)
+    on_cpu(trainer, module, double=rehearsal.double)
+    quiet(trainer)
     _count_logging(step, trainer)
     batch = make_batch(rehearsal.samples)
     loop: Any = trainer.fit_loop
@@ -138,7 +138,7 @@ class _Batches:
         return 1000
 
 
-def _on_cpu(trainer: Trainer, module: LightningModule, *, double: bool) -> None:
+def on_cpu(trainer: Trainer, module: LightningModule, *, double: bool) -> None:
     """Another strategy, for one process without a GPU."""
     part = functools.partial(_namespaces.part, _namespaces.of(trainer))
     precision = part("plugins.precision.DoublePrecision" if double else "plugins.precision.Precision")()
@@ -149,7 +149,7 @@ def _on_cpu(trainer: Trainer, module: LightningModule, *, double: bool) -> None:
     strategy.setup_environment()
 
 
-def _quiet(trainer: Trainer) -> None:
+def quiet(trainer: Trainer) -> None:
     """Nothing is validated, saved, shown or written down."""
     trainer.callbacks = [  # type: ignore[attr-defined]
         callback

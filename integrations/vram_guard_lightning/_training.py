@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
 from vram_guard.printable import printable
-from vram_guard_lightning import _apply, _growth, _namespaces, _recovery
+from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
 from vram_guard_lightning._capture import Captured, capture
 
 if TYPE_CHECKING:
@@ -86,8 +86,10 @@ class LightningTraining:
         return _recovery.why_not(self.trainer, self.module)
 
     def apply(self, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
-        """See :func:`vram_guard_lightning._apply.before_setup`."""
+        """See :mod:`vram_guard_lightning._apply` and :mod:`vram_guard_lightning._smaller_validation`."""
         _apply.before_setup(self.trainer, decision, loss_weight, applied)
+        if decision.plan.evaluation is not None:
+            _smaller_validation.install(self.trainer, decision.plan.evaluation, applied)
         if decision.plan.learning_rate_factor != self.learning_rate_factor(decision.plan):
             applied.notes.append(_("learning rates are not scaled: LearningRateFinder finds them for the larger batch"))
 

@@ -29,8 +29,16 @@ from vram_guard.language import _
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
-from vram_guard_mmengine import _dividing, _layouts, _optim, _refusals, _rehearsal, _symbolic_run
-from vram_guard_mmengine._evaluation import capture_evaluation, number_of_batches, validation_of
+from vram_guard_mmengine import (
+    _dividing,
+    _layouts,
+    _optim,
+    _refusals,
+    _rehearsal,
+    _smaller_validation,
+    _symbolic_run,
+)
+from vram_guard_mmengine._evaluation import capture_evaluation, number_of_batches, test_of, validation_of
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of
 from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, is_users
@@ -43,8 +51,11 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
+    from vram_guard.proof.evaluations import EvaluationRehearsal
+    from vram_guard.proof.observed import Observed
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
+    from vram_guard_mmengine._evaluation import Rounds
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
 
@@ -65,7 +76,12 @@ class Captured(CapturedTraining):
     """True if the user has said how losses of micro-batches are weighed."""
 
     def objection(self, plan: Plan) -> Refusal | None:
-        """A loss that hooks change later is not proven by the first step."""
+        """A loss that hooks change later is not proven by the first step; nor are batches that some hook counts."""
+        if plan.evaluation is not None:
+            size, training = plan.evaluation.batch_size, self.sample.loader
+            found = _smaller_validation.objection(self.runner, self._validation, size, training)
+            if found is not None:
+                return found
         unproven = "" if self.schedule is None or self.loss_said else self.schedule.unproven
         if plan.splits == 1 or not unproven:
             return None
@@ -90,6 +106,19 @@ class Captured(CapturedTraining):
     def rehearses(self, sharding: Sharding) -> bool:
         """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
         return sharding.fsdp2
+
+    @property
+    def _validation(self) -> Rounds | None:
+        return None if self.step.job is None else cast("RunnerJob", self.step.job.play).validation
+
+    @property
+    def evaluated_samples(self) -> tuple[int, ...]:
+        """Of the loader of its validation, on one process."""
+        return () if self._validation is None else (self._validation.samples or 0,)
+
+    def rehearse_evaluation(self, rehearsal: EvaluationRehearsal) -> Observed:
+        """See :mod:`vram_guard_mmengine._smaller_validation`."""
+        return _smaller_validation.rehearse(self.runner, cast("Rounds", self._validation), rehearsal)
 
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_mmengine._rehearsal`."""
@@ -321,6 +350,7 @@ def _job(
             None if sharded else checkpoint_of(runner, notes),
             not sharded,
             schedule,
+            test=test_of(runner, lambda given: _built(runner, given), _is_endless, notes),
         )
     )
 

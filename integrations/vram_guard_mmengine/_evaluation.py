@@ -11,6 +11,7 @@ import torch
 from mmengine.device import get_device
 from mmengine.runner import EpochBasedTrainLoop
 
+from vram_guard.capture.later_calls import later_calls
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
@@ -190,6 +191,27 @@ def validation_of(
     except Exception as error:  # noqa: BLE001 - the user's own code reads the data
         why = f"{type(error).__name__}: {error}"
         notes.append(_("validation is not included in the prediction ({why})", why=why))
+        return None
+
+
+def test_of(
+    runner: Any, built: Callable[[Any], Any], endless: Callable[[Any], bool], notes: list[str]
+) -> Rounds | None:
+    """The test that the script calls after the training; what is in the way is among the notes.
+
+    Args:
+        runner: whose loops are not built yet.
+        built: a loader's config, or a loader -> the loader.
+        endless: True for loaders that never end.
+        notes: remarks for a reader of the prediction.
+    """
+    if getattr(runner, "_test_loop", None) is None or "test" not in later_calls():
+        return None
+    try:
+        return rounds_of(runner, "test", built, endless, notes)
+    except Exception as error:  # noqa: BLE001 - the user's own code reads the data
+        why = f"{type(error).__name__}: {error}"
+        notes.append(_("the test after the training is not included in the prediction ({why})", why=why))
         return None
 
 

@@ -65,6 +65,8 @@ class RunnerJob:
     saves: bool
     schedule: Schedule
     most: int | None = None
+    test: Rounds | None = None
+    """Of ``Runner.test``, which the script calls after the training; None where it does not."""
 
     def evaluation_batch_size(self, name: str) -> int | None:
         """See :class:`~vram_guard.job.Resizable`."""
@@ -94,6 +96,9 @@ class RunnerJob:
                 said = f"{type(error).__name__}: {error}".split("\n", 1)[0]
                 run.note(Message("the step after validation cannot be followed ({error})", error=said))
             self.schedule.play(run, shadow, lambda **changes: self._train(run, shadow, 1, **changes))
+            if self.test is not None:  # optimizer states are still there
+                with self._followed(run, "test"):
+                    self.test.play(run, shadow)
 
     def _read(self, run: JobRun) -> Callable[[str, Any], Any]:
         """In place of reading a checkpoint: tensors of the same sizes, on the device that MMEngine asks for."""

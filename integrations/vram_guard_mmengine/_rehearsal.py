@@ -49,8 +49,8 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
     if rehearsal.double:
         torch.set_default_dtype(torch.float64)
         model.double()
-        batch = pytree.tree_map_only(torch.Tensor, _doubled, batch)
-    _quiet(runner)
+        batch = pytree.tree_map_only(torch.Tensor, doubled, batch)
+    quiet(runner)
     runner._train_dataloader = _loader_of(loader, batch)
     runner.optim_wrapper = _plain_wrapper(runner.optim_wrapper)
     runner.register_hook(_StepHook(step), priority="LOWEST")
@@ -113,11 +113,11 @@ class _StepHook(Hook):  # type: ignore[misc]
         self._step.end_if_stepped()
 
 
-def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _quiet(runner: Any) -> None:
+def quiet(runner: Any) -> None:
     """Nothing is validated, loaded, saved or written down; the model is where it is."""
     runner._hooks = [hook for hook in runner._hooks if type(hook).__name__ not in WATCHING]
     runner._val_loop = None

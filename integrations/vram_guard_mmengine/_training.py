@@ -20,7 +20,7 @@ from vram_guard.language import _
 from vram_guard.printable import printable
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
-from vram_guard_mmengine import _layouts, _optim, _recovery
+from vram_guard_mmengine import _layouts, _optim, _recovery, _smaller_validation
 from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
 
@@ -99,6 +99,8 @@ class RunnerTraining:
                 )
         if plan.batch_size != plan.batch_size_before:
             self._grow(plan, applied)
+        if plan.evaluation is not None:
+            _smaller_validation.install(runner, plan.evaluation, applied)
         if _layouts.layout_of(runner) is not None:
             _layouts.apply(runner.strategy, plan.recipe, applied)
         if plan.recipe.optimizer != "as-written":

@@ -5,7 +5,7 @@ import argparse
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -19,6 +19,12 @@ from transformers import (
 )
 
 
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(64), torch.tensor(0)
+
+
 def plain(options):
     """Evaluates after each epoch with larger batches, and keeps all logits on the GPU."""
     accelerator = Accelerator()
@@ -27,7 +33,7 @@ def plain(options):
     rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
     held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
     loader = DataLoader(rows, batch_size=8)
-    evaluation = DataLoader(held_out, batch_size=options.evaluation_batch)
+    evaluation = DataLoader(Endless() if options.endless else held_out, batch_size=options.evaluation_batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if options.prepared:
         evaluation = accelerator.prepare(evaluation)
@@ -209,6 +215,7 @@ parser.add_argument("--new_tokens", type=int, default=64)
 parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
+parser.add_argument("--endless", action="store_true", help="the evaluation's loader never ends")
 parser.add_argument("--finally", dest="finally_", type=int, default=0, help="rows of a test after the last epoch")
 options, options.rest = parser.parse_known_args()
 globals()[options.loop](options)

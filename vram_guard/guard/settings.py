@@ -125,8 +125,12 @@ class PlanSettings:
 
     @property
     def asked_for(self) -> frozenset[str]:
-        """Techniques whose refusal is reported: all but the kinds of offload that only the default stands for."""
-        return self.techniques - frozenset(OFFLOADS if self.allow == frozenset(DEFAULT_ALLOW) else ())
+        """Techniques whose refusal is reported: all but the kinds of offload that only the default stands for.
+
+        That of smaller batches of an evaluation is among the plan's reasons, where they would help.
+        """
+        by_default = OFFLOADS if self.allow == frozenset(DEFAULT_ALLOW) else ()
+        return self.techniques - {*by_default, "evaluation"}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

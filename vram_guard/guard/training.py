@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.refusals import Refusal
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from vram_guard.guard.decision import Decision
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
+    from vram_guard.proof.evaluations import EvaluationRehearsal
+    from vram_guard.proof.observed import Observed
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.step import TrainingStep
     from vram_guard.techniques import Sharding
@@ -59,6 +63,19 @@ class CapturedTraining(ABC):
     def rehearses(self, sharding: Sharding) -> bool:  # noqa: ARG002 - for those who can
         """True if a rehearsal, which is one process, runs under this change of how the model is divided."""
         return False
+
+    @property
+    def evaluated_samples(self) -> tuple[int, ...]:
+        """Samples of the data sets of its validation's loaders."""
+        return ()
+
+    def rehearse_evaluation(self, rehearsal: EvaluationRehearsal) -> Observed:  # noqa: ARG002 - for those who can
+        """Run its validation for real on the CPU, see :meth:`rehearse`.
+
+        Raises:
+            Exception: whatever the user's code raises, or the framework.
+        """
+        raise UnsupportedStepError(_("there is no validation that could be run"))
 
     @abstractmethod
     def loss_of(self, batch: Any) -> torch.Tensor:

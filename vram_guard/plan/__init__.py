@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.parallel.spec import data_parallel
 from vram_guard.plain_model import as_step
 from vram_guard.plan._option import Option
@@ -294,7 +294,8 @@ def plan(
             return made
         followed = Traces(whole, batch_size, report, resolved.multiprocessors)
         smaller = smaller_evaluation(whole, asked, lambda run: under(choice, run))
-        return with_whole_job(made, asked, followed, cost_model, smaller, report)
+        why_not = None if "evaluation" in techniques else refused.get("evaluation") or Message("it is not allowed")
+        return with_whole_job(made, asked, followed, cost_model, smaller, why_not, report)
 
     made = searched(request)
     if compiler is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from vram_guard.language import _
+from vram_guard.job import evenly
+from vram_guard.language import Message, _
 from vram_guard.plan._option import Option
 from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.model import SmallerEvaluation
 from vram_guard.timeline import phase_words
 from vram_guard.units import Amount
 
@@ -30,6 +32,17 @@ MOST_ROUNDS = 8
 _log = logging.getLogger(__name__)
 
 
+class Smaller(NamedTuple):
+    """A smaller batch of an evaluation."""
+
+    asked: int
+    """Samples of its batch as written."""
+    size: int
+    """Of the largest that fits; 0: none does."""
+    timeline: Timeline | None = None
+    """Of the whole run with it, where a framework's loaders can deliver it; None: it can only be proposed."""
+
+
 def whole_job(job: Job, whole: Callable[[Job], Follow], batch_size: int) -> Follow:
     """Timelines of the step with its job: evaluations have batches of the loader's size, also where a plan cuts them.
 
@@ -47,7 +60,8 @@ def with_whole_job(
     request: Request,
     whole: Timelines,
     costs: Costs,
-    smaller: Callable[[Option, int, PhasePeak], tuple[int, int] | None],
+    smaller: Callable[[Option, int, PhasePeak], Smaller | None],
+    why_not: object,
     progress: Callable[[str], None],
 ) -> Plan:
     """The plan for the whole run. Where its job does not fit under the step's plan, it counts in the search.
@@ -58,6 +72,7 @@ def with_whole_job(
         whole: timelines of options with the job.
         costs: of options.
         smaller: (option, micro-batch size, phase of an evaluation) -> its batch size and the largest that fits.
+        why_not: why batches of evaluations may not be made smaller; None: they may, where a framework does it.
         progress: called with a line of text before each slow part.
     """
     if not made.fits:
@@ -74,11 +89,14 @@ def with_whole_job(
     fits = request.fits(estimate)
     if fits and size <= request.batch_size:
         return _as_followed(made, option, timeline, estimate, request, whole)
-    planned = search(request, whole, costs, progress)  # where batches grow, the target is one for the whole run
     if fits or not estimate.phases:  # without phases, later steps need more than the first two
-        return planned
+        return search(request, whole, costs, progress)  # where batches grow, the target is one for the whole run
     highest = max(estimate.phases, key=lambda phase: phase.peak_reserved)
-    why = list(_why(request, estimate, highest, smaller(option, size, highest), fits=planned.fits))
+    cut = smaller(option, size, highest)
+    if cut is not None and cut.timeline is not None and why_not is None and size <= request.batch_size:
+        return _with_evaluation(made, option, cut, cut.timeline, estimate, highest, request, whole)
+    planned = search(request, whole, costs, progress)
+    why = list(_why(request, estimate, highest, cut, why_not, fits=planned.fits))
     return replace(planned, reason_values=(*why, *planned.reason_values), uneven=made.uneven)
 
 
@@ -101,29 +119,59 @@ def _as_followed(
     )
 
 
-def _why(
-    request: Request, estimate: Estimate, phase: PhasePeak, smaller: tuple[int, int] | None, *, fits: bool
-) -> Iterator[Reason]:
-    """The phase for which the step's own plan does not suffice, and what else would."""
+def _with_evaluation(
+    made: Plan,
+    option: Option,
+    cut: Smaller,
+    timeline: Timeline,
+    uncut: Estimate,
+    phase: PhasePeak,
+    request: Request,
+    whole: Timelines,
+) -> Plan:
+    """The step's plan with smaller batches of an evaluation, for which alone it does not suffice."""
+    estimate = timeline.at(made.micro_batch_size, settings=request.settings_under(option.recipe))
+    followed = _as_followed(made, option, timeline, estimate, request, whole)
+    if (option, made.micro_batch_size) == (request.as_written, request.batch_size):
+        followed = replace(followed, before=uncut, timeline_before=whole.exact(option, made.micro_batch_size))
+    why = (
+        _too_large(request, uncut, phase),
+        Reason(Why.EVALUATION_CUT, phase=phase_words(phase), size=cut.size, batch=cut.asked),
+        *(one for one in made.reason_values if one.kind is not Why.FITS),
+    )
+    evaluation = SmallerEvaluation(phase.name, cut.asked, cut.size)
+    return replace(followed, evaluation=evaluation, reason_values=why)
+
+
+def _too_large(request: Request, estimate: Estimate, phase: PhasePeak) -> Reason:
+    """The phase for which the step's own plan does not suffice."""
     missing = request.corrected(estimate) - request.usable(estimate)
     if missing > 0:
-        words, peak = phase_words(phase), Amount(phase.peak_reserved)
-        yield Reason(Why.PHASE_TOO_LARGE, phase=words, peak=peak, missing=Amount(missing))
-    else:
-        unknown = next((one for one in estimate.phases if one.tier == "formula"), phase)
-        words = phase_words(unknown)
-        yield Reason(Why.PHASE_NOT_KNOWN, phase=words, peak=Amount(unknown.peak_reserved))
+        peak = Amount(phase.peak_reserved)
+        return Reason(Why.PHASE_TOO_LARGE, phase=phase_words(phase), peak=peak, missing=Amount(missing))
+    unknown = next((one for one in estimate.phases if one.tier == "formula"), phase)
+    return Reason(Why.PHASE_NOT_KNOWN, phase=phase_words(unknown), peak=Amount(unknown.peak_reserved))
+
+
+def _why(
+    request: Request, estimate: Estimate, phase: PhasePeak, smaller: Smaller | None, why_not: object, *, fits: bool
+) -> Iterator[Reason]:
+    """The phase for which the step's own plan does not suffice, and what else would."""
+    yield _too_large(request, estimate, phase)
     if not fits:
         yield Reason(Why.STEP_DOES_NOT_HELP)
-    if smaller is not None and smaller[1]:
-        yield Reason(Why.SMALLER_EVALUATION, phase=words, size=smaller[1], batch=smaller[0])
+    words = phase_words(phase)
+    if smaller is not None and smaller.size:
+        if smaller.timeline is None or why_not is None:
+            why_not = Message("values that are averaged batch by batch may come out different")
+        yield Reason(Why.SMALLER_EVALUATION, phase=words, size=smaller.size, batch=smaller.asked, why=why_not)
     elif smaller is not None:
         yield Reason(Why.NO_EVALUATION, phase=words)
 
 
 def smaller_evaluation(
     source: Source, request: Request, asking: Callable[[Follow], Follow]
-) -> Callable[[Option, int, PhasePeak], tuple[int, int] | None]:
+) -> Callable[[Option, int, PhasePeak], Smaller | None]:
     """The search for the largest batch of an evaluation that fits beside a step; it says None for other phases.
 
     Args:
@@ -134,23 +182,23 @@ def smaller_evaluation(
 
     def halved(
         job: Job, phase: PhasePeak, follow: Callable[[Job], Timeline], size: int, option: Option
-    ) -> tuple[int, int] | None:
+    ) -> Smaller | None:
         """The same for the evaluation of a framework: half its batch, or half of that: the first that fits."""
         asked = job.evaluation_batch_size(phase.name)
         if asked is None:
             return None
         settings = request.settings_under(option.recipe)
         try:
-            for times in range(1, asked.bit_length()):
-                timeline = follow(job.with_evaluation_batch_size(phase.name, asked >> times))
-                if request.fits(replace(timeline, traced=(size,)).at(size, settings=settings)):
-                    return asked, asked >> times
+            for part in dict.fromkeys(evenly(asked, asked >> times) for times in range(1, asked.bit_length())):
+                timeline = replace(follow(job.with_evaluation_batch_size(phase.name, part)), traced=(size,))
+                if request.fits(timeline.at(size, settings=settings)):
+                    return Smaller(asked, part, timeline)
         except Exception as error:  # noqa: BLE001 - the user's evaluation, which may not take smaller batches
             _log.info("no smaller batch of %s is proposed: %s: %s", phase.name, type(error).__name__, error)
             return None
-        return asked, 0
+        return Smaller(asked, 0)
 
-    def largest(option: Option, size: int, phase: PhasePeak) -> tuple[int, int] | None:
+    def largest(option: Option, size: int, phase: PhasePeak) -> Smaller | None:
         from vram_guard.simulate import law
 
         if source.job is None or source.whole is None:
@@ -183,6 +231,6 @@ def smaller_evaluation(
         except Exception as error:  # noqa: BLE001 - the user's evaluation, which may not take batches of two samples
             _log.info("no smaller batch of %s is proposed: %s: %s", phase.name, type(error).__name__, error)
             return None
-        return asked, min(most, asked - 1)
+        return Smaller(asked, min(most, asked - 1))
 
     return largest

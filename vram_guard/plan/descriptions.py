@@ -78,8 +78,10 @@ class Why(Enum):
     STEP_DOES_NOT_HELP = marked("No change of the training step makes the whole run fit.")
     COMPILED_TOO_LARGE = marked("Compiled, the step needs {missing} more than may be used.")
     SMALLER_EVALUATION = marked(
-        "With batches of {size} in place of {batch}, {phase} fits beside the step. It is not applied: values that "
-        "are averaged batch by batch may come out different."
+        "With batches of {size} in place of {batch}, {phase} fits beside the step. It is not applied: {why}."
+    )
+    EVALUATION_CUT = marked(
+        "With batches of {size} in place of {batch}, {phase} fits beside the step: the same samples, in more batches."
     )
     NO_EVALUATION = marked("Not even batches of one sample make {phase} fit beside the step.")
 

@@ -19,6 +19,7 @@ from vram_guard.plan.descriptions import (
     sharding_words,
 )
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard.timeline import named_phase
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.language import Message
     from vram_guard.plan.spread import Spread
-    from vram_guard.timeline import Estimate, Timeline
+    from vram_guard.timeline import Estimate, StretchName, Timeline
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,22 @@ class Rejected:
 
     def __str__(self) -> str:
         return f"{self.option}: {self.why}"
+
+
+@dataclass(frozen=True)
+class SmallerEvaluation:
+    """An evaluation within a training whose loaders deliver smaller batches, and more of them."""
+
+    phase: StretchName
+    batch_size_before: int
+    """Samples of its largest batch as written."""
+    batch_size: int
+    """A divisor of that; loaders of smaller batches are left as they are."""
+
+    @property
+    def name(self) -> str:
+        """In the words of a report: "batch size of validation"."""
+        return _("batch size of {phase}", phase=named_phase(self.phase))
 
 
 @dataclass(frozen=True)
@@ -126,6 +143,8 @@ class Plan(ShownInNotebooks):
     each other."""
     spread: Spread | None = None
     """How the training lies on several GPUs, of which this is the plan of one; None: one GPU was planned for."""
+    evaluation: SmallerEvaluation | None = None
+    """Smaller batches of an evaluation; None: as written."""
     compiled: CompiledStep | None = None
     """What ``torch.compile`` makes of the step, whose ``estimate`` is then the compiled one; None: it is not used."""
 
@@ -178,6 +197,7 @@ class Plan(ShownInNotebooks):
 
     def changes(self) -> tuple[tuple[str, str, str], ...]:
         """Differences from the step as written: (name, before, after)."""
+        cut = self.evaluation
         sizes = (
             *(() if self.spread is None else self.spread.changes()),
             (_("spread"), _("as written"), self._sharding() or _("as written")),
@@ -192,6 +212,7 @@ class Plan(ShownInNotebooks):
             (_("optimizer"), _("as written"), optimizer_words(self.recipe)),
             (_("loss"), _("as written"), loss_words(self.recipe)),
             (_("segments of the allocator"), _("as set"), segments_words(self.recipe)),
+            *(() if cut is None else ((cut.name, str(cut.batch_size_before), str(cut.batch_size)),)),
         )
         return tuple(change for change in sizes if change[1] != change[2])
 
@@ -211,7 +232,11 @@ class Plan(ShownInNotebooks):
             if self.spread is not None:
                 return self.spread.words
             option = Option(self.precision, self.splits, self.recipe)
-            return option.words(self.batch_size, self.precision_before)
+            words = option.words(self.batch_size, self.precision_before)
+            if self.evaluation is None:
+                return words
+            cut = f"{self.evaluation.name}: {self.evaluation.batch_size}"
+            return f"{words}, {cut}" if len(self.changes()) > 1 else cut
         missing = self.peak - self.budget.usable
         if missing > 0:
             return _("{amount} over budget", amount=format_bytes(missing))

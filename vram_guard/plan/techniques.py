@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 #: What ``allow`` may name, and what it means. "offload" is all four kinds of it.
 TECHNIQUES: dict[str, str] = {
     "precision": "mixed precision in place of 32-true",
+    "evaluation": "smaller batches of the evaluations within a training, where what they compute stays",
     "half": "bf16-true in place of 32-true: weights and optimizer states in bfloat16 too",
     "accumulate": "smaller micro-batches of the same loaded batch",
     "checkpoint": "activation checkpointing of repeated blocks, as many as needed",
@@ -36,7 +37,7 @@ FORMS = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
 OFFLOADS = ("offload_activations", "offload_frozen", "offload_optimizer", "offload_parameters")
 
 #: What is allowed unless the user says otherwise: results stay equal, or as close as mixed precision is.
-DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "offload", "foreach", "reshard")
+DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "offload", "foreach", "reshard", "evaluation")
 
 BFLOAT16_SINCE = (8, 0)
 FLOAT16_FAST_SINCE = (7, 0)

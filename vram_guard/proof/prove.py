@@ -18,6 +18,7 @@ from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
 from vram_guard.plan.techniques import FORMS
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
+from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.proof.single_blocks import run_single_blocks
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.guard.training import CapturedTraining
     from vram_guard.plan import Plan
+    from vram_guard.plan.model import SmallerEvaluation
     from vram_guard.proof.loss_graph import LossGraph
 
 #: Samples of a rehearsed batch: two and two against four. One more, three and two, where a last batch is short.
@@ -90,7 +92,8 @@ def prove(
         loss_weight: as the user said; None: to be found out.
         seconds: that a rehearsal may take; where it would take longer, the graph of the loss has to prove it.
     """
-    return _Prover(captured, plan, graph, loss_weight, seconds, splits=plan.splits > 1).verdict()
+    prover = _Prover(captured, plan, graph, loss_weight, seconds, splits=plan.splits > 1)
+    return prover.verdict() if plan.evaluation is None else prover.with_evaluation(plan.evaluation)
 
 
 def prove_cut(
@@ -153,6 +156,33 @@ class _Prover:
         if self._unseen is None or isinstance(proof, Disproof):
             return proof
         return replace(proof, notes=(*proof.notes, not_in_copy(sharding_words(self._unseen))))
+
+    def with_evaluation(self, change: SmallerEvaluation) -> Proof | Disproof:
+        """Of smaller batches of an evaluation first: most other changes are made beside them or not at all."""
+        captured = self._captured
+
+        def lacking(samples: int, double: bool) -> str:
+            if not self._seconds:
+                return _("proof_seconds is 0")
+            needed = self._needed(samples)
+            if needed > self._seconds:
+                return _("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}")
+            return self._lacking(Rehearsal(samples, samples, None, double=double))
+
+        samples, why = prove_evaluation(
+            captured.rehearse_evaluation,
+            change,
+            captured.evaluated_samples,
+            lacking=lacking,
+            seconds=self._seconds,
+        )
+        if why:
+            return Disproof("evaluation", why)
+        proof = self.verdict()
+        if isinstance(proof, Disproof):
+            return proof
+        said = _("proven by running {count} samples: smaller batches log the same", count=samples)
+        return replace(proof, notes=(*proof.notes, said))
 
     def _verdict(self) -> Proof | Disproof:
         optimizer = self._small_steps(AS_WRITTEN.with_(optimizer=self._plan.recipe.optimizer))

@@ -73,6 +73,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
             for option in plan.rejected
         ],
         **({} if plan.spread is None else {"spread": spread_dict(plan.spread)}),
+        **({} if plan.evaluation is None else {"evaluation": asdict(plan.evaluation)}),
         **({} if plan.compiled is None else {"compiled": _compiled(plan.compiled)}),
     }
 

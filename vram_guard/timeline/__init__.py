@@ -40,7 +40,7 @@ from vram_guard.timeline._values import (
     Workspaces,
     lower,
 )
-from vram_guard.timeline._words import phase_and_step, phase_words
+from vram_guard.timeline._words import named_phase, phase_and_step, phase_words
 
 __all__ = [
     "ASSUMED_CARD",
@@ -82,6 +82,7 @@ __all__ = [
     "largest_that_fits",
     "lower",
     "merge_affine",
+    "named_phase",
     "phase_and_step",
     "phase_words",
 ]

@@ -28,9 +28,14 @@ _NAMES: dict[StretchName, str] = {
 }
 
 
+def named_phase(name: StretchName) -> Message:
+    """A phase by its name alone."""
+    return Message(_NAMES[name])
+
+
 def phase_words(phase: Phase | PhasePeak) -> Message:
     """A phase, with what tells it from others of its name."""
-    name = Message(_NAMES[phase.name])
+    name = named_phase(phase.name)
     return Message("{name} ({label})", name=name, label=printable(phase.label, lines=False)) if phase.label else name
 
 

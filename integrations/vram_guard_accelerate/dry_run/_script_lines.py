@@ -3,7 +3,7 @@
 A ``for`` loop over a loader ends when the loader says so. A loop that calls ``next`` a fixed number of times does not,
 and a branch under ``if step % 500 == 0`` is not reached in a few steps. So the script's modules count the rounds of
 such loops with a ``range`` that can end, and a copy watches the lines of the script's frames (``sys.settrace``): it
-jumps once into each such branch, and behind a ``while`` loop that is to end.
+jumps once into each such branch, and behind a loop of another kind that is to end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vram_guard_accelerate.dry_run._periodic_branches import Branch, branches_in
 from vram_guard_accelerate.dry_run._script_source import (
     Loop,
     assigned_at,
+    begins_round,
     function_of,
     holds,
     inside,
@@ -53,6 +54,18 @@ class _Watched:
 
     branches: dict[int, Branch] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Leaving:
+    """A loop that is to end when its next round begins."""
+
+    node: ast.AST
+    """Its function."""
+    loop: Loop
+    left: Callable[[bool], None]
+    before: int
+    """The line of the function that ran last."""
 
 
 def asker() -> Asker | None:
@@ -91,7 +104,7 @@ class ScriptLines:
         """Branches that did not come by themselves are entered where they are reached."""
         self._entered = entered
         self._watched: dict[CodeType, _Watched] = {}
-        self._leaving: dict[tuple[FrameType, int], tuple[ast.While, Callable[[bool], None]]] = {}
+        self._leaving: dict[FrameType, _Leaving] = {}
 
     def find_branches(self, loader: Any) -> None:
         """Watch for branches around the lines at which the script's frames stand now.
@@ -140,22 +153,35 @@ class ScriptLines:
             asking: in whose frame.
             left: called then; with False where the loop cannot be ended.
         """
-        loop = asking.loops[0]
-        counted = counted_rounds(asking.frame, loop.lineno)
+        node = function_of(asking.frame.f_code)
+        if node is not None:
+            self._leave(asking.frame, node, asking.loops[0], left)
+
+    def _leave(self, frame: FrameType, node: ast.AST, loop: Loop, left: Callable[[bool], None]) -> bool:
+        """End a loop at its next round; False where nothing of the function comes after it."""
+        counted = counted_rounds(frame, loop.lineno)
         if counted is not None:
             counted.left = left
-        elif isinstance(loop, ast.While):
-            self._leaving[asking.frame, loop.lineno] = (loop, left)
-            self.watch([asking.frame])
+            return True
+        if line_after(node, loop) is None:
+            return False
+        self._leaving[frame] = _Leaving(node, loop, left, frame.f_lineno)
+        self.watch([frame])
+        return True
 
-    def leave_epochs(self) -> bool:
-        """End the outermost counted loop at which the script stands, at its next round; False where there is none."""
+    def leave_epochs(self, asking: Asker | None, left: Callable[[bool], None]) -> bool:
+        """End the outermost loop at which the script stands, at its next round; False where none can be ended.
+
+        Args:
+            asking: the script called ``next`` for its latest batch there: that loop ends, too.
+            left: called then; with False where a loop cannot be ended.
+        """
         for frame in reversed(list(script_frames(sys._getframe(1)))):  # noqa: SLF001 - where it stands is the question
             node = function_of(frame.f_code)
             for loop in () if node is None else loops_around(node, frame.f_lineno):
-                counted = counted_rounds(frame, loop.lineno)
-                if counted is not None:
-                    counted.left = lambda _ended: None
+                if node is not None and self._leave(frame, node, loop, left):
+                    if asking is not None and asking.loops and asking.loops[0] is not loop:
+                        self.leave(asking, left)
                     return True
         return False
 
@@ -166,10 +192,14 @@ class ScriptLines:
         if event != "line":
             return self._line
         line = frame.f_lineno
-        loop, left = self._leaving.pop((frame, line), (None, None))
-        if loop is not None and left is not None:
-            node = function_of(frame.f_code)
-            left(node is not None and _jump(frame, line_after(node, loop)))
+        leaving = self._leaving.get(frame)
+        if leaving is not None and begins_round(leaving.loop, line, leaving.before):
+            del self._leaving[frame]
+            if not self._leaving and not self.enters:
+                sys.settrace(None)
+            leaving.left(_jump(frame, line_after(leaving.node, leaving.loop)))
+        elif leaving is not None:
+            leaving.before = line
         watched = self._watched.get(frame.f_code)
         if watched is not None:
             branch = watched.branches.get(line)

@@ -69,17 +69,40 @@ def assigned_at(node: ast.AST, target: str) -> int | None:
     return min(lines, default=None)
 
 
-def line_after(node: ast.AST, loop: ast.While) -> int | None:
-    """The line that follows a loop in its function; None where there is none, or a ``with`` or ``try`` ends there."""
+def line_after(node: ast.AST, statement: ast.stmt) -> int | None:
+    """The line at which a function goes on after a loop that ends, or another statement.
+
+    None where there is none, or a ``with`` or ``try`` ends there.
+    """
+    if isinstance(statement, (ast.For, ast.While)) and statement.orelse:
+        return statement.orelse[0].lineno
     for parent in (node, *inside(node)):
         for name in ("body", "orelse"):
             found: Any = getattr(parent, name, None)
             body: list[ast.stmt] = found if isinstance(found, list) else []  # an expression has another `body`
-            if loop in body:
-                following = body[body.index(loop) + 1 :]
+            if statement in body:
+                following = body[body.index(statement) + 1 :]
                 if following:
                     return following[0].lineno
                 if isinstance(parent, (ast.For, ast.While)) and name == "body":
                     return parent.lineno
-                return None
+                return line_after(node, parent) if isinstance(parent, (ast.If, ast.For, ast.While)) else None
     return None
+
+
+def begins_round(loop: Loop, line: int, before: int) -> bool:
+    """True if a loop's next round begins at a line.
+
+    A ``while True:`` has no line of its own then: its first statement begins it, where that is not itself a loop that
+    goes on.
+
+    Args:
+        loop: inside of which the function is.
+        line: that is about to run.
+        before: the one that ran before it.
+    """
+    if line == loop.lineno:
+        return True
+    first = loop.body[0]
+    goes_on = isinstance(first, (ast.For, ast.While)) and first.lineno < before <= (first.end_lineno or 0)
+    return isinstance(loop, ast.While) and line == first.lineno and not goes_on

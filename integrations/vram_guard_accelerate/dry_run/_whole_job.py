@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from vram_guard.simulate.memory.recorder import Recorder
+    from vram_guard_accelerate.dry_run._script_lines import Asker
 
 #: Seconds that what follows the first steps may take; what was seen until then is the answer.
 SECONDS = 60
@@ -68,8 +69,8 @@ class WholeJobPhase(ForkedPhase):
         self._rounds.install()
         self._lines = ScriptLines(self._branch_entered)
         self._asked = False
-        self._by_next = False
-        """The script called ``next`` for the latest training batch."""
+        self._asking: Asker | None = None
+        """Who called ``next`` for the latest training batch; None: a ``for`` loop asked for it."""
         self._last = False
         """No more training batches come: what the script does after its epochs follows."""
         self._entered: list[str] = []
@@ -96,7 +97,7 @@ class WholeJobPhase(ForkedPhase):
                 if asking is not None and asking.loops and self._rounds.enough(batches):
                     self._lines.leave(asking, lambda _ended: self._rounds.close_all())
                 return batches.next_beside_training()
-        self._evaluates, self._by_next = False, asking is not None
+        self._evaluates, self._asking = False, asking
         if self._last:
             raise StopIteration
         steps = self.loop.tracer.steps
@@ -182,7 +183,7 @@ class WholeJobPhase(ForkedPhase):
         by_trainer = self.run.script.by_trainer  # which comes to an end by itself then
         if self._last or self._next_epoch_at is None or steps <= self._next_epoch_at or by_trainer:
             return
-        self._last = not self._by_next and self._lines.leave_epochs()
+        self._last = self._lines.leave_epochs(self._asking, lambda ended: None if ended else self.answer())
         if not self._last:
             self.answer()
 
@@ -214,7 +215,7 @@ class WholeJobPhase(ForkedPhase):
             return original(*args, **kwargs)
         finally:
             self._evaluates = self._saves = False  # another evaluation is a phase of its own
-            if before.name in STEP_PHASES:
+            if before.name in STEP_PHASES and not self._last:
                 self._recorder.phase(before.name, self.loop.tracer.steps + 1)
 
     # --- the end ----------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
     first, settings, traces = planner.first, planner.settings, planner.traces
     for name, why in planner.refused.items():
-        if settings.asks(name):
+        if settings.asks(name) and name != "evaluation":  # the plan says it, where it would help
             yield Refusal(name, why).words()
     if made.splits == 1 and traces.why_not_sliced:
         yield Refusal("accumulate", traces.why_not_sliced).words()

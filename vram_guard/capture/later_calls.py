@@ -1,0 +1,84 @@
+"""What a script calls after the line at which it stands: ``trainer.test(...)`` after ``trainer.fit(...)``."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+_LIBRARIES = ("site-packages", "dist-packages")
+_HERE = str(Path(__file__).parents[1])
+
+
+def later_calls() -> frozenset[str]:
+    """Names of the methods that the script's functions call below the lines at which they stand now.
+
+    Only calls that come for certain once those lines are over: those of another branch, and of one that is not entered
+    yet, are left out. Nothing is known of code that has no file.
+
+    Example:
+        >>> def script():
+        ...     return "never_called" in later_calls()
+        >>> script()
+        False
+    """
+    names: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - where the script stands is the question
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _LIBRARIES) and not file.startswith((_HERE, "<", sys.base_prefix)):
+            names.update(_called_after(file, frame.f_code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return frozenset(names)
+
+
+@lru_cache(maxsize=64)
+def _called_after(file: str, function: str, line: int) -> frozenset[str]:
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    return frozenset(name for body in _bodies(_scope(tree, function, line), line) for name in _methods(body, line))
+
+
+def _scope(tree: ast.Module, function: str, line: int) -> ast.AST:
+    """The function that stands at a line; the module for its own code."""
+    if function == "<module>":
+        return tree
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function and _holds(node, line)
+    ]
+    return max(found, key=lambda node: node.lineno, default=ast.Module(body=[], type_ignores=[]))
+
+
+def _holds(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
+
+
+def _bodies(scope: ast.AST, line: int) -> Iterator[list[ast.stmt]]:
+    """The lists of statements around a line, outermost first."""
+    inner: ast.AST | None = scope
+    while inner is not None:
+        around = None
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(inner, name, None)
+            if isinstance(body, list) and (found := next((one for one in body if _holds(one, line)), None)) is not None:
+                yield body
+                around = found
+        inner = around
+
+
+def _methods(body: list[ast.stmt], line: int) -> Iterator[str]:
+    for statement in body:
+        if statement.lineno > line and not isinstance(statement, (ast.If, ast.For, ast.While, ast.Try, *_DEFINITIONS)):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    yield node.func.attr
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
