@@ -262,7 +262,9 @@ def _below(descriptor: int | None, file: Any) -> str:
 
 
 def undo(folder: Path) -> None:
-    """Remove what the script of a request has made before ``prepare``, the latest first.
+    """Remove what the script of a request has made before ``prepare``, the deepest first.
+
+    Not the latest first: ``Path.mkdir(parents=True)`` tries the folder itself before it makes those above it.
 
     Args:
         folder: of the request, whose process is over.
@@ -270,8 +272,8 @@ def undo(folder: Path) -> None:
     journal = folder / JOURNAL
     if not journal.is_file():
         return
-    for line in reversed(journal.read_text(encoding="utf-8").splitlines()):
-        path = Path(json.loads(line))
+    made = [Path(json.loads(line)) for line in journal.read_text(encoding="utf-8").splitlines()]
+    for path in sorted(made, key=lambda one: len(one.parts), reverse=True):
         try:
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
