@@ -28,6 +28,7 @@ from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import NOT_HERE, Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
+from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.proofs import NAMED, Proofs
@@ -265,8 +266,6 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
         return ""
     if len(first.models) > 1:
         return _("the script trains several models without Accelerate, whose order may be another one in its real run")
-    if first.shape.ranks > 1:
-        return _("the script spreads its training over processes without Accelerate, in which the plan was not proven")
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
     return first.fails_at_others or ("" if first.called_with else first.sample.growable)
@@ -371,6 +370,8 @@ def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:
         return _("a model that torch.compile compiles as a whole is not cut open")
+    if first.by_itself and first.shape.ranks > 1 and (why := own_ranks.why_not_within(first.root)):
+        return why
     return traces.read_layouts(facts if first.called_with else None)
 
 
