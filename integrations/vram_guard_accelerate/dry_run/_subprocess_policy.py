@@ -1,8 +1,9 @@
-"""Programs that a script may start by itself from ``prepare`` on: those that report something, and change nothing.
+"""Programs that a script starts by itself: those that report something, and change nothing, may run at any time.
 
-Until ``prepare`` a script runs for real, and so does what it starts. From then on its loop runs in several copies of
-its process, each of which would start the program again. Which commit it is or what ``nvidia-smi`` says may be asked
-all the same: trackers and log lines do. Anything else ends the dry run, and the answer names the command and the line.
+Until ``prepare`` a script runs for real, and so does what it starts, on a disk that it cannot write to. From then on
+its loop runs in several copies of its process, each of which would start the program again. Which commit it is or what
+``nvidia-smi`` says may be asked all the same: trackers and log lines do. Anything else ends the dry run, and the answer
+names the command and the line.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import PurePath
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate._script_files import is_users
+from vram_guard_accelerate.dry_run._write_protection import rights, write_protected
 
 #: Programs that only report something, whatever their arguments are.
 TELLING = frozenset(
@@ -80,40 +84,127 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
         stopped: ends it, given the reason.
     """
 
-    def check(command: Any, *, in_shell: bool = False) -> None:
+    def check(start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
         if not only_tells(command, in_shell=in_shell):
-            words = " ".join(words_of(command)) or "a program"
-            short = words if len(words) <= 60 else f"{words[:57]}..."
             stopped(
                 _(
                     "it starts a process of its own after Accelerator.prepare ({command}), which a dry run would start "
                     "several times over; start it before prepare, or after the training",
-                    command=short,
+                    command=_shown(command),
                 )
             )
+        return start()
 
-    signature = inspect.signature(subprocess.Popen.__init__)
-
-    def check_popen(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        check(given["args"], in_shell=bool(given.get("shell")))
-
-    wrap(subprocess.Popen, "__init__", _checked(check_popen))
-    wrap(os, "system", _checked(lambda command: check(command, in_shell=True)))
-    for name in ("posix_spawn", "posix_spawnp"):
-        wrap(os, name, _checked(lambda _path, argv, *_args, **_kwargs: check(argv)), optional=True)
-    for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
-        wrap(os, name, _checked(lambda _mode, _file, argv, *_args: check(argv)), optional=True)
+    _around_starts(check)
     for name in ("multiprocessing.process", "multiprocess.process"):  # the second: what `datasets` uses
         process = getattr(sys.modules.get(name), "BaseProcess", None)
-        wrap(process, "start", _checked(lambda process: check([type(process).__name__])), optional=process is None)
+
+        def started(original: Any, process: Any) -> Any:
+            return check(partial(original, process), [type(process).__name__])
+
+        wrap(process, "start", started, optional=process is None)
 
 
-def _checked(before: Callable[..., None]) -> Callable[..., Any]:
-    """Around a function: its arguments are checked before it is called."""
+class EarlyPrograms:
+    """Programs that a script starts before it trains: what they would write could not be taken back.
 
-    def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
-        return original(*args, **kwargs)
+    Args:
+        scratch: a folder that is removed with the dry run, for their temporary files.
+        allowed: other folders that they may write to.
+    """
 
-    return checked
+    def __init__(self, scratch: Path, allowed: Sequence[Path]) -> None:
+        self._scratch = scratch
+        self._allowed = (scratch, *allowed)
+        self._shown: dict[str, None] = {}
+
+    def watch(self) -> None:
+        """From now on."""
+        _around_starts(self._start)
+        for name in ("multiprocessing.util", "multiprocess.util"):  # a copy of the process writes as the process does
+            module = sys.modules.get(name)
+            wrap(module, "spawnv_passfds", self._spawned, optional=True)
+
+    def _spawned(self, original: Any, path: Any, argv: Any, passed: Any) -> Any:
+        return self._start(partial(original, path, argv, passed), argv)
+
+    def _start(self, start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
+        if only_tells(command, in_shell=in_shell):
+            return start()
+        if _by_script():
+            self._shown[_shown(command)] = None
+        if not rights():
+            return start()
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(self._scratch)
+        try:
+            return write_protected(start, self._allowed)
+        finally:
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
+
+    @property
+    def note(self) -> str:
+        """What became of those that the script itself has started; "" where it has started none."""
+        if not self._shown:
+            return ""
+        commands = ", ".join(self._shown)
+        if rights():
+            return _(
+                "programs that the script started before it trains could write nothing: {commands}", commands=commands
+            )
+        return _(
+            "what programs that the script started before it trains have written stays, for this system cannot keep "
+            "them from it: {commands}",
+            commands=commands,
+        )
+
+
+def _around_starts(around: Callable[..., Any]) -> None:
+    """Have a function called in place of every start of a program.
+
+    Args:
+        around: given what starts it, its command, and whether a shell reads that.
+    """
+    signature = inspect.signature(subprocess.Popen.__init__)
+
+    def popen(original: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        around(partial(original, *args, **kwargs), given["args"], bool(given.get("shell")))
+
+    def spawned(original: Any, path: Any, argv: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(partial(original, path, argv, *args, **kwargs), argv)
+
+    def by_mode(original: Any, mode: int, file: Any, argv: Any, *args: Any) -> Any:
+        return around(partial(original, mode, file, argv, *args), argv)
+
+    wrap(subprocess.Popen, "__init__", popen)
+    wrap(os, "system", lambda original, command: around(partial(original, command), command, True))
+    for name in ("posix_spawn", "posix_spawnp"):
+        wrap(os, name, spawned, optional=True)
+    for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
+        wrap(os, name, by_mode, optional=True)
+
+
+def _shown(command: Any) -> str:
+    words = " ".join(words_of(command)) or "a program"
+    return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def _by_script() -> bool:
+    """True if neither a library nor a part of Python is what starts a program now."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001 - who asks is the question
+    while frame is not None and _is_between(frame):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def _is_between(frame: Any) -> bool:
+    name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return name in sys.stdlib_module_names - {"__main__"} or name in (
+        "multiprocess",
+        "vram_guard",
+        "vram_guard_accelerate",
+    )

@@ -69,7 +69,8 @@ class Proofs:
         size = first.sample.batch_size
         of_each = seconds_on_cpu(look.timeline, size) / (size * look.facts.batches_per_step)
         # As written and under the plan.
-        wanted = dict.fromkeys((*([size] if first.called_with else []), *SAMPLES))  # all of them, if no loader makes few
+        whole = [size] if first.called_with else []  # no loader makes fewer
+        wanted = dict.fromkeys((*whole, *SAMPLES))
         possible = [samples for samples in wanted if samples <= size and 2 * samples * of_each <= seconds]
         if not seconds:
             self._why_not = "--proof-seconds 0"
