@@ -4,7 +4,7 @@ Until then it runs for real. New files and folders are made, and noted in a jour
 when the dry run is over. A file that is there already is never written: what would go into it goes into a copy, which
 is read in its place from then on. What would remove, move or replace a file of the user's ends the dry run. Python's
 audit events (PEP 578) see all of it but what libraries do in C; ``torch.save``, safetensors, tokenizers and sqlite are
-watched by themselves, programs that it starts by :mod:`._write_protection`. Times and rights of the user's files are
+watched by themselves, programs that it starts by :mod:`.early_programs`. Times and rights of the user's files are
 left as they are.
 
 The caches of libraries are left alone: they read back what they wrote, and the real launch needs them too.
@@ -92,7 +92,7 @@ class EarlyWrites:
         os.open = os_open  # type: ignore[assignment]
         wrap(torch, "save", self._save)
         wrap(torch.jit, "save", self._save)
-        wrap(torch.jit.RecursiveScriptModule, "save", self._save)
+        wrap(torch.jit.RecursiveScriptModule, "save", self._save)  # type: ignore[attr-defined] # the class of all of them
         wrap(torch, "from_file", self._map)
         for name in ("mkfifo", "mknod"):
             wrap(os, name, self._make, optional=True)
