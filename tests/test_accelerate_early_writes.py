@@ -19,6 +19,8 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from safetensors.torch import save_file  # noqa: E402
 
+from vram_guard_accelerate.dry_run._write_protection import rights  # noqa: E402
+
 SCRIPT = cases.HERE / "accelerate_scripts" / "early_writes.py"
 REFUSED = {
     "removes": "removes or moves",
@@ -66,6 +68,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         known.execute("insert into runs values ('kept')")
         known.commit()
         known.close()
+    made["home"] = base / "home"
+    made["home"].mkdir()
+    (made["home"] / ".netrc").write_text("kept")
     return made
 
 
@@ -81,15 +86,19 @@ def answers(
     assert before
     asked = tmp_path_factory.mktemp("early") / "asked"
     for name, folder in folders.items():
-        cases.request(asked / name, SCRIPT, name, folder)
-    return cases.dry_runs(asked)
+        if name != "home":
+            cases.request(asked / name, SCRIPT, name, folder, *(["programs"] if rights() else []))
+    temporary = tmp_path_factory.mktemp("temporary")  # where others than the user work
+    return cases.dry_runs(asked, HOME=str(folders["home"]), TMPDIR=str(temporary))
 
 
 def test_a_script_that_writes_in_many_ways_is_followed(answers: dict[str, Any]) -> None:
     assert answers["writes"].get("fits"), answers["writes"]
+    held_back = any("could write nothing: touch" in note for note in answers["writes"]["notes"])
+    assert held_back == bool(rights())
 
 
-@pytest.mark.parametrize("name", ["writes", *REFUSED])
+@pytest.mark.parametrize("name", ["writes", "home", *REFUSED])
 def test_the_folder_is_as_it_was(
     answers: dict[str, Any], folders: dict[str, Path], before: dict[str, Any], name: str
 ) -> None:

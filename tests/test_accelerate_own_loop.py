@@ -40,7 +40,11 @@ def answers(folder: Path) -> dict[str, Any]:
         cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
     for name in ("spread", "casts", "divides"):
         cases.request(folder / f"{name}_over_4", SCRIPT, name, "never.pt", ranks=4, whole_job=False)
-    cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, budget="90MiB", whole_job=False)
+    cut = {"budget": "90MiB", "whole_job": False, "allow": ("accumulate",)}
+    cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, **cut)
+    for name in ("random", "time_first"):
+        cases.request(folder / name, SCRIPT, name, "never.pt", **cut)
+    cases.request(folder / "too_long", SCRIPT, "random", "never.pt", **cut, proof_seconds=0)
     cases.request(folder / "waits", SCRIPT, "waits", "never.pt", start_seconds=0.5)
     return cases.dry_runs(folder)
 
@@ -48,7 +52,7 @@ def answers(folder: Path) -> dict[str, Any]:
 def traced(precision: str = "32-true", ranks: int = 1) -> tuple[int, int]:
     """The script's training as a step: peak reserved and allocated."""
     source = SCRIPT.read_text(encoding="utf-8")
-    names: dict[str, Any] = {"nn": torch.nn}
+    names: dict[str, Any] = {"nn": torch.nn, "habit": ""}
     exec(source[source.index("class Block") : source.index("inputs, labels")], names)
     step = TrainingStep(
         names["Net"](),
@@ -76,16 +80,13 @@ def test_the_prediction_is_that_of_the_same_step(answers: Any) -> None:
     assert (casts["peak_reserved"], casts["peak_allocated"]) == traced("16-mixed")
 
 
-def test_distributed_data_parallel_of_the_script_s_own_is_followed_and_its_plan_told(answers: Any) -> None:
+def test_distributed_data_parallel_of_the_script_s_own_is_followed(answers: Any) -> None:
     spread = answers["spread_over_4"]
     assert "rank 0 of 4" in spread["printed"]
     found = spread["plan"]["estimate"]
     assert (found["peak_reserved"], found["peak_allocated"]) == traced(ranks=4)
     assert traced(ranks=4)[1] > traced()[1]  # the buckets
     assert spread["plan"]["effective_batch_size"] == {"before": 256, "after": 256}
-    tight = answers["spread_tight"]
-    assert tight["fits"]
-    assert "spreads its training over processes without Accelerate" in tight["only_told"]
 
 
 def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> None:
@@ -104,31 +105,55 @@ def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> No
         assert any("without a DataLoader" in note for note in answer["notes"])
 
 
-def test_a_proven_plan_is_carried_out(answers: Any, folder: Path) -> None:
-    answer = answers["loader"]
+def trained(weights: Path, habit: str, plan: str = "") -> tuple[Any, str]:
+    """The weights after a real run, and what it printed: as written, or under a plan."""
+    python = [sys.executable]
+    if habit == "spread":
+        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    guard = ["-m", "vram_guard_accelerate"] if plan else []
+    done = subprocess.run(
+        [*python, *guard, str(SCRIPT), habit, str(weights)],
+        env=cases.environment(**({VARIABLE: plan} if plan else {})),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return torch.load(weights), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "habit", "changed"),
+    [
+        ("loader", "loader", "changed: ['blocks.0', 'blocks.1'"),
+        ("random", "random", "changed: ['']"),
+        ("spread_tight", "spread", "changed: ['module']"),
+    ],
+)
+def test_a_proven_plan_is_carried_out(answers: Any, folder: Path, name: str, habit: str, changed: str) -> None:
+    answer = answers[name]
     assert answer["fits"]
-    assert answer["launch_plan"]["recipe"]["checkpoint"]
     assert not answer["only_told"]
     assert any("proven by running" in note for note in answer["notes"])
-
-    def trained(name: str, *guard: str, **variables: str) -> tuple[Any, str]:
-        done = subprocess.run(
-            [sys.executable, *guard, str(SCRIPT), "loader", str(folder / name)],
-            env=cases.environment(**variables),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        return torch.load(folder / name), done.stdout
-
-    found = read_answer(folder / "loader")
-    plan = to_json(found.launch_plan)  # type: ignore[union-attr]
-    plain, said = trained("plain.pt")
-    guarded, changed = trained("guarded.pt", "-m", "vram_guard_accelerate", **{VARIABLE: plan})
+    found = read_answer(folder / name)
+    plain, said = trained(folder / f"{name}_plain.pt", habit)
+    guarded, says = trained(folder / f"{name}_guarded.pt", habit, to_json(found.launch_plan))  # type: ignore[union-attr]
     assert "changed: []" in said
-    assert "changed: ['blocks.0', 'blocks.1'" in changed
+    assert changed in says
     assert cases.difference({"weights": [plain]}, {"weights": [guarded]}) < 1e-6
+
+
+def test_a_loop_without_a_loader_is_cut_only_where_a_run_shows_that_it_may_be(answers: Any) -> None:
+    assert answers["random"]["launch_plan"]["micro_batch_size"] < 64
+    assert "64 samples" in "".join(answers["random"]["notes"])  # all of its batch: no loader makes fewer
+    refused = [note for note in answers["time_first"]["notes"] if "micro-batches are not possible" in note]
+    assert not answers["time_first"]["fits"]
+    assert "differed" in refused[0]
+    refused = [note for note in answers["too_long"]["notes"] if "micro-batches are not possible" in note]
+    assert not answers["too_long"]["fits"]
+    assert "only a run shows" in refused[0]
+    assert "--proof-seconds" in refused[0]
 
 
 def test_what_is_not_proven_is_told_and_not_started(

@@ -4,9 +4,11 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import sqlite3
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-name, folder = sys.argv[1], Path(sys.argv[2])
+if __name__ == "__main__":
+    name, folder = sys.argv[1], Path(sys.argv[2])
 
 
 def train():
@@ -78,7 +81,41 @@ def writes():
     (folder / "third" / "config.json").unlink()
     shutil.move(run / "renamed.json", folder / "old")
     describes_and_links(run)
+    makes_a_run_as_hydra_does()
+    if sys.argv[3:] == ["programs"]:
+        starts_programs()
     train()
+
+
+def makes_a_run_as_hydra_does():
+    """A folder of the day with one of the time in it, where the script goes on; and something at home."""
+    here, made = Path.cwd(), folder / "outputs" / "day" / "time"
+    made.mkdir(parents=True)
+    (made / ".hydra").mkdir()
+    os.chdir(made)
+    Path(".hydra", "config.yaml").write_text("lr: 1")
+    Path("train.log").write_text("begins")
+    torch.jit.script(nn.Linear(2, 2)).save("scripted.pt")
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(folder / "raw.bin"))
+    os.mkfifo("pipe")
+    torch.from_file(str(folder / "mapped.bin"), shared=True, size=8, dtype=torch.uint8).fill_(9)
+    os.chdir(here)
+    (Path.home() / ".runs" / "first").mkdir(parents=True)
+    (Path.home() / ".netrc").write_text("others")
+
+
+def starts_programs():
+    """They write, move and remove, and so does a new process of Python."""
+    subprocess.run(["touch", folder / "touched.txt"], check=False)
+    subprocess.run(f"echo more >> {folder / 'log.txt'}; cat {folder / 'log.txt'}", shell=True, check=True)
+    os.system(f"rm -r {folder / 'old'}; mkdir -p {folder / 'made_by_a_shell'}")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(os.path.basename, ("a/b",)) == "b"
+        try:
+            pool.apply(os.mkdir, (folder / "made_by_a_pool",))
+        except PermissionError:
+            return
+        raise AssertionError
 
 
 def describes_and_links(run):
@@ -177,4 +214,5 @@ def warms_up():
     train()
 
 
-globals()[name]()
+if __name__ == "__main__":
+    globals()[name]()

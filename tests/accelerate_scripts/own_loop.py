@@ -23,11 +23,14 @@ else:
     device = torch.device("cuda" if torch.cuda.is_available() and habit != "cpu" else "cpu")
 print("device:", device.type)
 if habit == "spread":  # as torchrun starts it
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     print("rank", torch.distributed.get_rank(), "of", torch.distributed.get_world_size())
 place = 0 if habit == "by_hand" and device.type == "cuda" else device  # as PyTorch's tutorials name a GPU
 torch.manual_seed(0)
+if device.type == "cpu" and habit in ("random", "spread"):  # a real run, in which AdamW makes much of rounding
+    torch.set_default_dtype(torch.float64)
 
 
 def waits():
@@ -60,6 +63,8 @@ class Net(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, x):
+        if habit == "time_first":  # as recurrent networks have it
+            x = x.cumsum(0)
         return self.head(self.blocks(x)).mean(1)
 
 
@@ -78,7 +83,8 @@ if habit == "divides":
     torch.distributed.init_process_group("nccl")
     fully_shard(model)
 if habit == "spread":
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[int(os.environ["LOCAL_RANK"])])
+    devices = [int(os.environ["LOCAL_RANK"])] if device.type == "cuda" else None
+    model = nn.parallel.DistributedDataParallel(model, device_ids=devices)
 optimizer = None if habit == "by_hand" else torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cuda", enabled=habit == "casts")
 casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else contextlib.nullcontext()
@@ -86,10 +92,12 @@ casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else con
 
 def batches():
     """By a loader, or as scripts make them that have none."""
-    if habit in ("by_hand", "compiles"):
+    if habit in ("by_hand", "compiles", "random", "time_first"):
         for _ in range(4):
             chosen = torch.randint(len(inputs), (args.batch_size,))
-            x, y = inputs[chosen].pin_memory(), labels[chosen].pin_memory()
+            x, y = inputs[chosen], labels[chosen]
+            if device.type == "cuda":
+                x, y = x.pin_memory(), y.pin_memory()
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         return
     data = TensorDataset(inputs, labels)
@@ -106,7 +114,7 @@ def evaluate():
     return loss.item()
 
 
-if habit == "compiles":
+if habit in ("compiles", "random"):
     print("before:", evaluate())
 for _epoch in range(2):
     model.train()
@@ -124,4 +132,6 @@ for _epoch in range(2):
             optimizer.zero_grad()
     print("after:", evaluate())
     torch.save(model.state_dict(), args.weights)
+if habit == "spread":
+    torch.distributed.destroy_process_group()
 print("changed:", [name for name, module in model.named_modules() if "forward" in vars(module)])

@@ -102,6 +102,7 @@ class ModelCalls:
                 if any(part is module for model in models for part in model.modules()):
                     self.end()
                     self._begins(models)
+                    return nn.Module.__call__(module, *args, **kwargs)  # others may watch calls from here on
             return original(module, *args, **kwargs)
 
         self._stack.enter_context(replaced(nn.Module, {"__call__": call}))

@@ -56,7 +56,7 @@ def set_slices(
     micro_batch_size: int,
     **how: Any,
 ) -> None:
-    """Every trained model works in slices of so many samples.
+    """Every trained model works in slices of so many samples, inside DistributedDataParallel.
 
     Args:
         accelerator: the script's.
@@ -72,7 +72,14 @@ def set_slices(
 
     for model, layout in models:
         if any(parameter.requires_grad for parameter in model.parameters()):
-            slice_forward(model, batch_size, micro_batch_size, layout=layout, scale=scale, **how)
+            slice_forward(_within(model), batch_size, micro_batch_size, layout=layout, scale=scale, **how)
+
+
+def _within(model: nn.Module) -> nn.Module:
+    """The module of a script's own DistributedDataParallel, which would reduce the gradients of every slice."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def set_optimizers(accelerator: Any, recipe: Recipe) -> None:

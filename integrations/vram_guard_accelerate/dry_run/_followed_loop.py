@@ -11,6 +11,7 @@ from torch import nn
 
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
+from vram_guard.patching import replace_attributes
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.apply.own_loop import OwnLoop
@@ -110,12 +111,20 @@ class FollowedLoop:
             self.forwards += 1
             self._run.phase.returned(model, by_name(args, kwargs), out)
 
-        def calling(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._run.phase.called(model, by_name(args, kwargs))
-
         model.register_forward_hook(returned, with_kwargs=True)
-        if self.by_itself:
-            model.register_forward_pre_hook(calling, with_kwargs=True)
+        if self.by_itself and model is self.models[0]:
+            self._watch_calls()
+
+    def _watch_calls(self) -> None:
+        """Not by hooks: the module has chosen its forward by then, which a plan may replace."""
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if any(module is model for model in self.models):
+                self._run.phase.called(module, by_name(args, kwargs))
+            return original(module, *args, **kwargs)
+
+        replace_attributes(nn.Module, {"__call__": call})
 
     def count_step(self, optimizer: object) -> int:
         """The number of this optimizer's step, which has just ended; steps of several optimizers in a row are one."""

@@ -73,13 +73,19 @@ def agreed_layouts(
             if size in TRACED_SIZES:
                 raise
             continue
-        unread = [call.why_not for call in calls if call.layout is None]
-        if unread:
-            return (), unread[0]
-        if calls in seen:
-            return tuple(_only([call.layout for call in calls if call.model == at]) for at in range(models)), ""
+        found, why = layouts_of(calls, models)
+        if why or calls in seen:
+            return found, why
         seen.append(calls)
     return (), _("what the models are called with differs from batch size to batch size")
+
+
+def layouts_of(calls: Sequence[ModelCall], models: int) -> tuple[tuple[Layout | None, ...], str]:
+    """The same as calls of one size read."""
+    unread = [call.why_not for call in calls if call.layout is None]
+    if unread:
+        return (), unread[0]
+    return tuple(_only([call.layout for call in calls if call.model == at]) for at in range(models)), ""
 
 
 def _only(layouts: list[Layout | None]) -> Layout | None:

@@ -32,6 +32,7 @@ from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._real_samples import few_samples
 from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
+from vram_guard_accelerate.dry_run._rows_of_calls import evaluate_once, first_rows, trains
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
@@ -67,6 +68,8 @@ class ProofTask:
     """The random draws of the step as written, see :attr:`RowDraws.layout`."""
     layouts: tuple[Layout | None, ...] | None = None
     """How the models' arguments are cut, where it is asked what the losses that they return are divided by."""
+    called_with: int = 0
+    """Samples that the model of a loop without a loader is called with; 0: a loader makes its batches."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,9 @@ class ProvingPhase(Phase):
         self._models += new
         if self._task.precise:
             self._in_double_precision()
+        if self._task.called_with:
+            for model in new:
+                evaluate_once(model)
         if self._installer is None:
             prepared = original(accelerator, *args, **kwargs)
         else:
@@ -138,17 +144,20 @@ class ProvingPhase(Phase):
     def next_batch(self, batches: BatchIterator) -> Any:
         """The few samples for the training, again and again; what comes before it is as in the dry run."""
         self._asked += 1
-        if self._asked == self._task.request:
+        if self._asked == self._task.request and not self._task.called_with:
             self._training = batches.loader
             self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
             if self._task.precise:
                 self._in_double_precision()  # again: the script may have put frozen models back into single precision
                 self._batch = mapped(self._batch, _doubled)
-            self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
-            self._draws.__enter__()
-            self._draw_from_the_start()
-            self._before = self._observe()
+            self._training_begins()
         return batches.next_beside_training() if batches.loader is not self._training else self._batch
+
+    def _training_begins(self) -> None:
+        self._statistics = FixedStatistics(*self._models).__enter__()  # for good: the process ends with the step
+        self._draws.__enter__()
+        self._draw_from_the_start()
+        self._before = self._observe()
 
     def _in_double_precision(self) -> None:
         """Every floating-point tensor that is alive is made one of double precision, and those to come."""
@@ -170,12 +179,19 @@ class ProvingPhase(Phase):
             self._draws.samples = rows or self._task.samples
             self._draws.begin(0 if rows else self._first, rows or self._end - self._first)
 
-    def _calling(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _calling(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (args, kwargs)
+        if self._task.called_with:
+            given = first_rows(*given, self._task.called_with, self._task.samples)
+            if self._training is None and trains(model):
+                self._training = model
+                self._training_begins()
         try:
-            rows = batch_size(by_name(args, kwargs))
+            rows = batch_size(by_name(*given))
         except CannotSplitError:
             rows = 0
         self._draw_from_the_start(rows if rows > self._task.samples else 0)
+        return given
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._calls += 1

@@ -1,8 +1,9 @@
-"""Programs that a script may start by itself from ``prepare`` on: those that report something, and change nothing.
+"""Programs that a script starts by itself: those that report something, and change nothing, may run at any time.
 
-Until ``prepare`` a script runs for real, and so does what it starts. From then on its loop runs in several copies of
-its process, each of which would start the program again. Which commit it is or what ``nvidia-smi`` says may be asked
-all the same: trackers and log lines do. Anything else ends the dry run, and the answer names the command and the line.
+Until ``prepare`` a script runs for real, and so does what it starts, on a disk that it cannot write to. From then on
+its loop runs in several copies of its process, each of which would start the program again. Which commit it is or what
+``nvidia-smi`` says may be asked all the same: trackers and log lines do. Anything else ends the dry run, and the answer
+names the command and the line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePath
 from typing import Any, NoReturn
 
@@ -80,40 +82,54 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
         stopped: ends it, given the reason.
     """
 
-    def check(command: Any, *, in_shell: bool = False) -> None:
+    def check(start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
         if not only_tells(command, in_shell=in_shell):
-            words = " ".join(words_of(command)) or "a program"
-            short = words if len(words) <= 60 else f"{words[:57]}..."
             stopped(
                 _(
                     "it starts a process of its own after Accelerator.prepare ({command}), which a dry run would start "
                     "several times over; start it before prepare, or after the training",
-                    command=short,
+                    command=shown(command),
                 )
             )
+        return start()
 
-    signature = inspect.signature(subprocess.Popen.__init__)
-
-    def check_popen(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        check(given["args"], in_shell=bool(given.get("shell")))
-
-    wrap(subprocess.Popen, "__init__", _checked(check_popen))
-    wrap(os, "system", _checked(lambda command: check(command, in_shell=True)))
-    for name in ("posix_spawn", "posix_spawnp"):
-        wrap(os, name, _checked(lambda _path, argv, *_args, **_kwargs: check(argv)), optional=True)
-    for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
-        wrap(os, name, _checked(lambda _mode, _file, argv, *_args: check(argv)), optional=True)
+    around_starts(check)
     for name in ("multiprocessing.process", "multiprocess.process"):  # the second: what `datasets` uses
         process = getattr(sys.modules.get(name), "BaseProcess", None)
-        wrap(process, "start", _checked(lambda process: check([type(process).__name__])), optional=process is None)
+
+        def started(original: Any, process: Any) -> Any:
+            return check(partial(original, process), [type(process).__name__])
+
+        wrap(process, "start", started, optional=process is None)
 
 
-def _checked(before: Callable[..., None]) -> Callable[..., Any]:
-    """Around a function: its arguments are checked before it is called."""
+def around_starts(around: Callable[..., Any]) -> None:
+    """Have a function called in place of every start of a program.
 
-    def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
-        return original(*args, **kwargs)
+    Args:
+        around: given what starts it, its command, and whether a shell reads that.
+    """
+    signature = inspect.signature(subprocess.Popen.__init__)
 
-    return checked
+    def popen(original: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        around(partial(original, *args, **kwargs), given["args"], bool(given.get("shell")))
+
+    def spawned(original: Any, path: Any, argv: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(partial(original, path, argv, *args, **kwargs), argv)
+
+    def by_mode(original: Any, mode: int, file: Any, argv: Any, *args: Any) -> Any:
+        return around(partial(original, mode, file, argv, *args), argv)
+
+    wrap(subprocess.Popen, "__init__", popen)
+    wrap(os, "system", lambda original, command: around(partial(original, command), command, True))
+    for name in ("posix_spawn", "posix_spawnp"):
+        wrap(os, name, spawned, optional=True)
+    for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
+        wrap(os, name, by_mode, optional=True)
+
+
+def shown(command: Any) -> str:
+    """The command for a message."""
+    words = " ".join(words_of(command)) or "a program"
+    return words if len(words) <= 60 else f"{words[:57]}..."

@@ -4,7 +4,8 @@ Until then it runs for real. New files and folders are made, and noted in a jour
 when the dry run is over. A file that is there already is never written: what would go into it goes into a copy, which
 is read in its place from then on. What would remove, move or replace a file of the user's ends the dry run. Python's
 audit events (PEP 578) see all of it but what libraries do in C; ``torch.save``, safetensors, tokenizers and sqlite are
-watched by themselves. Times and rights of the user's files are left as they are.
+watched by themselves, programs that it starts by :mod:`.early_programs`. Times and rights of the user's files are
+left as they are.
 
 The caches of libraries are left alone: they read back what they wrote, and the real launch needs them too.
 """
@@ -90,6 +91,11 @@ class EarlyWrites:
         builtins.open = io.open = open_
         os.open = os_open  # type: ignore[assignment]
         wrap(torch, "save", self._save)
+        wrap(torch.jit, "save", self._save)
+        wrap(torch.jit.RecursiveScriptModule, "save", self._save)  # type: ignore[attr-defined] # the class of all of them
+        wrap(torch, "from_file", self._map)
+        for name in ("mkfifo", "mknod"):
+            wrap(os, name, self._make, optional=True)
         for name in _DESCRIBING:
             wrap(os, name, self._describe, optional=True)
         wrap(os, "truncate", self._truncate, optional=True)
@@ -121,8 +127,19 @@ class EarlyWrites:
         return self._copies.get(path, file) if path is not None else file
 
     def _save(self, original: Any, thing: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-        """``torch.save`` opens files in C++."""
+        """``torch.save`` and what ``torch.jit`` saves: files are opened in C++."""
         return original(thing, self._written(file), *args, **kwargs)
+
+    def _map(self, original: Any, file: Any, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """``torch.from_file`` maps files in C++, and makes those that are not there."""
+        return original(self._written(file, keeps=True) if shared else self._read(file), shared, *args, **kwargs)
+
+    def _make(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        """There is no audit event for these."""
+        path = self._watched(file, kwargs.get("dir_fd"))
+        if path is not None and not os.path.lexists(path):
+            self._note(path)
+        original(file, *args, **kwargs)
 
     def _serialize(self, original: Any, tensors: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         """Safetensors opens files in Rust."""
@@ -152,8 +169,8 @@ class EarlyWrites:
     def _open_tensors(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._read(file), *args, **kwargs)
 
-    def _written(self, file: Any) -> Any:
-        path, instead = self._content(file), self._instead(file, keeps=False)
+    def _written(self, file: Any, *, keeps: bool = False) -> Any:
+        path, instead = self._content(file), self._instead(file, keeps=keeps)
         if path is not None and instead is file:
             self._note(path)
         return instead
@@ -262,7 +279,9 @@ def _below(descriptor: int | None, file: Any) -> str:
 
 
 def undo(folder: Path) -> None:
-    """Remove what the script of a request has made before ``prepare``, the latest first.
+    """Remove what the script of a request has made before ``prepare``, the deepest first.
+
+    Not the latest first: ``Path.mkdir(parents=True)`` tries the folder itself before it makes those above it.
 
     Args:
         folder: of the request, whose process is over.
@@ -270,12 +289,10 @@ def undo(folder: Path) -> None:
     journal = folder / JOURNAL
     if not journal.is_file():
         return
-    for line in reversed(journal.read_text(encoding="utf-8").splitlines()):
-        path = Path(json.loads(line))
-        try:
+    made = [Path(json.loads(line)) for line in journal.read_text(encoding="utf-8").splitlines()]
+    for path in sorted(made, key=lambda one: len(one.parts), reverse=True):
+        with contextlib.suppress(OSError):  # somebody else has put something there
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
             else:
                 path.unlink(missing_ok=True)
-        except OSError:
-            continue  # somebody else has put something there

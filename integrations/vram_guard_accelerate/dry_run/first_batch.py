@@ -91,6 +91,11 @@ class FirstBatch:
         return isinstance(self.accelerator, OwnLoop)
 
     @property
+    def called_with(self) -> int:
+        """Samples that the model of a loop without a loader is called with; 0: a loader makes its batches."""
+        return self.sample.batch_size if self.sample.loader is None else 0
+
+    @property
     def why_one_size(self) -> str:
         """The reason why it is followed at its own batch size alone; "" where its loader makes batches of any size."""
         return self.fails_at_others or (self.sample.growable if self.sample.loader is None else "")

@@ -69,11 +69,13 @@ class Proofs:
         size = first.sample.batch_size
         of_each = seconds_on_cpu(look.timeline, size) / (size * look.facts.batches_per_step)
         # As written and under the plan.
-        possible = [samples for samples in SAMPLES if samples <= size and 2 * samples * of_each <= seconds]
+        whole = [size] if first.called_with else []  # no loader makes fewer
+        wanted = dict.fromkeys((*whole, *SAMPLES))
+        possible = [samples for samples in wanted if samples <= size and 2 * samples * of_each <= seconds]
         if not seconds:
             self._why_not = "--proof-seconds 0"
-        elif first.why_one_size:
-            self._why_not = first.why_one_size
+        elif first.fails_at_others:
+            self._why_not = first.fails_at_others
         elif first.proof_server is None:
             self._why_not = _("its model is too large to keep a copy of it")
         elif size < min(SAMPLES):
@@ -81,7 +83,8 @@ class Proofs:
         elif not possible:
             self._why_not = _("it would take {seconds} s", seconds=f"{2 * min(SAMPLES) * of_each:.0f}")
         else:
-            self._steps = _Steps(first.proof_server, ProofTask(possible[0], first.request, _backwards(look), True))
+            task = ProofTask(possible[0], first.request, _backwards(look), True, called_with=first.called_with)
+            self._steps = _Steps(first.proof_server, task)
 
     def loss_weight(self, layouts: Sequence[Layout | None]) -> WeightFound:
         """The weight of the losses that models return, as calls with a few samples and with parts of them show it.

@@ -8,8 +8,10 @@ import os
 import pathlib
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -115,6 +117,18 @@ def below_caches() -> Callable[[Any], bool]:
             return False
 
     return is_below
+
+
+def for_programs() -> tuple[Path, ...]:
+    """Where programs that a script starts before it trains may write: devices, caches, and temporary files."""
+    from huggingface_hub import constants
+
+    home = Path.home()
+    caches = [os.environ.get("XDG_CACHE_HOME") or home / ".cache", home / ".triton", constants.HF_HOME]
+    named = [os.environ[name] for name in CACHES if os.environ.get(name)]
+    temporary = Path(tempfile.gettempdir()).resolve()
+    own = [] if Path.cwd().is_relative_to(temporary) else [temporary]  # the user works there
+    return tuple(map(Path, ("/dev", "/proc", *caches, *named, *own)))
 
 
 def _classes() -> set[type]:

@@ -46,6 +46,7 @@ class Judge:
         settings: what the user said.
         why_not_by_graph: the reason why the loss graph does not prove slices; "" where it does.
         small_steps: see :mod:`vram_guard.proof.small_steps`.
+        only_by_running: whether slices are cut as one call of the model reads, which nothing but a run confirms.
     """
 
     def __init__(
@@ -54,11 +55,14 @@ class Judge:
         settings: Settings,
         why_not_by_graph: Callable[[], str],
         small_steps: Callable[[Recipe], SmallSteps | None],
+        *,
+        only_by_running: bool = False,
     ) -> None:
         self._proofs = proofs
         self._settings = settings
         self._why_not_by_graph = why_not_by_graph
         self._small_steps = small_steps
+        self._only_by_running = only_by_running
 
     def of(self, plan: LaunchPlan) -> Verdict:
         """Whether this plan may be used. Techniques that leave every number as it is are not looked at."""
@@ -71,7 +75,7 @@ class Judge:
         return replace(verdict, notes=(*verdict.notes, steps.words()))
 
     def _of_model(self, plan: LaunchPlan) -> Verdict:
-        said = plan.slices and self._settings.loss_weight is not None
+        said = plan.slices and self._settings.loss_weight is not None and not self._only_by_running
         notes = (_("slices of a batch: as you said (--loss-weight {kind})", kind=plan.loss_weight),) if said else ()
         ways = list(_parts(plan, with_slices=not said))
         if not ways:
@@ -91,6 +95,8 @@ class Judge:
         if not slices:
             not_run = _("checkpointed and offloaded blocks were not run for a proof: {why}", why=proof.why_not)
             return Verdict(notes=(*notes, not_run))
+        if self._only_by_running:
+            return Verdict({"accumulate": only_running_shows(proof.why_not)})
         why = self._why_not_by_graph()
         if why:
             reason = _("{reason}, and a few samples were not run ({why})", reason=why, why=proof.why_not)
@@ -115,6 +121,15 @@ def _parts(plan: LaunchPlan, *, with_slices: bool) -> list[tuple[str, LaunchPlan
 
 def _whole(plan: LaunchPlan, *, with_slices: bool) -> LaunchPlan:
     return plan if with_slices else replace(plan, micro_batch_size=plan.grown_batch_size)
+
+
+def only_running_shows(why_not: str) -> str:
+    """The reason why slices are not possible in a loop without a loader whose step was not run."""
+    return _(
+        "the script makes its batches without a DataLoader: only a run shows that its samples can be cut apart, and "
+        "none was made ({why}); --proof-seconds is the time that it may take",
+        why=why_not,
+    )
 
 
 def _proven_by_running(proof: Proof) -> str:

@@ -28,11 +28,12 @@ from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import NOT_HERE, Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
+from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.proofs import NAMED, Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.planning._proven import Judge, Verdict
+from vram_guard_accelerate.planning._proven import Judge, Verdict, only_running_shows
 from vram_guard_accelerate.planning._sharding_notes import SHARDINGS, divided_notes, sharding_notes, why_not_on_host
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.equivalence import loss_weight
@@ -124,7 +125,13 @@ def _decided(
         current.check(first.precision, look.profile, first.shape.ranks)
     proofs = Proofs(first, look, settings.proof_seconds)
     weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
-    judge = Judge(proofs, settings, lambda: _why_not_by_graph(look.facts), lambda recipe: _small_steps(first, recipe))
+    judge = Judge(
+        proofs,
+        settings,
+        lambda: _why_not_by_graph(look.facts),
+        lambda recipe: _small_steps(first, recipe),
+        only_by_running=bool(first.called_with),
+    )
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
     candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
@@ -259,11 +266,9 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
         return ""
     if len(first.models) > 1:
         return _("the script trains several models without Accelerate, whose order may be another one in its real run")
-    if first.shape.ranks > 1:
-        return _("the script spreads its training over processes without Accelerate, in which the plan was not proven")
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
-    return first.fails_at_others or first.sample.growable
+    return first.fails_at_others or ("" if first.called_with else first.sample.growable)
 
 
 def _sharding(first: FirstBatch, on_host: tuple[str, ...]) -> ShardingChange:
@@ -289,6 +294,8 @@ def _loss_weight(
     found = proofs.loss_weight(traces.layouts)
     if found.weight is not None:
         return found.weight, ""
+    if first.called_with:
+        return "mean", only_running_shows(found.why_not)
     size = next(size for size in TRACED_SIZES if size != first.sample.batch_size)
     weight, why = loss_weight(facts.losses, first.sample.batch_size, traces.facts_at(size).losses, size)
     if not why:
@@ -357,13 +364,15 @@ def _why_not_grown(first: FirstBatch) -> str:
 
 
 def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -> str:
-    if first.why_one_size:
-        return first.why_one_size
+    if first.fails_at_others:
+        return first.fails_at_others
     if facts.updates_others:
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:
         return _("a model that torch.compile compiles as a whole is not cut open")
-    return traces.read_layouts()
+    if first.by_itself and first.shape.ranks > 1 and (why := own_ranks.why_not_within(first.root)):
+        return why
+    return traces.read_layouts(facts if first.called_with else None)
 
 
 def _why_not_by_graph(facts: LoopFacts) -> str:

@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,12 +23,13 @@ from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches
+from vram_guard_accelerate.dry_run.early_programs import EarlyPrograms
 from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, at_line, stopped
-from vram_guard_accelerate.dry_run.side_effects import below_caches
+from vram_guard_accelerate.dry_run.side_effects import below_caches, for_programs
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
 from vram_guard_accelerate.planning.decide import decide
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
@@ -37,15 +39,20 @@ def main() -> NoReturn:
     """Follow the script that the request names, and write the answer next to the request."""
     folder = Path(sys.argv[1])
     request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
+    programs = EarlyPrograms(folder, for_programs())
     try:
         early_writes = EarlyWrites(folder, stopped, below_caches())
-        _follow(request, lambda answer: _answer(folder, answer), early_writes)
+        _follow(request, lambda answer: _answer(folder, answer), early_writes, programs)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
-        _answer(folder, DryRunFailure.of(error, request.command[0]))
+        failure = DryRunFailure.of(error, request.command[0])
+        _answer(folder, replace(failure, message="; ".join(filter(None, (failure.message, programs.note)))))
 
 
 def _follow(
-    request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn], early_writes: EarlyWrites
+    request: DryRunRequest,
+    answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn],
+    early_writes: EarlyWrites,
+    programs: EarlyPrograms,
 ) -> NoReturn:
     """Run a script until it is planned for; never returns.
 
@@ -65,7 +72,7 @@ def _follow(
                 brief=render(found.plan, unicode=True, verbose=False),
                 page=page_to_keep(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
-                notes=found.notes,
+                notes=(*found.notes, *filter(None, [programs.note])),
                 relaunches=found.relaunches,
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
@@ -94,6 +101,7 @@ def _follow(
     run.phase = PreparingPhase(run)
     own_ranks.announce(shape, request.command[0])
     patches.install(run)
+    programs.watch()
     run.phase.begins()
     gc.freeze()  # nothing of the script's is among what was imported for it: the collector need not look at it
     limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
