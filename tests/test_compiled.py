@@ -131,6 +131,25 @@ def test_a_graph_break_is_said_and_modules_behind_it_are_compiled() -> None:
     assert "graph_break" in made.compiled.breaks[0]
 
 
+class Positions(nn.Module):
+    """A break in a function that has made a tensor: Dynamo's guards there hold what the factory looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x + torch.arange(WIDTH, device=x.device))
+        torch._dynamo.graph_break()
+        return x * torch.arange(WIDTH, device=x.device)
+
+
+def test_what_a_trace_does_around_factories_compiles_nothing_anew() -> None:
+    made = followed(step_of(torch.compile(Positions())))
+    assert made.compiled is not None
+    assert made.compiled.graphs == 4  # two steps, but each graph and its backward once
+
+
 def test_batch_normalisation_convolutions_dropout_and_autocast_are_followed() -> None:
     model: Any = torch.compile(
         nn.Sequential(

@@ -124,6 +124,8 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
 
 _COMPILED = "test_compiled_blocks_take_what_inductors_code_allocates"
 _LOSS = "test_a_compiled_loss_keeps_its_gradient"
+_PROCESSES = "test_accelerates_compiled_step_is_shown_beside_the_eager_one"
+_FACTORIES = "test_what_a_trace_does_around_factories_compiles_nothing_anew"
 _BREAKS = "test_a_graph_break_is_said_and_modules_behind_it_are_compiled"
 
 #: Only for steps whose compiled code is followed; a release without one of them counts such steps as eager.
@@ -145,6 +147,8 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
         _COMPILED,
     ),
     PrivateName("torch._dynamo.guards:CheckFunctionManager.__init__", "each graph is compiled once", _COMPILED),
+    PrivateName("torch._guards:GuardsSet.inner", "what a trace looks at compiles nothing anew", _FACTORIES),
+    PrivateName("torch._guards:Guard.user_stack", "what a trace looks at compiles nothing anew", _FACTORIES),
     PrivateName("torch._dynamo.types:ConvertFrameReturn.frame_exec_strategy", "our frames are skipped", _BREAKS),
     PrivateName("torch._C._dynamo.eval_frame:_FrameAction.SKIP", "our frames are skipped", _BREAKS),
     PrivateName("torch._C._dynamo.eval_frame:_FrameExecStrategy", "our frames are skipped", _BREAKS),
@@ -157,6 +161,7 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._inductor.scheduler:has_triton", "code for Triton is written", _COMPILED),
     PrivateName("torch.utils._triton:triton_hash_with_backend", "code for Triton is written", _COMPILED),
     PrivateName("torch._inductor.codecache:CacheBase.get_system", "no GPU is asked", _COMPILED),
+    PrivateName("torch._dynamo.repro.after_aot:save_graph_repro", "no process is started", _PROCESSES),
     PrivateName("torch._inductor.codecache:PyCodeCache.write", "generated code", _COMPILED),
     PrivateName("torch._inductor.codecache:PyCodeCache.load_by_key_path", "generated code", _COMPILED),
     PrivateName("torch._inductor.async_compile:AsyncCompile.triton", "kernels are not compiled", _COMPILED),
