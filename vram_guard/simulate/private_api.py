@@ -21,7 +21,16 @@ _IN_PLACE = "test_gradients_that_others_hold_are_not_summed_in_place"
 _IMPORTED = "test_a_module_that_is_imported_during_a_trace_is_a_real_one"
 _META = "test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device"
 _PROFILED = "test_ranges_for_a_profiler_stop_no_trace"
+_FLEX = "test_compiled_flex_attention_takes_the_same_blocks_where_a_trace_runs_uncompiled"
 _FOREACH = "test_foreach_optimizers_hold_copies_of_the_parameters"
+
+#: Operators that are followed where they are there.
+FLEX_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch._higher_order_ops.flex_attention:create_fw_bw_graph", "score_mod is not traced", _FLEX),
+    PrivateName("torch._higher_order_ops.flex_attention:flex_attention", "the kernel of a trace", _FLEX),
+    PrivateName("torch._higher_order_ops.flex_attention:flex_attention_backward", "the kernel of a trace", _FLEX),
+    PrivateName("torch._ops:HigherOrderOperator.python_key_table", "the kernel of a trace", _FLEX),
+)
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C:TensorBase.device", "the true device behind the simulated one", _ASKED),
